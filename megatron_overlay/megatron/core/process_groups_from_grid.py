@@ -1,0 +1,119 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A :class:`ProcessGroupCollection` from a :class:`HyperCommGrid`, without ``parallel_state``."""
+
+import logging
+
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import GridError, HyperCommGrid
+from megatron.core.rank_enumeration import embedding_ranks, position_embedding_ranks
+from megatron.core.utils import log_single_rank
+
+logger = logging.getLogger(__name__)
+
+# Field of the collection -> dims of its group, in the order of creation.
+DENSE_FIELDS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "dp_cp": ("cp", "dp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "mp": ("tp", "pp"),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+EXPERT_FIELDS: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expt_tp": ("expt_tp",),
+    "expt_dp": ("expt_dp",),
+    "tp_ep": ("expt_tp", "ep"),
+    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+}
+DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
+EXPERT_DIMS = frozenset(("expt_tp", "ep", "expt_dp", "pp"))
+
+
+def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None] | None:
+    """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
+
+    Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
+    has already are taken as they are, so a second call returns the same ones and makes none. When
+    creation fails, the groups made here are freed with ``grid.destroy()`` by the caller.
+
+    The fields that only several optimizer instances, hierarchical CP or a second all-gather
+    communicator need (``inter_dist_opt``, ``hcp``, ``dp_cp_ag``, ``expt_dp_ag``) are ``None``, and
+    so are the expert fields of a grid without a view along ``expt_tp, ep, expt_dp``. ``embd`` and
+    ``pos_embd`` are ``None`` on pipeline stages that hold no embedding.
+
+    Returns:
+        Groups by field; ``None`` on a rank outside the grid, where there is no module.
+
+    Raises:
+        GridError: (a ``ValueError``) a dim of ``tp, cp, dp, pp`` is missing, another base dim has
+            a size other than 1, or two views have the expert dims.
+    """
+    _check_dims(grid)
+    before = grid.num_groups
+    groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
+
+    pp_groups = grid.get_rank_enum("pp")
+    groups["embd"] = _get_or_derive(grid, "embd", embedding_ranks(pp_groups))
+    groups["pos_embd"] = _get_or_derive(grid, "pos_embd", position_embedding_ranks(pp_groups))
+
+    view = _expert_view(grid)
+    for field, dims in EXPERT_FIELDS.items():
+        groups[field] = None if view is None else _get_or_create(grid, dims, view)
+
+    groups["intra_dp_cp"] = groups["dp_cp"]
+    groups["intra_expt_dp"] = groups["expt_dp"]
+    groups.update(dict.fromkeys(("inter_dist_opt", "hcp", "dp_cp_ag", "expt_dp_ag")))
+
+    if grid.num_groups > before:
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"grid {dict(zip(grid.dim_names, grid.shape, strict=True))} at rank "
+            f"{grid.rank_offset}: {grid.num_groups} process groups {grid.group_counts}",
+        )
+    return groups if grid.is_current_rank_in_grid() else None
+
+
+def _check_dims(grid: HyperCommGrid) -> None:
+    missing = sorted(DENSE_DIMS.difference(grid.dim_names))
+    if missing:
+        raise GridError(
+            f"a module's grid needs dims {sorted(DENSE_DIMS)} (size 1 where unused); "
+            f"{grid.dim_names} lacks {missing}"
+        )
+    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+    extra = {d: s for d, s in sizes.items() if d not in DENSE_DIMS and s != 1}
+    if extra:
+        raise GridError(
+            f"base dims {extra} multiply the ranks of {sizes}; put expert dims into a view: "
+            f"register_view(name, shape, ['expt_tp', 'ep', 'expt_dp'], replaces=['tp', 'cp', 'dp'])"
+        )
+
+
+def _expert_view(grid: HyperCommGrid) -> str | None:
+    views = [name for name, dims in grid.views.items() if EXPERT_DIMS.issubset(dims)]
+    if len(views) > 1:
+        raise GridError(f"views {views} all have the expert dims {sorted(EXPERT_DIMS)}; keep one")
+    return views[0] if views else None
+
+
+def _get_or_create(
+    grid: HyperCommGrid, dims: tuple[str, ...], view: str | None = None
+) -> dist.ProcessGroup | None:
+    if grid.has_pg(dims, view):
+        return grid.get_pg(dims, view)
+    return grid.create_pg(dims, view)
+
+
+def _get_or_derive(
+    grid: HyperCommGrid, name: str, rank_enum: list[list[int]]
+) -> dist.ProcessGroup | None:
+    if grid.has_derived_pg(name):
+        return grid.get_derived_pg(name)
+    return grid.create_derived_pg(name, rank_enum)
