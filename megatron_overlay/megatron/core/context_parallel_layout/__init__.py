@@ -1,0 +1,39 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds which token under context parallelism, and how tokens move between layouts.
+
+Plan on the host, once per batch::
+
+    lengths = pad_lengths(sample_lengths, cp_size)
+    zigzag, contiguous = zigzag_layout(lengths, cp_size), contiguous_layout(lengths, cp_size)
+    route = plan_route(zigzag, contiguous, cp_group.rank()).to(device)
+
+Execute in the layers, without waiting for the device::
+
+    hidden = exchange(hidden, route, cp_group)              # [total/cp, ...]
+    hidden = exchange(hidden, route.reversed(), cp_group)   # bit for bit what it was
+"""
+
+from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
+from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths, pad_lengths
+from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
+from megatron.core.context_parallel_layout.token_layout import (
+    TokenLayout,
+    contiguous_layout,
+    thd_partitioned_indices,
+    zigzag_layout,
+)
+
+__all__ = [
+    "PaddedLengths",
+    "Route",
+    "TokenLayout",
+    "contiguous_layout",
+    "exchange",
+    "gather_tokens",
+    "pad_lengths",
+    "plan_route",
+    "received_tokens",
+    "thd_partitioned_indices",
+    "zigzag_layout",
+]

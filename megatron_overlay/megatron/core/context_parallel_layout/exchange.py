@@ -1,0 +1,72 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Differentiable collectives over context-parallel shards, each driven by a precomputed plan."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.context_parallel_layout.route import Route
+from megatron.core.context_parallel_layout.token_layout import TokenLayout
+
+
+def exchange(tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
+    """Move ``[total/cp, ...]`` from the route's source layout to its destination layout.
+
+    A collective over ``group`` unless the route is local for every rank. ``route`` lies on the
+    tensor's device; nothing here waits for the device. The backward runs the route the other way,
+    which restores every bit.
+    """
+    return _Exchange.apply(tensor, route, group)
+
+
+def gather_tokens(tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:
+    """All-gather shards ``[total/cp, ...]`` into global token order ``[total, ...]``.
+
+    The backward is the adjoint, a reduce-scatter: each rank receives the sum, over ``group``, of
+    the gradients with respect to its own tokens. ``layout`` lies on the tensor's device.
+    """
+    return _GatherTokens.apply(tensor, layout, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
+        ctx.route, ctx.group = route, group
+        moved = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if not route.is_local:
+            received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
+            dist.all_to_all_single(
+                received,
+                tensor.index_select(0, route.send_places),
+                output_split_sizes=list(route.recv_splits),
+                input_split_sizes=list(route.send_splits),
+                group=group,
+            )
+            moved.index_copy_(0, route.recv_places, received)
+        return moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Exchange.apply(grad, ctx.route.reversed(), ctx.group), None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:
+        ctx.layout, ctx.group = layout, group
+        gathered = tensor.new_empty((layout.lengths.total, *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+        return gathered.index_select(0, layout.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        layout = ctx.layout
+        shard = grad.new_empty((layout.shard_size, *grad.shape[1:]))
+        by_rank = grad.index_select(0, layout.tokens.flatten())
+        dist.reduce_scatter_tensor(shard, by_rank, group=ctx.group)
+        return shard, None, None

@@ -1,0 +1,124 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The padded token numbering that every layout of a batch shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True)
+class PaddedLengths:
+    """Real and padded length of each sample along one token dimension, in tokens.
+
+    A uniform ``[S, B]`` batch is one sample of length S whose tokens are rows of B; a packed
+    batch (``thd``) has as many samples as ``cu_seqlens`` has intervals. Padding follows the real
+    tokens of its sample, so a causal real token never sees it. Global token numbers, in layouts
+    and routes alike, count padded tokens.
+    """
+
+    real: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    def __post_init__(self):
+        fits = len(self.real) == len(self.padded) and all(
+            0 <= real <= padded for real, padded in zip(self.real, self.padded, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                "padded lengths must cover the real ones, sample by sample; got "
+                f"real={self.real}, padded={self.padded}"
+            )
+
+    @property
+    def total(self) -> int:
+        """Number of tokens, padding included."""
+        return sum(self.padded)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries of the real samples, int32 [samples + 1]."""
+        return torch.tensor([0, *accumulate(self.real)], dtype=torch.int32)
+
+    @cached_property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Boundaries of the padded samples, int32 [samples + 1]."""
+        return torch.tensor([0, *accumulate(self.padded)], dtype=torch.int32)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each padded token within its sample, int64 [total]."""
+        starts = self.cu_seqlens_padded[:-1].long()
+        lengths = torch.tensor(self.padded, dtype=torch.int64)
+        return torch.arange(self.total) - starts.repeat_interleave(lengths)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """True where a padded token is a real one, bool [total]."""
+        real = torch.tensor(self.real, dtype=torch.int64)
+        padded = torch.tensor(self.padded, dtype=torch.int64)
+        return self.positions < real.repeat_interleave(padded)
+
+    def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
+        """Spread real tokens ``[..., sum(real), ...]`` to ``[..., total, ...]``, filling gaps."""
+        if tensor.size(dim) != sum(self.real):
+            raise ValueError(
+                f"expected {sum(self.real)} real tokens in dim {dim}, got {tensor.size(dim)}"
+            )
+        shape = list(tensor.shape)
+        shape[dim] = self.total
+        real_tokens = self.valid.nonzero().squeeze(1).to(tensor.device)
+        return tensor.new_full(shape, value).index_copy(dim, real_tokens, tensor)
+
+    def unpad(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Drop padding: ``[..., total, ...]`` to ``[..., sum(real), ...]``."""
+        return tensor.index_select(dim, self.valid.nonzero().squeeze(1).to(tensor.device))
+
+    def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
+        """The ``thd`` description of this batch for Megatron's layers, lengths global."""
+        longest = max(self.padded, default=0)
+        cu_seqlens = self.cu_seqlens.to(device)
+        cu_seqlens_padded = self.cu_seqlens_padded.to(device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens_padded,
+            cu_seqlens_kv_padded=cu_seqlens_padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            total_tokens=self.total,
+        )
+
+
+def pad_lengths(
+    lengths: Iterable[int], cp_size: int, sequence_parallel_size: int = 1
+) -> PaddedLengths:
+    """Pad each sample to a multiple of 2·cp_size, so that zigzag halves are equal.
+
+    With one CP rank there is nothing to halve and no sample is padded. The last sample is padded
+    further until every rank's shard also divides by ``sequence_parallel_size`` (TP size with
+    sequence parallelism, else 1).
+
+    Raises:
+        ValueError: a length is negative, or a size is below 1.
+    """
+    real = tuple(int(length) for length in lengths)
+    if any(length < 0 for length in real) or cp_size < 1 or sequence_parallel_size < 1:
+        raise ValueError(
+            "lengths must be >= 0 and sizes >= 1; got "
+            f"lengths={real}, cp_size={cp_size}, sequence_parallel_size={sequence_parallel_size}"
+        )
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    padded = [-(-length // multiple) * multiple for length in real]
+    if padded:
+        padded[-1] += -sum(padded) % (multiple * sequence_parallel_size)
+    return PaddedLengths(real, tuple(padded))

@@ -1,0 +1,114 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of an exchange between two layouts: who sends which token to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel_layout.token_layout import TokenLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One rank's part in moving tokens from a source layout to a destination layout.
+
+    Index tensors are int64 and hold places in this rank's shard. Tokens whose rank does not change
+    are copied locally and never enter the collective.
+
+    Attributes:
+        send_places: places in the source shard, grouped by the group rank they go to.
+        send_splits: number of tokens for each group rank; 0 for this one.
+        recv_places: places in the destination shard, grouped by the group rank they come from.
+        recv_splits: number of tokens from each group rank; 0 for this one.
+        kept_from: source places of the tokens that stay.
+        kept_to: destination places of the same tokens.
+        is_local: no rank sends anything, so that all of them skip the collective.
+    """
+
+    send_places: Tensor
+    send_splits: tuple[int, ...]
+    recv_places: Tensor
+    recv_splits: tuple[int, ...]
+    kept_from: Tensor
+    kept_to: Tensor
+    is_local: bool
+
+    @property
+    def shard_size(self) -> int:
+        """Tokens in the shard, before and after."""
+        return len(self.send_places) + len(self.kept_from)
+
+    def reversed(self) -> Route:
+        """The way back, which is also the adjoint: a route permutes tokens."""
+        return Route(
+            send_places=self.recv_places,
+            send_splits=self.recv_splits,
+            recv_places=self.send_places,
+            recv_splits=self.send_splits,
+            kept_from=self.kept_to,
+            kept_to=self.kept_from,
+            is_local=self.is_local,
+        )
+
+    def to(self, device: torch.device | str) -> Route:
+        """The same route with its index tensors on ``device``, copied without waiting."""
+        names = ("send_places", "recv_places", "kept_from", "kept_to")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved)
+
+
+def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -> Route:
+    """Plan ``group_rank``'s part of the exchange from ``source`` to ``destination``.
+
+    Made on the host once per batch. Sender and receiver agree on the order of a message: the
+    sender's local order.
+
+    Raises:
+        ValueError: the layouts place different batches, or on different numbers of ranks.
+    """
+    if source.lengths != destination.lengths or source.cp_size != destination.cp_size:
+        raise ValueError(
+            "a route joins two layouts of one batch on the same ranks; got "
+            f"{source.name} of {source.lengths} on {source.cp_size} ranks and "
+            f"{destination.name} of {destination.lengths} on {destination.cp_size}"
+        )
+    size, ranks = source.shard_size, source.cp_size
+    goes_to = destination.places[source.tokens[group_rank]]
+    comes_from = source.places[destination.tokens[group_rank]]
+    to_rank, from_rank = goes_to // max(size, 1), comes_from // max(size, 1)
+
+    send_places = to_rank.argsort(stable=True)
+    recv_places = comes_from.argsort()
+    stays = to_rank[send_places] == group_rank
+    arrives = from_rank[recv_places] != group_rank
+    kept_from = send_places[stays]
+    return Route(
+        send_places=send_places[~stays],
+        send_splits=_splits(to_rank, ranks, group_rank),
+        recv_places=recv_places[arrives],
+        recv_splits=_splits(from_rank, ranks, group_rank),
+        kept_from=kept_from,
+        kept_to=goes_to[kept_from] - group_rank * size,
+        is_local=not any(received_tokens(source, destination)),
+    )
+
+
+def received_tokens(source: TokenLayout, destination: TokenLayout) -> tuple[int, ...]:
+    """Tokens that each group rank receives along the route; times a token's bytes, its traffic.
+
+    A rank sends as many as it receives, since shards are equal.
+    """
+    size = max(source.shard_size, 1)
+    origin = source.places[destination.tokens] // size
+    own = torch.arange(source.cp_size, device=origin.device).unsqueeze(1)
+    return tuple((origin != own).sum(dim=1).tolist())
+
+
+def _splits(peer: Tensor, ranks: int, group_rank: int) -> tuple[int, ...]:
+    counts = peer.bincount(minlength=ranks)
+    counts[group_rank] = 0
+    return tuple(counts.tolist())

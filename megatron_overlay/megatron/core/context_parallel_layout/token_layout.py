@@ -1,0 +1,136 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which global token each context-parallel (CP) rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """Placement of one batch's padded tokens on the CP ranks; plain data, no process group.
+
+    Attributes:
+        name: ``"zigzag"`` or ``"contiguous"``.
+        lengths: samples of the batch, which number its tokens.
+        tokens: global token at each place, int64 ``[cp, total/cp]``; row r is group rank r's
+            shard in its local order. Every token stands in it exactly once.
+    """
+
+    name: str
+    lengths: PaddedLengths
+    tokens: Tensor
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks the tokens are spread over."""
+        return self.tokens.size(0)
+
+    @property
+    def shard_size(self) -> int:
+        """Tokens held by each rank."""
+        return self.tokens.size(1)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where each global token lies in the rank-ordered concatenation, int64 [total]."""
+        flat = self.tokens.flatten()
+        return torch.empty_like(flat).scatter_(0, flat, torch.arange(len(flat), device=flat.device))
+
+    def to(self, device: torch.device | str) -> TokenLayout:
+        """The same layout with its index table on ``device``, copied without waiting."""
+        return replace(self, tokens=self.tokens.to(device, non_blocking=True))
+
+    def shard(self, tensor: Tensor, group_rank: int, dim: int = 0) -> Tensor:
+        """Take ``group_rank``'s tokens: ``[..., total, ...]`` to ``[..., total/cp, ...]``.
+
+        Serves embeddings, labels, loss mask and position ids alike; the gradient of the result is
+        zero outside the rank's own tokens.
+
+        Raises:
+            ValueError: ``tensor`` does not hold the padded tokens along ``dim``.
+        """
+        if tensor.size(dim) != self.lengths.total:
+            raise ValueError(
+                f"the layout places {self.lengths.total} padded tokens, but dim {dim} of the "
+                f"tensor has {tensor.size(dim)}; pad it with PaddedLengths.pad"
+            )
+        return tensor.index_select(dim, self.tokens[group_rank].to(tensor.device))
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Put the shards of group ranks 0..cp-1 back into global token order."""
+        gathered = torch.cat(tuple(shards), dim)
+        return gathered.index_select(dim, self.places.to(gathered.device))
+
+
+def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
+    """Rank r holds half-chunks r and 2·cp-1-r of every sample, which balances causal attention.
+
+    Local order is per sample: first half-chunk, then second, sample after sample.
+
+    Raises:
+        ValueError: a padded length does not divide by 2·cp_size.
+    """
+    if cp_size > 1 and any(padded % (2 * cp_size) for padded in lengths.padded):
+        raise ValueError(
+            f"zigzag over cp={cp_size} needs sample lengths that are multiples of {2 * cp_size}, "
+            f"got {lengths.padded}; pad them with pad_lengths(lengths, {cp_size})"
+        )
+    rows = [
+        thd_partitioned_indices(lengths.cu_seqlens_padded, lengths.total, cp_size, rank).long()
+        for rank in range(cp_size)
+    ]
+    return TokenLayout("zigzag", lengths, torch.stack(rows))
+
+
+def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
+    """Rank r holds the r-th of cp equal runs of the whole token stream, as recurrences want.
+
+    Raises:
+        ValueError: the padded total does not divide by cp_size.
+    """
+    if lengths.total % cp_size:
+        raise ValueError(
+            f"{lengths.total} padded tokens do not divide over cp={cp_size}; "
+            f"pad them with pad_lengths(lengths, {cp_size})"
+        )
+    tokens = torch.arange(lengths.total).view(cp_size, lengths.total // cp_size)
+    return TokenLayout("contiguous", lengths, tokens)
+
+
+def thd_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int
+) -> Tensor:
+    """Zigzag token numbers of one rank; replaces TE's ``tex.thd_get_partitioned_indices``.
+
+    Runs on the device of ``cu_seqlens`` and never waits for it.
+
+    Args:
+        cu_seqlens: global boundaries [samples + 1]; intervals are multiples of 2·cp_size
+            (any length with one rank).
+        total_tokens: ``cu_seqlens[-1]``, as the host knows it.
+
+    Returns:
+        int32 [total_tokens / cp_size], in the rank's local order.
+    """
+    bounds = cu_seqlens.long()
+    place = torch.arange(total_tokens // cp_size, device=bounds.device)
+    if cp_size == 1:
+        return place.int()
+    local_bounds = bounds // cp_size
+    sample = torch.searchsorted(local_bounds, place, right=True) - 1
+    half = (local_bounds[sample + 1] - local_bounds[sample]) // 2
+    offset = place - local_bounds[sample]
+    in_second = offset >= half
+    # The second half-chunk starts 2·cp-1-rank half-chunks into the sample, and lies one
+    # half-chunk into the shard.
+    skipped = torch.where(in_second, 2 * cp_size - 2 - cp_rank, cp_rank)
+    return (bounds[sample] + skipped * half + offset).int()
