@@ -1,0 +1,12 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run unmodified Megatron code on CPU ranks over gloo.
+
+`install()` replaces, once and for the whole process, the parts of PyTorch through which Megatron
+reaches CUDA and NCCL. `python -m megatron.core.cpu_runtime SCRIPT ARGS…` installs and then runs a
+script. Nothing else imports this package, so a GPU run never meets it. See docs/cpu-runtime.md.
+"""
+
+from megatron.core.cpu_runtime.installer import install, is_installed
+
+__all__ = ["install", "is_installed"]

@@ -1,0 +1,95 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups: gloo for NCCL, without the device arguments, and the reduction gloo lacks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron.core.cpu_runtime.replacement import Replacement, refusal
+
+
+def gloo_for(backend: Any) -> Any:
+    """`"gloo"` for any backend string with NCCL in it (also `"cpu:gloo,cuda:nccl"`)."""
+    return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
+
+
+def _init_process_group(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init_process_group(backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        return original(gloo_for(backend or "nccl"), *args, **kwargs)
+
+    return init_process_group
+
+
+def _new_group(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        # Options belong to a backend: those given for NCCL mean nothing to gloo.
+        return original(ranks, timeout, gloo_for(backend), None, *args, **kwargs)
+
+    return new_group
+
+
+def _split_group(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def split_group(*args, **kwargs):
+        raise refusal("torch.distributed.split_group")
+
+    return split_group
+
+
+def _barrier(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def barrier(group=None, async_op=False, device_ids=None, **kwargs):
+        return original(group, async_op, **kwargs)
+
+    return barrier
+
+
+class _DividedWork:
+    """The handle of a sum that becomes an average when it is waited for."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, size: int):
+        self._work, self._tensor, self._size = work, tensor, size
+
+    def wait(self, *args) -> bool:
+        """Wait for the sum, then divide it, truncating, once."""
+        done = self._work.wait(*args)
+        self._tensor.div_(self._size, rounding_mode="trunc")
+        self._size = 1
+        return done
+
+
+def _all_reduce(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if op != dist.ReduceOp.AVG or tensor.is_floating_point() or tensor.is_complex():
+            return original(tensor, op, group, async_op)
+        work = original(tensor, dist.ReduceOp.SUM, group, True)
+        work = _DividedWork(work, tensor, dist.get_world_size(group))
+        return work if async_op else work.wait() and None
+
+    return all_reduce
+
+
+def replacements() -> list[Replacement]:
+    """The replacements in `torch.distributed`, and in the module that defines its functions."""
+    wrappers = {
+        "init_process_group": _init_process_group,
+        "new_group": _new_group,
+        "split_group": _split_group,
+        "barrier": _barrier,
+        "all_reduce": _all_reduce,
+    }
+    plan = []
+    for name, wrap in wrappers.items():
+        wrapped = wrap(getattr(distributed_c10d, name))
+        plan += [Replacement(owner, name, wrapped) for owner in (dist, distributed_c10d)]
+    return plan

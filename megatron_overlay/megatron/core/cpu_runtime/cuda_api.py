@@ -1,0 +1,239 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.cuda` on the CPU: a table of the calls that have an honest answer; the rest refuse.
+
+To add a call, add it to `ANSWERS` if its answer on a CPU is a fact; else leave it refused.
+"""
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.core.cpu_runtime import random, streams
+from megatron.core.cpu_runtime.replacement import Replacement, refusal
+
+_SUBMODULES = (
+    torch.cuda.memory,
+    torch.cuda.random,
+    torch.cuda.streams,
+    torch.cuda.graphs,
+    torch.cuda.nvtx,
+    torch.cuda.nccl,
+    torch.cuda.profiler,
+    torch.cuda.tunable,
+    torch.cuda.gds,
+    torch.cuda.jiterator,
+    torch.cuda.green_contexts,
+)
+_TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_device_index = 0
+
+
+def _index(device: Any) -> int:
+    """The index that `device` names, or the current one."""
+    if isinstance(device, int):
+        return device if device >= 0 else _device_index
+    index = None if device is None else torch.device(device).index
+    return _device_index if index is None else index
+
+
+def current_device() -> int:
+    """The index that `set_device` was given last, at first 0."""
+    return _device_index
+
+
+def set_device(device) -> None:
+    """Remember the index; all indices mean the CPU."""
+    global _device_index
+    _device_index = _index(device)
+
+
+def device_count() -> int:
+    """One device for each rank on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class device:
+    """`with torch.cuda.device(i)`: `i` is the current index inside; None changes nothing."""
+
+    def __init__(self, device):
+        self.idx = _index(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        set_device(self.idx)
+
+    def __exit__(self, *exc_info) -> None:
+        set_device(self.prev_idx)
+
+
+class device_of(device):
+    """`with torch.cuda.device_of(tensor)`: no tensor is on a CUDA device, so nothing changes."""
+
+    def __init__(self, obj):
+        super().__init__(None)
+
+
+class DeviceProperties(NamedTuple):
+    """What is known of the "device": no compute capability, the host's cores and its memory."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int  # bytes
+    multi_processor_count: int
+
+
+def get_device_properties(device=None) -> DeviceProperties:
+    """The host's properties; capability 0.0 is below every requirement, so none is met."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceProperties("cpu", 0, 0, memory, os.cpu_count() or 1)
+
+
+def get_device_capability(device=None) -> tuple[int, int]:
+    """(0, 0): below every requirement."""
+    return (0, 0)
+
+
+def get_device_name(device=None) -> str:
+    """`"cpu"`."""
+    return "cpu"
+
+
+def memory_allocated(device=None) -> int:
+    """Bytes of this process that are resident now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def max_memory_allocated(device=None) -> int:
+    """The most bytes of this process that were ever resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _MemoryStats(dict):
+    def __missing__(self, key):
+        raise refusal(f"torch.cuda.memory_stats()[{key!r}]")
+
+
+def memory_stats(device=None) -> dict[str, int]:
+    """The process's resident bytes under the allocator's names; other names refuse."""
+    now, peak = memory_allocated(), max_memory_allocated()
+    return _MemoryStats(
+        (f"{kind}_bytes.all.{when}", value)
+        for kind in ("allocated", "reserved")
+        for when, value in (("current", now), ("peak", peak))
+    )
+
+
+def _returns(value: Any) -> Callable:
+    def answer(*args, **kwargs):
+        return value
+
+    return answer
+
+
+class _NvtxRange:
+    """`with torch.cuda.nvtx.range(…)`: marks nothing."""
+
+    def __init__(self, msg: str, *args, **kwargs):
+        self.msg = msg
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc_info) -> None:
+        return None
+
+
+ANSWERS: dict[str, Any] = {
+    "is_available": _returns(True),
+    "is_initialized": _returns(True),
+    "is_bf16_supported": _returns(True),
+    "is_current_stream_capturing": _returns(False),
+    "init": _returns(None),
+    "synchronize": _returns(None),
+    "empty_cache": _returns(None),
+    "current_device": current_device,
+    "set_device": set_device,
+    "device_count": device_count,
+    "device": device,
+    "device_of": device_of,
+    "get_device_properties": get_device_properties,
+    "get_device_capability": get_device_capability,
+    "get_device_name": get_device_name,
+    "memory_allocated": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "max_memory_allocated": max_memory_allocated,
+    "max_memory_reserved": max_memory_allocated,
+    "memory_stats": memory_stats,
+    "Stream": streams.Stream,
+    "Event": streams.Event,
+    "StreamContext": streams.StreamContext,
+    "stream": streams.stream,
+    "current_stream": streams.current_stream,
+    "default_stream": streams.default_stream,
+    "set_stream": streams.set_stream,
+    "get_rng_state": random.get_rng_state,
+    "set_rng_state": random.set_rng_state,
+    "get_rng_state_all": random.get_rng_state_all,
+    "set_rng_state_all": random.set_rng_state_all,
+    "manual_seed": random.manual_seed,
+    "manual_seed_all": random.manual_seed,
+    "seed": random.seed,
+    "seed_all": random.seed,
+    "initial_seed": random.initial_seed,
+    "nvtx.range_push": _returns(None),
+    "nvtx.range_pop": _returns(None),
+    "nvtx.mark": _returns(None),
+    "nvtx.range": _NvtxRange,
+}
+
+
+def _refuse(name: str, original: Any) -> Any:
+    """A stand-in for `torch.cuda.<name>` that raises when it is called or instantiated."""
+
+    def refuse(*args, **kwargs):
+        raise refusal(f"torch.cuda.{name}")
+
+    if isinstance(original, type):  # Stays a class: annotations and isinstance() use it.
+        return type(original.__name__, (), {"__new__": refuse})
+    return refuse
+
+
+def _public_callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The callables of `module` that are CUDA's own; exceptions and storages stay as they are."""
+    for name, value in list(vars(module).items()):
+        own = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.cuda")
+        if not own or name.startswith("_") or name.endswith(("Storage", "Tensor")):
+            continue
+        if isinstance(value, type) and issubclass(value, BaseException):
+            continue
+        yield name, value
+
+
+def replacements() -> list[Replacement]:
+    """Every public callable of `torch.cuda`, and of its submodules, answered or refused."""
+    plan, stand_ins = [], {}
+    for module in (torch.cuda, *_SUBMODULES):
+        prefix = "nvtx." if module is torch.cuda.nvtx else ""
+        for name, value in _public_callables(module):
+            if id(value) not in stand_ins:
+                key = prefix + name
+                stand_ins[id(value)] = ANSWERS[key] if key in ANSWERS else _refuse(key, value)
+            plan.append(Replacement(module, name, stand_ins[id(value)]))
+    plan += [
+        Replacement(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
+        for kind in _TENSOR_TYPES
+    ]
+    plan += [
+        Replacement(torch.cuda, "default_generators", (torch.default_generator,)),
+        # PyTorch calls this when an op really reaches CUDA: an argument that was not redirected.
+        Replacement(torch.cuda, "_lazy_init", _refuse("_lazy_init", None)),
+    ]
+    return plan

@@ -1,0 +1,107 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The random state of the "device": PyTorch's CPU generator, which all ops on CPU tensors draw from.
+
+Megatron's `CudaRNGStatesTracker` forks the CUDA state and then draws, so its forks must move the
+generator that CPU ops use. The host's and the device's generator are thus one here. Two things
+follow, and both are taken care of:
+- a data loader draws from the host's generator, often on one rank of a tensor-parallel group only;
+  here that would move the device's state, and the ranks' dropout masks would part. Data loading
+  therefore gets a stream of its own.
+- the tracker warns whenever the CPU state changes inside a fork, as here it always does.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
+from megatron.core.cpu_runtime.replacement import Replacement
+
+_TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
+_TRACKER_WARNING = "CPU RNG state changed within GPU RNG context"
+_GENERATOR = torch.default_generator
+
+
+def get_rng_state(device="cuda") -> torch.Tensor:
+    """A copy of the generator's state."""
+    return _GENERATOR.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
+    """Set the generator's state."""
+    _GENERATOR.set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The states of all devices: of the one that this rank has."""
+    return [get_rng_state()]
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    """Set the states of all devices: of the one that this rank has."""
+    (state,) = new_states
+    set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the generator."""
+    _GENERATOR.manual_seed(int(seed))
+
+
+def seed() -> None:
+    """Seed the generator from the system's entropy."""
+    _GENERATOR.seed()
+
+
+def initial_seed() -> int:
+    """The seed that the generator was given last."""
+    return _GENERATOR.initial_seed()
+
+
+class _DataLoadingStream:
+    """The state that data loaders draw from, seeded once from the generator's own seed."""
+
+    def __init__(self) -> None:
+        self.state: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def active(self):
+        """Draws inside come from this stream; the generator is as before afterwards."""
+        outer = _GENERATOR.get_state()
+        if self.state is None:
+            _GENERATOR.manual_seed(_GENERATOR.initial_seed())
+        else:
+            _GENERATOR.set_state(self.state)
+        try:
+            yield
+        finally:
+            self.state = _GENERATOR.get_state()
+            _GENERATOR.set_state(outer)
+
+
+def _drawing_from(stream: _DataLoadingStream, method: Callable) -> Callable:
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        with stream.active():
+            return method(*args, **kwargs)
+
+    return wrapper
+
+
+def silence_tracker_warning() -> None:
+    """Drop the tracker's warning about the CPU state, and no other one."""
+    logger = logging.getLogger(_TRACKER_LOGGER)
+    logger.addFilter(lambda record: _TRACKER_WARNING not in record.getMessage())
+
+
+def replacements() -> list[Replacement]:
+    """The replacements that keep data loading away from the device's state."""
+    stream = _DataLoadingStream()
+    return [
+        Replacement(owner, name, _drawing_from(stream, getattr(owner, name)))
+        for owner, name in ((DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"))
+    ]
