@@ -1,0 +1,51 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+
+PYTHON ?= python3
+VENV := .venv
+CHECKOUT := build/Megatron-LM
+RUN ?= build/runs/train
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+TRAIN_RANKS ?= 4
+TRAIN_ARGS ?= --model tiny --device cpu --transformer-impl local --placement colocated \
+	--encoder tp=2,dp=2 --language tp=1,dp=4 --data digits --seed 0 \
+	--metrics-out $(abspath $(RUN))/metrics.jsonl --save $(abspath $(RUN))/checkpoints
+
+.PHONY: help setup fetch apply lock train test lint clean
+help: ## Show this help
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
+
+setup: $(VENV)/installed apply ## Virtual environment and applied checkout
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "error: $(PYTHON) is missing or older than 3.11; set PYTHON" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	    { echo "error: $(PYTHON) cannot make a virtual environment (is venv installed?)" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,test]'
+	@touch $@
+
+fetch: ## Fetch the pinned upstream into build/
+	@tools/fetch_upstream.sh $(CHECKOUT)
+
+apply: $(VENV)/installed fetch ## Put the overlay onto the checkout
+	@tools/apply_overlay.sh $(CHECKOUT)
+
+lock: ## After a change to patches or overlay: canonical patches, series, lock
+	@tools/python.sh tools/overlay lock
+
+train: setup ## Train the tiny VLM on real digits, on CPU ranks
+	@mkdir -p $(RUN)
+	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/torchrun \
+	    --standalone --nproc-per-node $(TRAIN_RANKS) \
+	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS)
+
+test: setup ## Run every test
+	$(VENV)/bin/python tests/run.py
+
+lint: $(VENV)/installed ## Check the style
+	$(VENV)/bin/ruff check .
+
+clean: ## Remove build/ and the virtual environment
+	rm -rf build $(VENV) *.egg-info
