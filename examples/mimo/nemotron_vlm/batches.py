@@ -1,0 +1,85 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples of the global batch a rank's modules take, microbatch by microbatch.
+
+Microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples. Each module cuts that
+run into as many equal slices as it has DP ranks, so encoder and language slices line up whatever
+the two DP sizes: this is the order in which the bridge hands embeddings over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from examples.mimo.nemotron_vlm.data import Sample, SampleSource
+from examples.mimo.nemotron_vlm.layout import Layouts
+
+Microbatch = dict[str, object]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The slices of one rank.
+
+    Args:
+        layouts: of both modules.
+        encoder_dp: this rank's DP coordinate in the encoder's grid.
+        language_dp: likewise in the language model's grid.
+    """
+
+    layouts: Layouts
+    encoder_dp: int
+    language_dp: int
+
+    def indices(self, microbatch: int) -> tuple[range, range]:
+        """Indices into the global batch that the encoder and the language model take."""
+        samples = self.layouts.batch.micro_size * self.layouts.language.dp
+        first = microbatch * samples
+
+        def part(dp_rank: int, dp_size: int) -> range:
+            size = samples // dp_size
+            return range(first + dp_rank * size, first + (dp_rank + 1) * size)
+
+        return (
+            part(self.encoder_dp, self.layouts.encoder.dp),
+            part(self.language_dp, self.layouts.language.dp),
+        )
+
+    def microbatches(
+        self, source: SampleSource, split: str, step: int, device: torch.device | str
+    ) -> Iterator[Microbatch]:
+        """Yield this rank's microbatches of one step, in order."""
+        for i in range(self.layouts.num_microbatches):
+            encoder_part, language_part = self.indices(i)
+            samples = {
+                index: source.sample(split, step, index)
+                for index in sorted({*encoder_part, *language_part})
+            }
+            yield collate(
+                [samples[i] for i in encoder_part], [samples[i] for i in language_part], device
+            )
+
+
+def collate(
+    encoder_samples: list[Sample], language_samples: list[Sample], device: torch.device | str
+) -> Microbatch:
+    """Stack samples into MimoModel's keyword arguments.
+
+    Returns:
+        input_ids, labels, position_ids [b, S] int64; loss_mask [b, S] float32; modality_inputs
+        with the tiles [n, 3, H, W] of the encoder's samples, one after the other.
+    """
+    stacked = {
+        name: torch.stack([getattr(s, name) for s in language_samples]).to(device)
+        for name in ("input_ids", "labels", "loss_mask")
+    }
+    positions = torch.arange(stacked["input_ids"].shape[1], device=device)
+    tiles = torch.cat([s.tiles for s in encoder_samples]).to(device)
+    return {
+        **stacked,
+        "position_ids": positions.expand_as(stacked["input_ids"]),
+        "modality_inputs": {"images": {"radio": {"tiles": tiles}}},
+    }

@@ -1,0 +1,143 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the training program. Needs neither torch nor Megatron: bad input ends at once."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run, as asked for on the command line."""
+
+    preset: VLMPreset
+    layouts: Layouts
+    device: str
+    transformer_impl: str
+    precision: str
+    data: str
+    seed: int
+    steps: int
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    weight_decay: float
+    clip_grad: float
+    eval_interval: int
+    eval_samples: int
+    save: Path | None
+    load: Path | None
+    save_interval: int
+    metrics_out: Path | None
+    report: Path | None
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are `UserError`s, so that ranks report them once."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pretrain_nemotron_vlm.py",
+        description="Train a Nemotron VLM whose encoder and language model have layouts of their "
+        "own. A layout is AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived "
+        "when left out.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", choices=sorted(PRESETS), default="tiny", help="model size")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks compute")
+    add(
+        "--transformer-impl",
+        choices=["local", "transformer_engine"],
+        default="local",
+        help="layers: Megatron's own, or Transformer Engine's (GPU only)",
+    )
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters")
+    add("--placement", choices=["colocated", "non-colocated"], default="colocated")
+    add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
+    add("--language", default="", metavar="LAYOUT", help="layout of the language model")
+    add("--global-batch-size", type=int, default=32, help="samples a step")
+    add("--micro-batch-size", type=int, default=4, help="samples a microbatch and language DP rank")
+    add("--seq-length", type=int, default=32, help="tokens a sample, padded")
+    add("--steps", type=int, default=20, help="optimizer steps of the whole run")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--min-lr", type=float, default=0.0, help="learning rate at the end")
+    add("--warmup-steps", type=int, default=0, help="steps of linear warm-up; cosine decay follows")
+    add("--weight-decay", type=float, default=0.01)
+    add("--clip-grad", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
+    add("--seed", type=int, default=0, help="of initial weights and samples")
+    add("--data", default="digits", metavar="digits|mock", help="training data")
+    add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps; 0: never")
+    add("--eval-samples", type=int, default=256, help="held-out samples an evaluation reads")
+    add("--save", type=Path, metavar="DIR", help="directory for checkpoints")
+    add("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    add("--save-interval", type=int, default=0, metavar="K", help="save every K steps; 0: at the end")
+    add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one a step")
+    add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
+    add("--dry-run", action="store_true", help="build on the meta device, print parameter counts")
+    return parser
+
+
+def parse_args(argv: list[str], world_size: int) -> RunConfig:
+    """Read and check the command line.
+
+    Raises:
+        UserError: for whatever cannot be trained, naming the fact and the fix.
+    """
+    args = _parser().parse_args(argv)
+    _check_numbers(args)
+    if args.placement == "non-colocated":
+        raise UserError("--placement non-colocated is not there yet; use --placement colocated")
+    if args.device == "cpu" and args.transformer_impl == "transformer_engine":
+        raise UserError("--transformer-impl transformer_engine needs --device cuda")
+    preset = PRESETS[args.model]()
+    encoder = parse_layout(args.encoder, "encoder")
+    language = parse_layout(args.language, "language")
+    for axis in ("cp", "pp", "vpp", "ep", "etp"):
+        if getattr(language, axis) > 1:
+            raise UserError(f"--language {args.language}: {axis} is not there yet; leave it out")
+    return RunConfig(
+        preset=preset,
+        layouts=resolve(
+            encoder,
+            language,
+            Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
+            world_size,
+            preset,
+        ),
+        **{
+            name: getattr(args, name)
+            for name in RunConfig.__dataclass_fields__
+            if name not in ("preset", "layouts")
+        },
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("global_batch_size", "micro_batch_size", "seq_length", "steps", "eval_samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+    for name in ("eval_interval", "save_interval", "warmup_steps", "seed"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
+    if not 0 <= args.min_lr <= args.lr:
+        raise UserError(f"--min-lr {args.min_lr} must lie between 0 and --lr {args.lr}")
+    if args.warmup_steps >= args.steps:
+        raise UserError(f"--warmup-steps {args.warmup_steps} must be below --steps {args.steps}")
+    if args.save_interval and not args.save:
+        raise UserError("--save-interval needs --save DIR")
+    if args.report and not args.metrics_out:
+        raise UserError("--report draws the metrics file: add --metrics-out FILE")

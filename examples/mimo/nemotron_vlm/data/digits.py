@@ -1,0 +1,61 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scikit-learn's handwritten digits (real 8×8 scans of the UCI test set) as a reading task.
+
+A sample is a strip of digits, each one image tile, and the question what they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
+
+TEST_EVERY = 5
+"""Every fifth scan is held out for the test split."""
+
+
+class DigitStrips:
+    """Strips of ``digits_per_sample`` tiles drawn from scikit-learn's digits.
+
+    Args:
+        tile: tile height and width in pixels, a multiple of the scans' 8.
+        tokens_per_tile: embeddings that the encoder makes of one tile.
+        seq_length: tokens a sample, padded.
+        seed: of the drawing; the train/test split does not depend on it.
+    """
+
+    def __init__(
+        self,
+        tile: int,
+        tokens_per_tile: int,
+        seq_length: int,
+        seed: int,
+        digits_per_sample: int = 2,
+    ) -> None:
+        if tile % 8:
+            raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
+        scans = load_digits()
+        images = torch.from_numpy(scans.images).float() / 16
+        images = F.interpolate(images[:, None], size=(tile, tile), mode="bilinear")
+        held_out = torch.arange(len(images)) % TEST_EVERY == 0
+        self._splits = {
+            "train": (images[~held_out], scans.target[~held_out.numpy()]),
+            "test": (images[held_out], scans.target[held_out.numpy()]),
+        }
+        self._tokens_per_tile = tokens_per_tile
+        self._seq_length = seq_length
+        self._seed = seed
+        self._digits_per_sample = digits_per_sample
+
+    def sample(self, split: str, step: int, index: int) -> Sample:
+        """See `SampleSource`."""
+        images, targets = self._splits[split]
+        draw = np.random.default_rng([self._seed, split == "test", step, index])
+        chosen = draw.integers(len(images), size=self._digits_per_sample)
+        tiles = images[chosen].expand(-1, 3, -1, -1)
+        answer = [int(targets[i]) for i in chosen]
+        return reading_task(tiles, answer, self._tokens_per_tile, self._seq_length)

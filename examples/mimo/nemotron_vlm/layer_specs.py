@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which layer implementation each part is built of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+@dataclass(frozen=True)
+class LayerSpecs:
+    """Layers of the ViT, the projector and the hybrid stack."""
+
+    vit_layer: ModuleSpec
+    projector_norm: type
+    projector_mlp: MLPSubmodules
+    hybrid_stack: ModuleSpec
+
+
+def layer_specs(transformer_impl: str) -> LayerSpecs:
+    """Specs for 'local' (Megatron's own layers, any device) or 'transformer_engine' (GPU)."""
+    return _local() if transformer_impl == "local" else _transformer_engine()
+
+
+def _local() -> LayerSpecs:
+    from megatron.core.models.hybrid import hybrid_local_specs as local
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
+    from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
+
+    return LayerSpecs(
+        vit_layer=local.vit_local_layer_spec(ContextParallelAttention),
+        projector_norm=SequenceParallelNorm,
+        projector_mlp=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
+        hybrid_stack=local.get_hybrid_local_stack_spec(ContextParallelAttention),
+    )
+
+
+def _transformer_engine() -> LayerSpecs:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.vision.vit_layer_specs import (
+        get_vit_layer_with_transformer_engine_spec,
+    )
+
+    return LayerSpecs(
+        vit_layer=get_vit_layer_with_transformer_engine_spec(),
+        projector_norm=TENorm,
+        projector_mlp=MLPSubmodules(
+            linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
+        ),
+        hybrid_stack=hybrid_stack_spec,
+    )

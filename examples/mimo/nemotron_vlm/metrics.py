@@ -1,0 +1,70 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reports: one JSON line a step, TensorBoard, and a progress bar; by one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+class MetricsWriter:
+    """Writes records as they come.
+
+    Args:
+        path: of the JSON lines; a resumed run appends to what the steps before it wrote.
+        first_step: steps from this one on are dropped from an existing file: they are run again.
+        total_steps: of the whole run, for the progress bar.
+        quiet: no progress bar.
+    """
+
+    def __init__(self, path: Path, first_step: int, total_steps: int, quiet: bool) -> None:
+        self._file = _reopen(path, first_step)
+        self._board = SummaryWriter(path.parent / "tensorboard", purge_step=first_step)
+        self._bar = tqdm(
+            total=total_steps, initial=first_step, disable=quiet, unit="step", mininterval=1.0
+        )
+
+    def write(self, record: dict[str, float | int | bool]) -> None:
+        """Append one step's record; `step` counts from 1, and is in every record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            if name != "step":
+                self._board.add_scalar(name, value, record["step"])
+        shown = {k: f"{record[k]:.3g}" for k in ("loss", "eval_accuracy") if k in record}
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Finish the files and the bar."""
+        self._file.close()
+        self._board.close()
+        self._bar.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """All whole records of a file; a last line that a kill cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _reopen(path: Path, first_step: int):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    if first_step and path.exists():
+        kept = [record for record in read_metrics(path) if record["step"] <= first_step]
+    partial = path.with_name(path.name + ".partial")
+    file = partial.open("w")
+    file.writelines(json.dumps(record) + "\n" for record in kept)
+    file.flush()
+    partial.replace(path)
+    return file

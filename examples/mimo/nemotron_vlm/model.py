@@ -1,0 +1,208 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Build the Nemotron VLM as a MimoModel over given grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.projector import NormedProjector
+from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
+from megatron.core.activations import squared_relu
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+IMAGES = "images"
+"""Name of the vision module in grids, batches and checkpoints."""
+
+
+@dataclass(frozen=True)
+class ModuleGroups:
+    """One module's grid and the process groups made from it."""
+
+    grid: HyperCommGrid
+    groups: ProcessGroupCollection
+
+
+def _common(layout: Layout, dtype: torch.dtype) -> dict:
+    return {
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp,
+        "context_parallel_size": layout.cp,
+        "pipeline_model_parallel_size": layout.pp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": False,
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+def encoder_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """The ViT's configuration."""
+    p = preset.encoder
+    return TransformerConfig(
+        num_layers=p.layers,
+        hidden_size=p.hidden,
+        num_attention_heads=p.heads,
+        ffn_hidden_size=p.ffn,
+        normalization="LayerNorm",
+        activation_func=F.gelu,
+        **_common(layout, dtype) | {"add_bias_linear": True},
+    )
+
+
+def projector_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """The projector's configuration; it shares the encoder's layout."""
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=preset.language.hidden,
+        num_attention_heads=1,
+        ffn_hidden_size=preset.projector_ffn,
+        normalization="RMSNorm",
+        activation_func=squared_relu,
+        **_common(layout, dtype),
+    )
+
+
+def language_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """The hybrid language model's configuration."""
+    p = preset.language
+    return TransformerConfig(
+        num_layers=len(p.pattern),
+        hidden_size=p.hidden,
+        num_attention_heads=p.heads,
+        num_query_groups=p.query_groups,
+        kv_channels=p.kv_channels,
+        ffn_hidden_size=p.expert_ffn,
+        normalization="RMSNorm",
+        activation_func=squared_relu,
+        is_hybrid_model=True,
+        mamba_num_heads=p.mamba_heads,
+        mamba_head_dim=p.mamba_head_dim,
+        mamba_num_groups=p.mamba_groups,
+        mamba_state_dim=p.mamba_state,
+        num_moe_experts=p.experts,
+        moe_router_topk=p.topk,
+        moe_ffn_hidden_size=p.expert_ffn,
+        moe_shared_expert_intermediate_size=p.shared_ffn,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=1e-4,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="native",
+        **_common(layout, dtype),
+    )
+
+
+def _vision_spec(
+    preset: VLMPreset, layout: Layout, dtype: torch.dtype, specs: LayerSpecs, groups
+) -> ModuleSpec:
+    radio = ModuleSpec(
+        module=RADIOEncoderWrapper,
+        params={
+            "config": encoder_config(preset, layout, dtype),
+            "layer_spec": specs.vit_layer,
+            "preset": preset.encoder,
+            "pg_collection": groups,
+        },
+    )
+    projector = ModuleSpec(
+        module=NormedProjector,
+        params={
+            "config": projector_config(preset, layout, dtype),
+            "norm": specs.projector_norm,
+            "submodules": specs.projector_mlp,
+            "input_size": preset.encoder.output_size,
+            "pg_collection": groups,
+        },
+    )
+    return ModuleSpec(
+        module=VisionModalitySubmodules,
+        params={"pg_collection": groups},
+        submodules={"encoders": {"radio": radio}, "input_projections": [projector]},
+    )
+
+
+def _language_spec(
+    preset: VLMPreset,
+    layouts: Layouts,
+    dtype: torch.dtype,
+    specs: LayerSpecs,
+    groups: ProcessGroupCollection,
+) -> ModuleSpec:
+    stage, stages = groups.pp.rank(), groups.pp.size()
+    return ModuleSpec(
+        module=HybridModel,
+        params={
+            "config": language_config(preset, layouts.language, dtype),
+            "hybrid_stack_spec": specs.hybrid_stack,
+            "vocab_size": preset.language.vocab,
+            "max_sequence_length": layouts.batch.seq_length,
+            "hybrid_layer_pattern": preset.language.pattern,
+            "pre_process": stage == 0,
+            "post_process": stage == stages - 1,
+            "share_embeddings_and_output_weights": False,
+            "position_embedding_type": "none",
+            "scatter_embedding_sequence_parallel": False,
+            "pg_collection": groups,
+        },
+    )
+
+
+def build_vlm(
+    preset: VLMPreset,
+    layouts: Layouts,
+    modules: dict[str, ModuleGroups],
+    specs: LayerSpecs,
+    dtype: torch.dtype,
+) -> MimoModel:
+    """Build the bare model on this rank; its weights are not initialized.
+
+    Args:
+        modules: grid and groups of IMAGES and LANGUAGE.
+        specs: layer implementations.
+        dtype: of the parameters.
+    """
+    model = MimoModel(
+        MimoModelConfig(
+            language_model_spec=_language_spec(
+                preset, layouts, dtype, specs, modules[LANGUAGE].groups
+            ),
+            modality_submodules_spec={
+                IMAGES: _vision_spec(preset, layouts.encoder, dtype, specs, modules[IMAGES].groups)
+            },
+            special_token_ids={IMAGES: IMAGE},
+            module_to_grid_map={name: module.grid for name, module in modules.items()},
+        ),
+        cp_group=modules[LANGUAGE].groups.cp,
+        tp_group=modules[LANGUAGE].groups.tp,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    return model

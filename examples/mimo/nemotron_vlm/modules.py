@@ -1,0 +1,54 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Grids and process groups of the modules, from their layouts; no global ``parallel_state``."""
+
+from __future__ import annotations
+
+import torch
+
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups
+from megatron.core import parallel_state
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+DIMS = ["tp", "cp", "pp", "dp"]
+"""Fastest first. PP lies inside DP: so a rank's samples are the same in every module's grid."""
+
+
+def make_grid(layout: Layout, backend: str) -> HyperCommGrid:
+    """The grid of one module over all ranks, with the experts' factorization as a view."""
+    grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, backend=backend)
+    grid.register_view(
+        "expert",
+        [layout.etp, layout.ep, layout.expt_dp],
+        ["expt_tp", "ep", "expt_dp"],
+        replaces=["tp", "cp", "dp"],
+    )
+    return grid
+
+
+def make_modules(layouts: Layouts, backend: str) -> dict[str, ModuleGroups]:
+    """Make every process group of the run, in the same order on every rank."""
+    modules = {}
+    for name, layout in ((IMAGES, layouts.encoder), (LANGUAGE, layouts.language)):
+        grid = make_grid(layout, backend)
+        modules[name] = ModuleGroups(grid, ProcessGroupCollection.from_hyper_comm_grid(grid))
+    return modules
+
+
+def prepare_megatron(modules: dict[str, ModuleGroups], seed: int) -> None:
+    """Set up what Megatron keeps per process: its scratch buffer and the RNG tracker."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    groups = modules[LANGUAGE].groups
+    model_parallel_cuda_manual_seed(
+        seed,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+        force_reset_rng=True,
+    )
+    torch.manual_seed(seed)

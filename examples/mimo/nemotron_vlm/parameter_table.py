@@ -1,0 +1,52 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter counts per part of a model, in total and active for one token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.presets import VLMPreset
+from megatron.core.models.mimo.model.base import MimoModel
+
+KINDS = {"M": "Mamba-2 layers", "*": "attention layers", "E": "MoE layers"}
+
+
+def count_parameters(model: MimoModel, preset: VLMPreset) -> dict[str, tuple[int, int]]:
+    """(total, active) parameters by part; of routed experts, top-k are active."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, parameter in model.named_parameters():
+        share = 1.0
+        if ".local_experts." in name or ".experts.weight" in name:
+            share = preset.language.topk / preset.language.experts
+        entry = counts[_part(name, preset.language.pattern)]
+        entry[0] += parameter.numel()
+        entry[1] += parameter.numel() * share
+    return {part: (total, round(active)) for part, (total, active) in counts.items()}
+
+
+def _part(name: str, pattern: str) -> str:
+    if name.startswith(f"modality_submodules.{IMAGES}."):
+        return "projector" if ".input_projections." in name else "encoder"
+    if ".decoder.layers." in name:
+        layer = int(name.split(".decoder.layers.")[1].split(".")[0])
+        return f"language: {KINDS[pattern[layer]]}"
+    return "language: embedding, norm, output"
+
+
+def format_table(counts: dict[str, tuple[int, int]]) -> str:
+    """The counts as text, in billions, with the language model's sum and everything's."""
+
+    def line(part: str, total: int, active: int) -> str:
+        return f"{part:34} {total / 1e9:10.4f} B {active / 1e9:10.4f} B"
+
+    def summed(prefix: str) -> tuple[int, int]:
+        chosen = [c for part, c in counts.items() if part.startswith(prefix)]
+        return sum(c[0] for c in chosen), sum(c[1] for c in chosen)
+
+    return "\n".join(
+        [f"{'part':34} {'total':>12} {'active':>12}"]
+        + [line(part, *count) for part, count in sorted(counts.items())]
+        + [line("language model", *summed("language")), line("all", *summed(""))]
+    )

@@ -1,0 +1,126 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Model sizes of the Nemotron VLM: RADIO ViT, projector and hybrid language model.
+
+A preset is plain data, made by a function, and knows nothing of ranks or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+
+@dataclass(frozen=True)
+class EncoderPreset:
+    """RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    patch: int
+    tile: int
+    max_tile: int
+    class_tokens: int = 8
+    pixel_shuffle: int = 2
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Tokens that one tile becomes in the language model's sequence."""
+        return (self.tile // self.patch // self.pixel_shuffle) ** 2
+
+    @property
+    def output_size(self) -> int:
+        """Features of one of these tokens, before the projector."""
+        return self.hidden * self.pixel_shuffle**2
+
+
+@dataclass(frozen=True)
+class LanguagePreset:
+    """Hybrid Mamba-2 (``M``), attention (``*``) and MoE (``E``) language model."""
+
+    pattern: str
+    hidden: int
+    heads: int
+    query_groups: int
+    kv_channels: int
+    experts: int
+    topk: int
+    expert_ffn: int
+    shared_ffn: int
+    mamba_heads: int
+    mamba_head_dim: int
+    mamba_groups: int
+    mamba_state: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class VLMPreset:
+    """A whole model. ``projector_ffn`` is the projector's inner width."""
+
+    name: str
+    encoder: EncoderPreset
+    projector_ffn: int
+    language: LanguagePreset
+
+
+def tiny() -> VLMPreset:
+    """CPU size; every axis up to encoder tp=8, language tp=4, cp=8, pp=4, vpp=2, ep=8 divides it."""
+    return VLMPreset(
+        name="tiny",
+        encoder=EncoderPreset(
+            layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16
+        ),
+        projector_ffn=128,
+        language=LanguagePreset(
+            pattern="MEM*MEM*",
+            hidden=64,
+            heads=8,
+            query_groups=4,
+            kv_channels=8,
+            experts=8,
+            topk=2,
+            expert_ffn=64,
+            shared_ffn=64,
+            mamba_heads=32,
+            mamba_head_dim=4,
+            mamba_groups=4,
+            mamba_state=16,
+            vocab=64,
+        ),
+    )
+
+
+def nano_vl_30b_a3b() -> VLMPreset:
+    """Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles, the published sizes."""
+    return VLMPreset(
+        name="nano-vl-30b-a3b",
+        encoder=EncoderPreset(
+            layers=32, hidden=1280, heads=16, ffn=5120, patch=16, tile=512, max_tile=2048
+        ),
+        projector_ffn=20480,
+        language=LanguagePreset(
+            pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            hidden=2688,
+            heads=32,
+            query_groups=2,
+            kv_channels=128,
+            experts=128,
+            topk=6,
+            expert_ffn=1856,
+            shared_ffn=3712,
+            mamba_heads=64,
+            mamba_head_dim=64,
+            mamba_groups=8,
+            mamba_state=128,
+            vocab=131072,
+        ),
+    )
+
+
+PRESETS: dict[str, Callable[[], VLMPreset]] = {
+    "tiny": tiny,
+    "nano-vl-30b-a3b": nano_vl_30b_a3b,
+}

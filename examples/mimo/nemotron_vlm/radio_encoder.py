@@ -1,0 +1,80 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""RADIO ViT as a MIMO encoder: tiles in, language-model-sized tokens' features out."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+
+from examples.mimo.nemotron_vlm.presets import EncoderPreset
+from megatron.core.models.vision.radio import RADIOViTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def pixel_shuffle(features: torch.Tensor, rows: int, factor: int) -> torch.Tensor:
+    """Fold each ``factor`` × ``factor`` square of patches into the features of one token.
+
+    Args:
+        features: [n, rows · columns, C], row by row.
+
+    Returns:
+        [n, rows · columns / factor², C · factor²]
+    """
+    return rearrange(
+        features, "n (h a w b) c -> n (h w) (a b c)", h=rows // factor, a=factor, b=factor
+    )
+
+
+class RADIOEncoderWrapper(MegatronModule):
+    """RADIO ViT without its class tokens, pixel-shuffled.
+
+    The position embeddings are the deterministic ones (no random crops), so that the outcome does
+    not depend on which rank encodes a tile.
+
+    Args:
+        config: of the ViT; sequence parallelism must be off.
+        layer_spec: of its transformer layers.
+        preset: image geometry.
+        pg_collection: the encoder's process groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_spec: ModuleSpec,
+        preset: EncoderPreset,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.preset = preset
+        self.radio = RADIOViTModel(
+            transformer_config=config,
+            transformer_layer_spec=layer_spec,
+            class_token_len=preset.class_tokens,
+            patch_dim=preset.patch,
+            img_h=preset.tile,
+            img_w=preset.tile,
+            max_img_h=preset.max_tile,
+            max_img_w=preset.max_tile,
+            force_cpe_eval_mode=True,
+            pg_collection=pg_collection,
+        )
+
+    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+        """Encode tiles.
+
+        Args:
+            tiles: [n, 3, H, W], pixels in [0, 1].
+
+        Returns:
+            [n · tokens_per_tile, output_size]
+        """
+        features = self.radio(tiles.to(self.config.params_dtype))
+        patches = features[:, self.preset.class_tokens :]
+        rows = self.preset.tile // self.preset.patch
+        return pixel_shuffle(patches, rows, self.preset.pixel_shuffle).flatten(0, 1)

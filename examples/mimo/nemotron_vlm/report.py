@@ -1,0 +1,63 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The picture at the end of a run: loss and accuracy curves, and test images as the model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the one read."""
+
+    tiles: torch.Tensor
+    answer: str
+    read: str
+
+
+def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:
+    """Write a PNG of the run.
+
+    Args:
+        path: of the picture.
+        records: of the metrics file.
+        readings: test samples, drawn in a grid of four columns; wrong ones are titled in red.
+    """
+    rows = -(-len(readings) // 4)
+    figure = plt.figure(figsize=(11, 3.2 + 1.1 * rows), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[3.2, max(1.1 * rows, 0.1)])
+    loss_axes, accuracy_axes = top.subplots(1, 2)
+    _curve(loss_axes, records, {"loss": "train", "eval_loss": "held out"}, "loss per token")
+    loss_axes.set_yscale("log")
+    _curve(accuracy_axes, records, {"eval_accuracy": "held out"}, "digit accuracy")
+    if readings:
+        for axes, reading in zip(bottom.subplots(rows, 4).flat, readings, strict=False):
+            strip = torch.cat(list(reading.tiles), dim=-1).mean(0)
+            axes.imshow(strip, cmap="gray_r", vmin=0, vmax=1)
+            wrong = reading.answer != reading.read
+            title = f"read {reading.read}" + (f", is {reading.answer}" if wrong else "")
+            axes.set_title(title, fontsize=9, color="crimson" if wrong else "black")
+        for axes in bottom.axes:
+            axes.axis("off")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curve(axes, records: list[dict], names: dict[str, str], title: str) -> None:
+    for key, label in names.items():
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()

@@ -1,0 +1,126 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run on one rank: set up, resume, train, evaluate, save, report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm import checkpoint
+from examples.mimo.nemotron_vlm.agreement import agreed
+from examples.mimo.nemotron_vlm.cli import RunConfig
+from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
+from examples.mimo.nemotron_vlm.model import build_vlm
+from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
+from examples.mimo.nemotron_vlm.trainer import BACKENDS, DTYPES, Trainer
+
+READINGS = 12
+"""Test samples in the report's picture."""
+
+
+def run(config: RunConfig) -> None:
+    """Carry the run out; collective over all ranks.
+
+    Raises:
+        UserError: on every rank alike, for bad input.
+    """
+    dist.init_process_group(BACKENDS[config.device])
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    try:
+        _dry_run(config) if config.dry_run else _train(config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _dry_run(config: RunConfig) -> None:
+    modules = make_modules(config.layouts, BACKENDS[config.device])
+    prepare_megatron(modules, config.seed)
+    with torch.device("meta"):
+        model = build_vlm(
+            config.preset,
+            config.layouts,
+            modules,
+            layer_specs(config.transformer_impl),
+            DTYPES[config.precision],
+        )
+    if dist.get_rank() == 0:
+        print(format_table(count_parameters(model, config.preset)))
+
+
+def _train(config: RunConfig) -> None:
+    source = make_source(
+        config.data, config.preset.encoder, config.layouts.batch.seq_length, config.seed
+    )
+    agreed(lambda: _check_outputs(config))
+    trainer = Trainer(config, source)
+    if config.load:
+        checkpoint.load(trainer, config.load)
+    writer = None
+    if dist.get_rank() == 0:
+        print(_banner(config), flush=True)
+        if config.metrics_out:
+            writer = MetricsWriter(config.metrics_out, trainer.step, config.steps, quiet=False)
+    while trainer.step < config.steps:
+        record = trainer.train_step()
+        last = trainer.step == config.steps
+        if config.eval_interval and (last or trainer.step % config.eval_interval == 0):
+            record |= evaluate(trainer, config.eval_samples)
+        if writer:
+            writer.write(record)
+        due = config.save_interval and trainer.step % config.save_interval == 0
+        if config.save and (last or due):
+            checkpoint.save(trainer, config.save)
+    readings = read_samples(trainer, READINGS) if config.report else []
+    if writer:
+        writer.close()
+        _print_outcome(config, readings)
+
+
+def _banner(config: RunConfig) -> str:
+    lay = config.layouts
+    return (
+        f"{config.preset.name} on {lay.encoder.size} ranks: encoder {lay.encoder} -> language "
+        f"{lay.language}; {lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
+        f"{lay.language.dp} samples a step"
+    )
+
+
+def _check_outputs(config: RunConfig) -> None:
+    if config.save:
+        checkpoint.check_save_directory(config.save, config.load)
+    for option, path in (("--metrics-out", config.metrics_out), ("--report", config.report)):
+        if path:
+            _check_writable(option, path)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
+
+
+def _print_outcome(config: RunConfig, readings: list) -> None:
+    records = read_metrics(config.metrics_out)
+    if "eval_accuracy" in records[-1]:
+        print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}")
+    if config.report:
+        from examples.mimo.nemotron_vlm.report import draw_report
+
+        draw_report(config.report, records, readings)
+        print(f"picture: {config.report.absolute()}")

@@ -1,0 +1,172 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""One training run on one rank: the model, its optimizer, and the step."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+
+from examples.mimo.nemotron_vlm.batches import BatchPlan
+from examples.mimo.nemotron_vlm.cli import RunConfig
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.initialization import initialize_weights
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.loss import summed_loss
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.grad_finalization import (
+    finalize_mimo_grads,
+    global_token_count,
+    no_grad_sync,
+)
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run.
+
+    Args:
+        config: the run.
+        source: of the samples.
+    """
+
+    def __init__(self, config: RunConfig, source: SampleSource) -> None:
+        self.config = config
+        self.source = source
+        self.step = 0
+        self.modules = make_modules(config.layouts, BACKENDS[config.device])
+        prepare_megatron(self.modules, config.seed)
+        self.device = torch.device(
+            "cpu" if config.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
+        )
+        self.plan = BatchPlan(
+            config.layouts,
+            encoder_dp=self.modules[IMAGES].groups.dp.rank(),
+            language_dp=self.modules[LANGUAGE].groups.dp.rank(),
+        )
+        self.model = build_vlm(
+            config.preset,
+            config.layouts,
+            self.modules,
+            layer_specs(config.transformer_impl),
+            DTYPES[config.precision],
+        ).to(self.device)
+        initialize_weights(self.model, config.seed)
+        wrap_in_ddp(self.model)
+        self.optimizer = get_mimo_optimizer(self.model, _optimizer_config(config))
+        self.scheduler = _scheduler(config, self.optimizer)
+
+    @property
+    def language_groups(self):
+        """Process groups of the language model."""
+        return self.modules[LANGUAGE].groups
+
+    def run_schedule(self, forward_step, microbatches, forward_only: bool) -> list:
+        """Forward (and backward) over one step's microbatches; what the loss function reported."""
+        return get_forward_backward_func(pp_size=1, vp_size=None)(
+            forward_step_func=forward_step,
+            data_iterator=microbatches,
+            model=[self.model],
+            num_microbatches=self.config.layouts.num_microbatches,
+            seq_length=self.config.layouts.batch.seq_length,
+            micro_batch_size=self.config.layouts.batch.micro_size,
+            forward_only=forward_only,
+            pg_collection=self.language_groups,
+        )
+
+    def train_step(self) -> dict[str, float | int | bool]:
+        """One optimizer step; returns its record for the metrics file."""
+        started = time.perf_counter()
+        self.model.train()
+        for module in (*self.model.modality_submodules.values(), self.model.language_model):
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        microbatches = self.plan.microbatches(self.source, "train", self.step, self.device)
+        reports = self.run_schedule(_forward_step, microbatches, forward_only=False)
+        lr = self.optimizer.param_groups[0]["lr"]
+        stepped, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(1)
+        self.step += 1
+        loss, tokens = self.total(reports, 2)
+        return {
+            "step": self.step,
+            "loss": loss / max(tokens, 1),
+            "grad_norm": grad_norm,
+            "num_tokens": int(tokens),
+            "lr": lr,
+            "step_time_s": time.perf_counter() - started,
+            "skipped": not stepped,
+        }
+
+    def total(self, reports: list[torch.Tensor], size: int) -> list[float]:
+        """Sum reports [size] over microbatches and over all ranks that saw other tokens."""
+        local = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for report in reports:
+            local += report
+        return global_token_count(local, self.language_groups).tolist()
+
+
+def _forward_step(microbatches, model: MimoModel):
+    output, loss_mask = model(**next(microbatches))
+    return output, partial(summed_loss, loss_mask=loss_mask)
+
+
+def wrap_in_ddp(model: MimoModel) -> None:
+    """Wrap each module in DDP over its own groups, and tell the schedule how to reduce them."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
+
+    def wrapped(module, config):
+        return DistributedDataParallel(
+            config, ddp_config, module, pg_collection=module.pg_collection
+        )
+
+    for name, module in model.modality_submodules.items():
+        (encoder,) = module.encoders.values()
+        model.modality_submodules[name] = wrapped(module, encoder.config)
+    model.language_model = wrapped(model.language_model, model.config)
+    model.config.finalize_model_grads_func = finalize_mimo_grads
+    model.config.no_sync_func = partial(no_grad_sync, model)
+
+
+def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta2=0.95,
+        clip_grad=config.clip_grad,
+        bf16=config.precision == "bf16",
+        params_dtype=DTYPES[config.precision],
+        use_distributed_optimizer=True,
+    )
+
+
+def _scheduler(config: RunConfig, optimizer) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.steps,
+        lr_decay_style="cosine",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=config.steps,
+        wd_incr_style="constant",
+    )

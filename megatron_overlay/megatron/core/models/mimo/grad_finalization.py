@@ -1,0 +1,81 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Finish a step's gradients of all modules of a MimoModel, with one token count for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+
+
+def ddp_modules(model: MimoModel) -> list[DistributedDataParallel]:
+    """The DDP-wrapped modules that this rank holds, in the same order on every rank."""
+    held = [*model.modality_submodules.values(), model.language_model]
+    return [module for module in held if isinstance(module, DistributedDataParallel)]
+
+
+@contextlib.contextmanager
+def no_grad_sync(model: MimoModel) -> Iterator[None]:
+    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``."""
+    with contextlib.ExitStack() as stack:
+        for module in ddp_modules(model):
+            stack.enter_context(module.no_sync())
+        yield
+
+
+def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
+    """Tokens with a loss in the whole global batch.
+
+    Args:
+        num_tokens: scalar, this rank's count; only the last pipeline stage's is read.
+        groups: the language model's.
+
+    Returns:
+        A scalar, the same on every rank of the language model.
+    """
+    total = num_tokens.clone()
+    if groups.pp.size() > 1:
+        last_stage = dist.get_process_group_ranks(groups.pp)[-1]
+        dist.broadcast(total, src=last_stage, group=groups.pp)
+    dist.all_reduce(total, group=groups.dp_cp)
+    return total
+
+
+def finalize_mimo_grads(
+    model: list[MimoModel],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Reduce each module's gradients over its own groups, then divide all by one token count.
+
+    A drop-in ``finalize_model_grads_func``. Upstream's would count the tokens over the encoder's
+    DP ranks for the encoder, which is not the number the loss was summed over.
+
+    Args:
+        model: the one MimoModel.
+        num_tokens: scalar, tokens with a loss on this rank; None leaves sums of token gradients.
+        pg_collection: the language model's groups.
+        force_all_reduce: as in DDP's ``finish_grad_sync``.
+    """
+    (mimo,) = model
+    for module in ddp_modules(mimo):
+        finalize_model_grads(
+            [module],
+            None,
+            pg_collection=unwrap_model(module).pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+    if num_tokens is not None:
+        total = global_token_count(num_tokens, pg_collection)
+        for module in ddp_modules(mimo):
+            module.scale_gradients(1.0 / total.clamp(min=1))
