@@ -1,0 +1,122 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layer specs of the hybrid language model and of its ViT encoder without Transformer Engine.
+
+The layers are Megatron's own. Transformer Engine fuses the norm before a projection into it; here
+each norm is a module of its own, so the parameter names differ: `mixer.in_proj.layer_norm_weight`
+there is `norm.weight` here.
+"""
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+
+def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
+    """The stack for the layer symbols `M` (Mamba-2), `*` (attention), `-` (MLP) and `E` (experts).
+
+    Args:
+        core_attention: the module between the attention projections.
+    """
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=_mamba_layer(),
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=SequenceParallelNorm,
+                    self_attention=_self_attention(AttnMaskType.causal, core_attention),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=SequenceParallelNorm,
+                    mlp=_dense_mlp(),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            moe_layer=ModuleSpec(
+                module=MoETransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=SequenceParallelNorm,
+                    # The spec is the same for any number of experts; the config has the number.
+                    mlp=get_moe_module_spec(use_te=False, num_experts=1),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+            final_norm=SequenceParallelNorm,
+        ),
+    )
+
+
+def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
+    """One layer of a vision transformer: attention over all tokens of a row, then an MLP."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=SequenceParallelNorm,
+            self_attention=_self_attention(AttnMaskType.no_mask, core_attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=SequenceParallelNorm,
+            mlp=_dense_mlp(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _mamba_layer() -> ModuleSpec:
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=SequenceParallelNorm,
+            mixer=ModuleSpec(
+                module=MambaMixer,
+                submodules=MambaMixerSubmodules(
+                    in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+                ),
+            ),
+            mamba_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _self_attention(mask: AttnMaskType, core_attention: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": mask},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=core_attention,
+            linear_proj=RowParallelLinear,
+        ),
+    )
+
+
+def _dense_mlp() -> partial:
+    return partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+
+
+hybrid_stack_spec = get_hybrid_local_stack_spec()

@@ -1,0 +1,23 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence-mixing kernels in plain PyTorch: chunked, vectorised, differentiable by autograd.
+
+They run wherever PyTorch does, take the arguments that the GPU kernels of `mamba_ssm` and
+`causal_conv1d` take, and serve two ends: training without those packages, and an oracle to compare
+the GPU kernels with. `naive` holds the recurrence that each of them must reproduce.
+"""
+
+from .causal_conv1d import causal_conv1d_fn
+from .gated_rmsnorm import RMSNormGated, rms_norm_gated
+from .mamba_split import mamba_split_conv1d_scan_combined
+from .packing import seq_idx_from_cu_seqlens
+from .ssd import mamba_chunk_scan_combined
+
+__all__ = [
+    "RMSNormGated",
+    "causal_conv1d_fn",
+    "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
+    "rms_norm_gated",
+    "seq_idx_from_cu_seqlens",
+]

@@ -1,0 +1,70 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of a Mamba-2 layer between its two projections: convolution, scan and gate."""
+
+import math
+
+from torch import Tensor
+
+from .causal_conv1d import causal_conv1d_fn
+from .ssd import mamba_chunk_scan_combined
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What the fused `mamba_ssm` kernel of this name computes when no norm is fused into it.
+
+    Args:
+        zxbcdt: the input projection `[B, S, 2 * H * P + 2 * G * N + H]`: gate z, then x, B and C
+            (which are convolved together), then dt.
+        conv1d_weight: `[H * P + 2 * G * N, W]`. conv1d_bias: `[H * P + 2 * G * N]`.
+        dt_bias, A: `[H]`. D: `[H]` (then `headdim` is P) or `[H, P]`.
+        norm_before_gate: accepted as the kernel does; it has a meaning only when a norm is fused.
+
+    Returns:
+        `[B, S, H * P]`, and with `return_final_states` also the state `[B, H, P, N]`.
+    """
+    heads = D.shape[0]
+    headdim = D.shape[1] if headdim is None else headdim
+    inner = heads * headdim
+    z, xBC, dt = zxbcdt.split([inner, conv1d_weight.shape[0], heads], dim=-1)
+    xBC = causal_conv1d_fn(
+        xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation=activation
+    ).transpose(1, 2)
+    state_width = (xBC.shape[-1] - inner) // 2
+    x, B, C = xBC.split([inner, state_width, state_width], dim=-1)
+    result = mamba_chunk_scan_combined(
+        x.unflatten(-1, (heads, headdim)),
+        dt,
+        A,
+        B.unflatten(-1, (ngroups, -1)),
+        C.unflatten(-1, (ngroups, -1)),
+        chunk_size,
+        D=D,
+        z=z.unflatten(-1, (heads, headdim)),
+        dt_bias=dt_bias,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        dt_softplus=True,
+        dt_limit=dt_limit,
+        return_final_states=return_final_states,
+    )
+    if not return_final_states:
+        return result.flatten(-2)
+    y, final_states = result
+    return y.flatten(-2), final_states

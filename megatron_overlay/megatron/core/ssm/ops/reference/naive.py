@@ -1,0 +1,102 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrences themselves, token by token: slow, short, and the oracle of the other modules.
+
+All compute in the dtype they are given. `seq_idx [B, S]` restarts the recurrence wherever the index
+differs from that of the token before.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def naive_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Selective state space with one scalar decay a head (arXiv 2405.21060, eq. 2).
+
+    With the step size dt: `h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T` and `y_t = h_t C_t + D x_t`,
+    each head alone; a group of heads shares B and C.
+
+    Args:
+        x: `[B, S, H, P]`. dt: `[B, S, H]`, already positive. A: `[H]`, negative.
+        B, C: `[B, S, G, N]`. D: `[H]` or `[H, P]`. initial_states: `[B, H, P, N]`.
+
+    Returns:
+        `y [B, S, H, P]` and the state after the last token, `[B, H, P, N]`.
+    """
+    heads_per_group = x.shape[2] // B.shape[2]
+    B = B.repeat_interleave(heads_per_group, dim=2)
+    C = C.repeat_interleave(heads_per_group, dim=2)
+    h = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1])
+    if initial_states is not None:
+        h = h + initial_states
+    outputs = []
+    for t in range(x.shape[1]):
+        if seq_idx is not None and t > 0:
+            h = h * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        decay = torch.exp(dt[:, t] * A)[..., None, None]
+        h = decay * h + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], B[:, t])
+        outputs.append(torch.einsum("bhpn,bhn->bhp", h, C[:, t]))
+    y = torch.stack(outputs, dim=1)
+    if D is not None:
+        y = y + (D[:, None] if D.dim() == 1 else D) * x
+    return y, h
+
+
+def naive_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Depthwise convolution over a sliding window of the last W inputs, without activation.
+
+    Args:
+        x: `[B, D, S]`. weight: `[D, W]`, the last column meets the current token. bias: `[D]`.
+        initial_states: the W - 1 inputs before the first token, `[B, D, W - 1]`.
+
+    Returns:
+        `y [B, D, S]` and the last W - 1 inputs of the last sequence, `[B, D, W - 1]`.
+    """
+    width = weight.shape[1]
+    history = x.new_zeros(*x.shape[:2], width - 1)
+    if initial_states is not None:
+        history = history + initial_states
+    outputs = []
+    for t in range(x.shape[2]):
+        if seq_idx is not None and t > 0:
+            history = history * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
+        window = torch.cat([history, x[:, :, t : t + 1]], dim=-1)
+        outputs.append((window * weight).sum(-1))
+        history = window[..., 1:]
+    y = torch.stack(outputs, dim=-1)
+    return (y if bias is None else y + bias[:, None]), history
+
+
+def naive_rms_norm_gated(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """Root-mean-square norm group by group, times silu(z) after or before it. x, z: `[..., D]`."""
+    if z is not None and not norm_before_gate:
+        x = x * F.silu(z)
+    groups = x.split(group_size or x.shape[-1], dim=-1)
+    y = torch.cat([g / (g.pow(2).mean(-1, keepdim=True) + eps).sqrt() for g in groups], dim=-1)
+    y = y * weight
+    if z is not None and norm_before_gate:
+        y = y * F.silu(z)
+    return y
