@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups: gloo for NCCL, without the device arguments, and the reduction gloo lacks."""
+"""Process groups: gloo for NCCL, without device arguments, and what its collectives lack."""
 
 import functools
 from collections.abc import Callable
@@ -79,6 +79,21 @@ def _all_reduce(original: Callable) -> Callable:
     return all_reduce
 
 
+def _all_to_all_single(original: Callable) -> Callable:
+    def as_list(splits):
+        return splits.tolist() if isinstance(splits, torch.Tensor) else splits
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs
+    ):
+        # MoE dispatchers turn splits into host arrays only where they find them on a GPU.
+        splits = as_list(output_split_sizes), as_list(input_split_sizes)
+        return original(output, input, *splits, *args, **kwargs)
+
+    return all_to_all_single
+
+
 def replacements() -> list[Replacement]:
     """The replacements in `torch.distributed`, and in the module that defines its functions."""
     wrappers = {
@@ -87,6 +102,7 @@ def replacements() -> list[Replacement]:
         "split_group": _split_group,
         "barrier": _barrier,
         "all_reduce": _all_reduce,
+        "all_to_all_single": _all_to_all_single,
     }
     plan = []
     for name, wrap in wrappers.items():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The random state of the "device": PyTorch's CPU generator, which all ops on CPU tensors draw from.
+"""The random state of the "device": PyTorch's CPU generator, which ops on CPU tensors draw from.
 
 Megatron's `CudaRNGStatesTracker` forks the CUDA state and then draws, so its forks must move the
 generator that CPU ops use. The host's and the device's generator are thus one here. Two things

@@ -96,7 +96,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """`with torch.cuda.stream(s)`: `s` is this thread's current stream inside; None does nothing."""
+    """`with torch.cuda.stream(s)`: `s` is this thread's current stream inside; None: no change."""
 
     def __init__(self, stream: Stream | None):
         self.stream = stream

@@ -1,0 +1,130 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pytest on N ranks at once: one report, one outcome, no hang.
+
+Rank 0 prints pytest's report, the others print their failures only. After each test the ranks tell
+each other how it went, so that a failure on one is a failure of the run, and no rank enters the
+next test's collectives alone.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.unit_tests.test_utilities import COLLECTIVE_TIMEOUT, Utils, no_global_parallel_state
+
+TEST_TIMEOUT_S = 240
+"""A whole test, with all its collectives; a hang outside of collectives ends here."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers; on several ranks, keep all but rank 0 quiet and agree on outcomes."""
+    config.addinivalue_line("markers", "world_size(n): runs on exactly n ranks")
+    config.addinivalue_line(
+        "markers", "global_parallel_state: tests code that reads parallel_state's global groups"
+    )
+    if Utils.world_size > 1:
+        config.pluginmanager.register(RankAgreement(), "rank-agreement")
+        if Utils.rank > 0:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests of another world size; on several ranks, drop those that need no ranks at all."""
+    needs_no_ranks = [item for item in items if item.get_closest_marker("world_size") is None]
+    if Utils.world_size > 1 and needs_no_ranks:
+        config.hook.pytest_deselected(items=needs_no_ranks)
+        items[:] = [item for item in items if item not in needs_no_ranks]
+    for item in items:
+        marker = item.get_closest_marker("world_size")
+        if marker is not None and marker.args[0] != Utils.world_size:
+            reason = f"needs {marker.args[0]} ranks, this run has {Utils.world_size}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _guard_global_parallel_state(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("global_parallel_state"):
+        yield
+        return
+    with no_global_parallel_state():
+        yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """End the process, with its stacks, when a test hangs."""
+    watchdog = threading.Timer(TEST_TIMEOUT_S, _end, [f"{item.nodeid}: over {TEST_TIMEOUT_S} s"])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
+
+
+def _end(reason: str) -> None:
+    print(f"[rank {Utils.rank}] {reason}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__)
+    os._exit(70)
+
+
+class RankAgreement:
+    """The plugin through which ranks exchange outcomes, over the store that torchrun serves."""
+
+    def __init__(self) -> None:
+        self._store = dist.PrefixStore("pytest", Utils.store())
+        self._failed: list[str] = []
+        self._tests = 0
+        self._any_failed = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._note_failure(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note_failure(report)
+
+    def _note_failure(self, report) -> None:
+        self._failed.append(report.nodeid)
+        if Utils.rank > 0:
+            text = f"[rank {Utils.rank}] FAILED {report.nodeid}\n{report.longreprtext}\n"
+            print(text, file=sys.__stderr__, flush=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Wait for all ranks; where one has failed, all make new process groups."""
+        failed = self._ranks_failing(nodeid)
+        if failed:
+            self._any_failed = True
+            if Utils.rank == 0:
+                print(f"\n[rank 0] {nodeid} failed on ranks {failed}", file=sys.__stderr__)
+            Utils.destroy()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail on every rank when a test failed on any."""
+        self._any_failed |= bool(self._ranks_failing("the end of the session"))
+        if self._any_failed and session.exitstatus in (pytest.ExitCode.OK, 0):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _ranks_failing(self, where: str) -> list[int]:
+        """The ranks that noted a failure since the last call, the same list on every rank."""
+        keys = [f"{self._tests}/{rank}" for rank in range(Utils.world_size)]
+        self._store.set(keys[Utils.rank], "failed" if self._failed else "passed")
+        self._tests += 1
+        self._failed.clear()
+        try:
+            self._store.wait(keys, COLLECTIVE_TIMEOUT + timedelta(seconds=5))
+        except dist.DistStoreError:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            _end(f"ranks {late} did not reach the end of {where}")
+        return [rank for rank, key in enumerate(keys) if self._store.get(key) == b"failed"]

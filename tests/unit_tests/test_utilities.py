@@ -1,0 +1,150 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What tests that run under torchrun share: process groups, world sizes, and a guard.
+
+Importing this module on a machine without CUDA installs the CPU runtime.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import CodeType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+
+HAVE_CUDA = torch.cuda.is_available()
+if not HAVE_CUDA:
+    from megatron.core.cpu_runtime import install
+
+    install()
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=50)
+"""A collective that takes longer fails: with the watchdog of conftest.py, within a minute."""
+
+
+class Utils:
+    """The ranks of this run, named as upstream's `tests.unit_tests.test_utilities.Utils`."""
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if HAVE_CUDA else "cpu")
+    _initialisations = 0
+
+    @staticmethod
+    def initialize_distributed() -> None:
+        """Make the default group (gloo on CPU, else NCCL), unless there is one."""
+        if dist.is_initialized():
+            return
+        # Groups made without a timeout take this module's default, not the default group's.
+        dist.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
+        if HAVE_CUDA:
+            torch.cuda.set_device(Utils.device)
+        # A new prefix each time: gloo would find the addresses of the groups before.
+        Utils._initialisations += 1
+        dist.init_process_group(
+            backend="nccl" if HAVE_CUDA else "gloo",
+            store=dist.PrefixStore(f"groups-{Utils._initialisations}", Utils.store()),
+            world_size=Utils.world_size,
+            rank=Utils.rank,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+
+    @staticmethod
+    @functools.cache
+    def store() -> dist.Store:
+        """The store that all ranks of this run share, which torchrun serves."""
+        if "MASTER_ADDR" not in os.environ:
+            return dist.HashStore()
+        store, _, _ = next(dist.rendezvous("env://"))
+        return store
+
+    @staticmethod
+    def initialize_model_parallel(
+        tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, **kwargs
+    ) -> None:
+        """Make the global groups of `parallel_state`, for tests that are marked to read them."""
+        Utils.initialize_distributed()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size, pipeline_model_parallel_size, **kwargs
+        )
+
+    @staticmethod
+    def destroy_model_parallel() -> None:
+        """Forget the global groups; the default group stays."""
+        parallel_state.destroy_model_parallel()
+
+    @staticmethod
+    def destroy() -> None:
+        """Forget the global groups and end all process groups."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def requires_world_size(size: int) -> pytest.MarkDecorator:
+    """Mark a test for runs of exactly `size` ranks; on others, conftest.py skips it visibly."""
+    return pytest.mark.world_size(size)
+
+
+# Getters of virtual stages and of the memory buffer read no group.
+_GROUP_GETTER = re.compile(r"get_(?!virtual_).*(group|groups|gloo|ranks?|world_size)")
+
+
+def group_getters() -> list[Callable]:
+    """The functions of `parallel_state` that read a global group, or a rank or size of one."""
+    return [
+        value
+        for name, value in vars(parallel_state).items()
+        if _GROUP_GETTER.fullmatch(name)
+        and getattr(value, "__module__", "") == parallel_state.__name__
+    ]
+
+
+def _refuse_global_group(*args, **kwargs):
+    # This code runs in place of a getter's, with the getter's name and its module's globals.
+    from tests.unit_tests.test_utilities import reader_of_global_group
+
+    raise AssertionError(reader_of_global_group())
+
+
+def reader_of_global_group() -> str:
+    """The message that names the getter, and the first caller outside `parallel_state`."""
+    frame = sys._getframe(1)
+    getter = frame.f_code.co_name
+    while frame.f_globals["__name__"] == parallel_state.__name__:
+        getter, frame = frame.f_code.co_name, frame.f_back
+    return (
+        f"parallel_state.{getter}() reads a global group; "
+        f"called from {frame.f_code.co_filename}:{frame.f_lineno}. "
+        f"Pass the group explicitly, or mark the test with @pytest.mark.global_parallel_state"
+    )
+
+
+def _refusing_code(getter: Callable) -> CodeType:
+    return _refuse_global_group.__code__.replace(co_name=getter.__name__)
+
+
+@contextlib.contextmanager
+def no_global_parallel_state() -> Iterator[None]:
+    """Inside, any read of a global group raises AssertionError with the reader's file and line.
+
+    The getters' code is exchanged, not the attributes of a module: names that other modules have
+    imported refuse as well.
+    """
+    originals = [(getter, getter.__code__) for getter in group_getters()]
+    for getter, _ in originals:
+        getter.__code__ = _refusing_code(getter)
+    try:
+        yield
+    finally:
+        for getter, code in originals:
+            getter.__code__ = code
