@@ -142,10 +142,22 @@ def _first(rules: list[tuple[bool, str]]) -> str | None:
 def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str | None:
     """The first rule that this encoder layout breaks, or None."""
     e, p = layout, preset.encoder
+    divided = {
+        "attention heads": p.heads,
+        "features": p.hidden,
+        "FFN rows": p.ffn,
+        "projector rows": preset.projector_ffn,
+    }
     return _first(
         [
-            (e.cp * e.pp * e.vpp * e.ep > 1, "an encoder takes tp and dp only"),
-            (p.heads % e.tp > 0, f"tp={e.tp} must divide the {p.heads} attention heads"),
+            (
+                e.cp * e.pp * e.vpp * e.ep > 1 or e.etp != e.tp,
+                "an encoder takes tp and dp only",
+            ),
+            *(
+                (n % e.tp > 0, f"tp={e.tp} must divide the {n} {what}")
+                for what, n in divided.items()
+            ),
         ]
     ) or _size_violation(e, world_size)
 

@@ -76,7 +76,8 @@ def projector_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> T
     return TransformerConfig(
         num_layers=1,
         hidden_size=preset.language.hidden,
-        num_attention_heads=1,
+        num_attention_heads=preset.encoder.heads,  # unused, but Megatron wants tp to divide it
+        kv_channels=1,
         ffn_hidden_size=preset.projector_ffn,
         normalization="RMSNorm",
         activation_func=squared_relu,

@@ -117,6 +117,12 @@ class Trainer:
             local += report
         return global_token_count(local, self.language_groups).tolist()
 
+    def destroy(self) -> None:
+        """Free every process group of the run; the default group stays."""
+        self.model.destroy()
+        for module in self.modules.values():
+            module.grid.destroy()
+
 
 def _forward_step(microbatches, model: MimoModel):
     output, loss_mask = model(**next(microbatches))

@@ -1,0 +1,88 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Short training runs: in this process on all its ranks, and the one-rank run they must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.trainer import Trainer
+from tests.unit_tests.test_utilities import Utils
+
+SHORT_RUN = ("--lr", "5e-4", "--steps", "10")
+"""Ten steps. A larger rate makes more tokens change experts on a last bit's difference."""
+
+TOLERANCE = 1e-4
+"""Relative, of fp32 losses and gradient norms: sums in another order, ten steps amplified."""
+
+
+@contextlib.contextmanager
+def trainer(*arguments: str, source: SampleSource | None = None) -> Iterator[Trainer]:
+    """A trainer for command-line arguments on this world's ranks; its groups end with the block."""
+    Utils.initialize_distributed()
+    config = parse_args([*SHORT_RUN, *arguments], Utils.world_size)
+    layouts = config.layouts
+    source = source or make_source(
+        config.data, config.preset.encoder, layouts.batch.seq_length, config.seed
+    )
+    run = Trainer(config, source)
+    try:
+        yield run
+    finally:
+        run.destroy()
+
+
+def trajectory(*arguments: str) -> list[dict]:
+    """The records of a run's training steps on this world's ranks."""
+    with trainer(*arguments) as run:
+        return [run.train_step() for _ in range(run.config.steps)]
+
+
+def one_rank_trajectory(*arguments: str) -> list[dict]:
+    """The same run's records in a process of its own; run once for all worlds and tests."""
+    directory = Path(os.environ.get("ONE_RANK_RUNS", tempfile.gettempdir()))
+    digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
+    metrics = directory / digest / "metrics.jsonl"
+    if Utils.rank == 0 and not ("ONE_RANK_RUNS" in os.environ and metrics.exists()):
+        import examples.mimo.nemotron_vlm as package
+
+        script = Path(package.__path__[0]).parent / "pretrain_nemotron_vlm.py"
+        environment = {k: v for k, v in os.environ.items() if not _is_launcher(k)}
+        command = [sys.executable, str(script), *SHORT_RUN, *arguments]
+        subprocess.run(
+            [*command, "--metrics-out", str(metrics)],
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=240,
+        )
+    dist.barrier()
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def _is_launcher(name: str) -> bool:
+    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(
+        ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_")
+    )
+
+
+def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
+    """Losses, gradient norms and token counts of every step agree."""
+    for name in ("loss", "grad_norm"):
+        expected = [record[name] for record in reference]
+        assert [record[name] for record in records] == pytest.approx(expected, rel=TOLERANCE), name
+    assert [r["num_tokens"] for r in records] == [r["num_tokens"] for r in reference]
+    assert not any(r["skipped"] for r in records)

@@ -1,0 +1,92 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: parsing, rules, and what the refusals propose; no process needed."""
+
+import pytest
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
+from examples.mimo.nemotron_vlm.presets import PRESETS, tiny
+
+BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
+
+
+def resolved(encoder: str, language: str, world: int, batch: Batch = BATCH):
+    return resolve(
+        parse_layout(encoder, "encoder"), parse_layout(language, "language"), batch, world, tiny()
+    )
+
+
+class TestParsing:
+    def test_reads_axes_in_any_order(self):
+        assert parse_layout("dp=4, tp=2", "encoder") == Layout(tp=2, dp=4)
+
+    @pytest.mark.parametrize("text", ["tp", "tp=0", "tp=two", "xp=2", "tp=-1", "tp=2,tp=2"])
+    def test_refuses_what_is_no_layout(self, text):
+        with pytest.raises(UserError, match="--language"):
+            parse_layout(text, "language")
+
+
+class TestRules:
+    def test_derives_dp(self):
+        layouts = resolved("tp=2", "tp=1", 8)
+        assert (layouts.encoder.dp, layouts.language.dp) == (4, 8)
+
+    def test_counts_microbatches(self):
+        assert resolved("tp=1", "tp=1", 2).num_microbatches == 4
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "world", "text"),
+        [
+            ("tp=3", "tp=1", 4, "tp=3 must divide the 8 attention heads"),
+            ("tp=2,dp=4", "tp=1", 4, "= 8 must equal the 4 ranks"),
+            ("tp=1", "tp=8", 8, "tp=8 must divide the 4 query groups"),
+            ("cp=2", "tp=1", 4, "an encoder takes tp and dp only"),
+            ("tp=1", "tp=1,ep=3", 3, "ep=3 must divide the 8 experts"),
+            ("tp=1", "tp=2,dp=2,ep=8", 4, "must divide tp·cp·dp = 4"),
+            ("tp=1", "pp=3", 3, "must divide the 8 layers"),
+            ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
+            ("tp=1", "cp=3", 3, "sequence length 32 must be a multiple of 6"),
+        ],
+    )
+    def test_names_the_numbers_and_the_rule(self, encoder, language, world, text):
+        with pytest.raises(UserError) as refusal:
+            resolved(encoder, language, world)
+        assert text in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+    def test_refuses_dp_sizes_that_do_not_divide(self):
+        with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
+            resolved("tp=4,dp=3", "cp=3,dp=4", 12, Batch(12, 3, 36))
+
+    def test_refuses_an_encoder_slice_of_part_of_a_sample(self):
+        with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):
+            resolved("dp=8", "tp=4,dp=2", 8, Batch(32, 2, 32))
+
+    def test_proposes_layouts_that_fit(self):
+        with pytest.raises(UserError) as refusal:
+            resolved("tp=1", "tp=8", 8)
+        proposals = str(refusal.value).split("Nearest that fit: ")[1].split()
+        assert proposals
+        for proposal in proposals:
+            resolved("tp=1", proposal, 8)
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_world_of_one_fits(self, name):
+        one = Batch(1, 1, 1024)
+        resolve(Layout(), Layout(), one, 1, PRESETS[name]())
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "world"),
+        [
+            ("tp=8", "tp=1", 8),
+            ("tp=1", "tp=4", 8),
+            ("tp=1", "cp=8", 8),
+            ("tp=1", "pp=4,vpp=2", 8),
+            ("tp=1", "ep=8", 8),
+            ("tp=1", "tp=4,cp=8,pp=4,vpp=2,ep=8", 128),
+        ],
+    )
+    def test_tiny_divides_by_every_promised_axis(self, encoder, language, world):
+        resolved(encoder, language, world, Batch(1024, 128, 64))

@@ -1,0 +1,38 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The same run in every layout: losses and gradient norms of ten steps equal one rank's."""
+
+import pytest
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    assert_same_trajectory,
+    one_rank_trajectory,
+    trajectory,
+)
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+def check(encoder: str, language: str, *arguments: str) -> None:
+    reference = one_rank_trajectory(*arguments)
+    records = trajectory("--encoder", encoder, "--language", language, *arguments)
+    assert_same_trajectory(records, reference)
+
+
+class TestTwoRanks:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
+    def test_trajectory_equals_one_rank(self, encoder):
+        check(encoder, "tp=1")
+
+
+class TestFourRanks:
+    @requires_world_size(4)
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("tp=1,dp=4", "tp=1,dp=4", id="equal-dp"),
+            pytest.param("tp=2,dp=2", "tp=1,dp=4", id="fan-out-2"),
+            pytest.param("tp=4,dp=1", "tp=1,dp=4", id="fan-out-4"),
+        ],
+    )
+    def test_trajectory_equals_one_rank(self, encoder, language):
+        check(encoder, language)
