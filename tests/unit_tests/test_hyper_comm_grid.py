@@ -24,7 +24,7 @@ EXPERT_TOKENS = {
     ("expt_tp", "ep"): "tp-ep",
     ("expt_tp", "ep", "pp"): "tp-ep-pp",
 }
-WORLDS = range(1, 65)
+EXPERT_DIMS = ["expt_tp", "ep", "expt_dp"]
 
 
 def divisors(n: int) -> list[int]:
@@ -58,9 +58,7 @@ def dense_grid(tp, cp, dp, pp, order=("tp", "cp", "dp", "pp"), **kwargs) -> Hype
 
 def expert_grid(tp, cp, dp, pp, etp, ep, edp, **kwargs) -> HyperCommGrid:
     grid = dense_grid(tp, cp, dp, pp, **kwargs)
-    grid.register_view(
-        "expert", [etp, ep, edp], ["expt_tp", "ep", "expt_dp"], replaces=["tp", "cp", "dp"]
-    )
+    grid.register_view("expert", [etp, ep, edp], EXPERT_DIMS, replaces=["tp", "cp", "dp"])
     return grid
 
 
@@ -74,7 +72,7 @@ class TestMembershipAgainstParallelState:
     def test_every_factorization_up_to_64_ranks(self):
         """Dense and expert groups equal RankGenerator's whenever pp is the outermost dim."""
         cases = 0
-        for world in WORLDS:
+        for world in range(1, 65):
             for tp, cp, dp, pp, etp, ep, edp in layouts(world):
                 grid = expert_grid(tp, cp, dp, pp, etp, ep, edp)
                 for dims, token in EXPERT_TOKENS.items():
@@ -178,7 +176,7 @@ class TestMisuse:
         "arguments, message",
         [
             (
-                dict(shape=[1, 4, 2], dim_names=["expt_tp", "ep", "expt_dp"], replaces=["tp", "dp"]),
+                dict(shape=[1, 4, 2], dim_names=EXPERT_DIMS, replaces=["tp", "dp"]),
                 r"\(expt_tp=1, ep=4, expt_dp=2\) covers 8 ranks.*\(tp=2, dp=2\): 4 ranks",
             ),
             (dict(shape=[4], dim_names=["ep"]), "covers 4 ranks, the grid .* has 8"),
@@ -207,7 +205,7 @@ class TestMisuse:
         [
             (["tp", "ep"], "expert", "'tp' is a dim of the base; one group cannot mix"),
             (["tp", "ep"], None, "'ep' is a dim of view 'expert'; one group cannot mix"),
-            (["dp", "nope"], None, r"unknown dims \['nope'\]: the dims are \['tp', 'cp', 'dp', 'pp'\]"),
+            (["dp", "nope"], None, r"unknown dims \['nope'\]: .* \['tp', 'cp', 'dp', 'pp'\]"),
             (["dp", "dp"], None, r"repeat \['dp'\]"),
             ([], None, "at least one dim"),
             ("ep", "experts", r"'experts' is not registered: \['expert'\]"),

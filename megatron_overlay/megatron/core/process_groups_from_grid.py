@@ -39,8 +39,8 @@ def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None]
     """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
     Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
-    has already are taken as they are, so a second call returns the same ones and makes none. When
-    creation fails, the groups made here are freed with ``grid.destroy()`` by the caller.
+    has already are taken as they are, so a second call returns the same ones and makes none. The
+    grid owns them all: after a failure midway, too, ``grid.destroy()`` frees what was made.
 
     The fields that only several optimizer instances, hierarchical CP or a second all-gather
     communicator need (``inter_dist_opt``, ``hcp``, ``dp_cp_ag``, ``expt_dp_ag``) are ``None``, and
@@ -55,6 +55,7 @@ def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None]
             a size other than 1, or two views have the expert dims.
     """
     _check_dims(grid)
+    view = _expert_view(grid)
     before = grid.num_groups
     groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
 
@@ -62,7 +63,6 @@ def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None]
     groups["embd"] = _get_or_derive(grid, "embd", embedding_ranks(pp_groups))
     groups["pos_embd"] = _get_or_derive(grid, "pos_embd", position_embedding_ranks(pp_groups))
 
-    view = _expert_view(grid)
     for field, dims in EXPERT_FIELDS.items():
         groups[field] = None if view is None else _get_or_create(grid, dims, view)
 

@@ -1,0 +1,264 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""ProcessGroupCollection.from_hyper_comm_grid: the ranks of each field, the number of groups."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_from_grid import EXPERT_FIELDS, groups_from_grid
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
+ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
+
+
+def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, order="tp cp dp pp", **kwargs) -> HyperCommGrid:
+    """``expert`` is (etp, ep, edp)."""
+    sizes = dict(tp=tp, cp=cp, dp=dp, pp=pp)
+    dims = order.split()
+    grid = HyperCommGrid([sizes[d] for d in dims], dims, **kwargs)
+    if expert:
+        names = ["expt_tp", "ep", "expt_dp"]
+        grid.register_view("expert", expert, names, replaces=["tp", "cp", "dp"])
+    return grid
+
+
+class RecordedGroups:
+    """Stands in for torch.distributed: a group is its sorted ranks, one rank looks on."""
+
+    def __init__(self, rank: int):
+        self.rank, self.enumerations, self.freed = rank, [], []
+
+    def new_subgroups_by_enumeration(self, enumeration, backend=None):
+        self.enumerations.append(enumeration)
+        mine = [sorted(g) for g in enumeration if self.rank in g]
+        return (mine[0] if mine else None), None
+
+    def __enter__(self):
+        replacements = dict(
+            new_subgroups_by_enumeration=self.new_subgroups_by_enumeration,
+            destroy_process_group=self.freed.append,
+            get_rank=lambda: self.rank,
+        )
+        self.patches = patch.multiple(dist, **replacements)
+        self.patches.start()
+        return self
+
+    def __exit__(self, *error):
+        self.patches.stop()
+
+
+def fields_of(rank: int, *args, **kwargs) -> dict:
+    with RecordedGroups(rank):
+        return groups_from_grid(make_grid(*args, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def large_world(request, monkeypatch):
+    """Pure-logic tests see a world that any grid here fits in."""
+    if "World8" not in request.node.nodeid:
+        monkeypatch.setenv("WORLD_SIZE", "64")
+
+
+class TestFields:
+    def test_every_field_is_set(self):
+        """A missing field makes upstream fall back to a global group; none is missing."""
+        groups = fields_of(0, tp=2, dp=2, expert=[1, 4, 1])
+        assert set(groups) == ALL_FIELDS
+        assert {name for name, group in groups.items() if group is None} == ALWAYS_NONE
+
+    def test_ranks_of_each_field_with_pp_outermost(self):
+        groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])
+        assert {name: g for name, g in groups.items() if name not in ALWAYS_NONE} == dict(
+            tp=[4, 5],
+            cp=[5, 7],
+            dp=[1, 5],
+            pp=[5, 13],
+            dp_cp=[1, 3, 5, 7],
+            tp_cp=[4, 5, 6, 7],
+            tp_dp_cp=list(range(8)),
+            mp=[4, 5, 12, 13],
+            embd=[5, 13],
+            pos_embd=[5],
+            ep=[4, 5, 6, 7],
+            expt_tp=[5],
+            expt_dp=[1, 5],
+            tp_ep=[4, 5, 6, 7],
+            tp_ep_pp=[4, 5, 6, 7, 12, 13, 14, 15],
+            intra_dp_cp=[1, 3, 5, 7],
+            intra_expt_dp=[1, 5],
+            intra_dist_opt=list(range(16)),
+        )
+
+    def test_pp_inside_dp_keeps_experts_within_the_stage(self):
+        groups = fields_of(1, tp=1, dp=4, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
+        assert groups["pp"] == [0, 1]
+        assert groups["dp"] == groups["ep"] == [1, 3, 5, 7]
+        assert groups["tp_ep_pp"] == groups["intra_dist_opt"] == list(range(8))
+
+    @pytest.mark.parametrize(
+        "rank, embd, pos_embd",
+        [(0, [0, 6], [0]), (2, None, None), (4, None, None), (6, [0, 6], None)],
+    )
+    def test_embedding_groups_hold_the_first_and_last_stage(self, rank, embd, pos_embd):
+        groups = fields_of(rank, tp=2, pp=4)
+        assert (groups["embd"], groups["pos_embd"]) == (embd, pos_embd)
+
+    def test_embedding_groups_without_pipeline_hold_the_rank_itself(self):
+        groups = fields_of(3, tp=2, dp=2)
+        assert groups["embd"] == groups["pos_embd"] == [3]
+
+    def test_expert_fields_are_none_without_an_expert_view(self):
+        groups = fields_of(0, tp=2, dp=2)
+        without = {name for name, group in groups.items() if group is None}
+        assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | {"intra_expt_dp"}
+
+    def test_plain_view_with_shared_pp_serves_as_expert_view(self):
+        names = ["expt_tp", "ep", "expt_dp", "pp"]
+        with RecordedGroups(0):
+            grid = make_grid(tp=2, dp=2, pp=2)
+            grid.register_view("moe", [1, 4, 1, 2], names, shared_dims=["pp"])
+            groups = groups_from_grid(grid)
+        assert groups["ep"] == [0, 1, 2, 3]
+        assert groups["tp_ep_pp"] == list(range(8))
+
+    def test_rank_outside_the_grid_takes_part_and_has_no_collection(self):
+        """None, and not a collection of Nones: that would mean unsharded weights."""
+        with RecordedGroups(9) as recorded:
+            grid = make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4)
+            assert groups_from_grid(grid) is None
+        with RecordedGroups(4) as inside:
+            groups_from_grid(make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4))
+        assert recorded.enumerations == inside.enumerations
+
+
+class TestGroupCount:
+    def test_second_call_takes_the_same_groups_and_makes_none(self):
+        with RecordedGroups(0) as recorded:
+            grid = make_grid(tp=2, dp=2, expert=[1, 4, 1])
+            first = groups_from_grid(grid)
+            made = len(recorded.enumerations)
+            second = groups_from_grid(grid)
+        assert all(first[name] is second[name] for name in ALL_FIELDS)
+        assert len(recorded.enumerations) == made
+
+    def test_groups_made_before_are_taken_over(self):
+        with RecordedGroups(0) as recorded:
+            grid = make_grid(tp=2, dp=2)
+            dp_cp = grid.create_pg(["dp", "cp"])
+            assert groups_from_grid(grid)["dp_cp"] is dp_cp
+        assert recorded.enumerations.count([[0, 2], [1, 3]]) == 2  # dp, and dp_cp once
+
+    def test_dense_and_expert_groups_are_counted(self):
+        with RecordedGroups(0):
+            grid = make_grid(tp=2, dp=4, expert=[1, 4, 2])
+            groups_from_grid(grid)
+            assert grid.group_counts == {
+                "tp": 4, "cp": 8, "pp": 8, "dp": 2, "dp-cp": 2, "cp-tp": 4, "dp-cp-tp": 1,
+                "pp-tp": 4, "pp-dp-cp-tp": 1, "@embd": 8, "@pos_embd": 8,
+                "expert:ep": 2, "expert:expt_tp": 8, "expert:expt_dp": 4,
+                "expert:ep-expt_tp": 2, "expert:pp-ep-expt_tp": 2,
+            }  # fmt: skip
+            assert grid.num_groups == 68
+
+    def test_destroy_after_a_failure_midway_frees_what_was_made(self):
+        with RecordedGroups(0) as recorded:
+            grid = make_grid(tp=2, dp=2)
+            with patch.object(grid, "create_derived_pg", side_effect=RuntimeError("store is gone")):
+                with pytest.raises(RuntimeError, match="store is gone"):
+                    groups_from_grid(grid)
+            made = len(recorded.enumerations)
+            grid.destroy()
+            grid.destroy()
+        assert len(recorded.freed) == made > 0
+
+
+class TestMisuse:
+    def test_missing_dim(self):
+        with pytest.raises(ValueError, match=r"\['tp', 'dp'\] lacks \['cp', 'pp'\]"):
+            groups_from_grid(HyperCommGrid([2, 2], ["tp", "dp"]))
+
+    def test_expert_dims_in_the_base_would_multiply_the_world(self):
+        grid = HyperCommGrid([2, 1, 2, 2, 1], ["tp", "cp", "ep", "dp", "pp"])
+        with pytest.raises(ValueError, match=r"base dims \{'ep': 2\} multiply the ranks"):
+            groups_from_grid(grid)
+
+    def test_two_expert_views(self):
+        grid = make_grid(tp=2, dp=2, expert=[1, 4, 1])
+        names = ["expt_tp", "ep", "expt_dp"]
+        grid.register_view("other", [1, 2, 2], names, replaces=["tp", "cp", "dp"])
+        with pytest.raises(ValueError, match=r"\['expert', 'other'\] all have the expert dims"):
+            groups_from_grid(grid)
+
+
+class TestDdpWithoutExpertGroups:
+    """DDP takes ``expt_dp=None`` for "no experts", and makes no group of its own."""
+
+    @staticmethod
+    def ddp_groups(**degrees):
+        group = object()
+        pgs = ProcessGroupCollection(
+            **{name: None if name == "expt_dp" else group for name in ("tp", "pp", "ep", "dp")},
+            dp_cp=group,
+            expt_dp=None,
+        )
+        config = SimpleNamespace(
+            **{
+                "num_moe_experts": None,
+                "tensor_model_parallel_size": 1,
+                "expert_model_parallel_size": 1,
+                "expert_tensor_parallel_size": 1,
+                **degrees,
+            }
+        )
+        return ProcessGroupCollection.setup_process_groups_for_ddp(
+            pgs, config, DistributedDataParallelConfig()
+        )
+
+    def test_dense_model_makes_no_group(self):
+        with patch.object(torch.distributed, "new_group", side_effect=AssertionError):
+            groups = self.ddp_groups(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+        assert groups["expt_dp_group"] is groups["dp_cp_group"]
+
+    def test_moe_model_over_several_ranks_is_refused(self):
+        with pytest.raises(ValueError, match="8 experts with tp=2, ep=1, etp=2 need expert groups"):
+            self.ddp_groups(
+                num_moe_experts=8, tensor_model_parallel_size=2, expert_tensor_parallel_size=2
+            )
+
+
+@requires_world_size(8)
+class TestWorld8:
+    def setup_method(self, method):
+        Utils.initialize_distributed()
+
+    def test_real_groups_hold_the_ranks_of_the_grid(self):
+        grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
+        pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
+        with RecordedGroups(dist.get_rank()):
+            expected = groups_from_grid(
+                make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
+            )
+        for name, ranks in expected.items():
+            group = getattr(pgs, name)
+            assert (group and dist.get_process_group_ranks(group)) == ranks, name
+        grid.destroy()
+
+    def test_two_halves_of_the_world_have_a_collection_each(self):
+        grids = [make_grid(tp=2, dp=2, rank_offset=offset) for offset in (0, 4)]
+        collections = [ProcessGroupCollection.from_hyper_comm_grid(grid) for grid in grids]
+        mine = dist.get_rank() // 4
+        assert collections[1 - mine] is None
+        total = torch.ones(1, device=Utils.device)
+        dist.all_reduce(total, group=collections[mine].intra_dist_opt)
+        assert total.item() == 4
+        for grid in grids:
+            grid.destroy()
