@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
@@ -35,19 +35,35 @@ _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
 @dataclass(frozen=True, eq=False)
+class CausalBlock:
+    """A half-chunk of one sample: its queries, the last of which sees ``keys`` keys from the first.
+
+    ``bias`` aligns the last query with the last key; None where the block is square.
+    """
+
+    queries: int
+    keys: int
+    bias: CausalBias | None
+
+    @classmethod
+    def make(cls, queries: int, keys: int) -> CausalBlock:
+        """Align ``queries`` to the end of ``keys``."""
+        return cls(queries, keys, None if queries == keys else causal_lower_right(queries, keys))
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """What one CP rank attends to, per sample; made on the host once per batch.
 
     Attributes:
         layout: zigzag layout of the batch, on the device of the tensors.
         query_splits: tokens of each sample on this rank.
-        blocks: for each sample, the number of queries and the number of keys before and with the
-            last of them, for each half-chunk in turn (one block with one rank).
+        blocks: for each sample, its half-chunks on this rank (the whole sample with one rank).
     """
 
     layout: TokenLayout
     query_splits: tuple[int, ...]
-    blocks: tuple[tuple[tuple[int, int], ...], ...]
+    blocks: tuple[tuple[CausalBlock, ...], ...]
 
     @classmethod
     def make(
@@ -56,12 +72,12 @@ class AttentionPlan:
         """Plan for ``cp_rank`` of ``cp_size``; ValueError if the lengths do not fit zigzag."""
         layout = zigzag_layout(lengths, cp_size).to(device)
         if cp_size == 1:
-            blocks = tuple(((length, length),) for length in lengths.padded)
+            blocks = tuple((CausalBlock.make(length, length),) for length in lengths.padded)
         else:
+            ends = (cp_rank + 1, 2 * cp_size - cp_rank)
             halves = [length // (2 * cp_size) for length in lengths.padded]
             blocks = tuple(
-                ((half, (cp_rank + 1) * half), (half, (2 * cp_size - cp_rank) * half))
-                for half in halves
+                tuple(CausalBlock.make(half, end * half) for end in ends) for half in halves
             )
         return cls(layout, tuple(length // cp_size for length in lengths.padded), blocks)
 
@@ -153,7 +169,8 @@ class ContextParallelAttention(MegatronModule):
                 query.size(0) * self.cp_size, self.cp_size, self.cp_group.rank(), query.device
             )
         else:
-            return _merge_heads(self._attend(query, key, value, causal))
+            block = CausalBlock.make(query.size(0), key.size(0)) if causal else None
+            return _merge_heads(self._attend(query, key, value, block))
         context = self._attend_planned(query, key, value, causal, plan)
         return context.squeeze(1) if packed else context
 
@@ -183,19 +200,22 @@ class ContextParallelAttention(MegatronModule):
             if not len(sample_query):
                 continue
             if causal:
-                halves = sample_query.split([queries for queries, _ in blocks])
-                for half, (_, keys) in zip(halves, blocks, strict=True):
-                    context.append(self._attend(half, sample_key[:keys], sample_value[:keys], True))
+                halves = sample_query.split([block.queries for block in blocks])
+                for half, block in zip(halves, blocks, strict=True):
+                    seen = slice(block.keys)
+                    context.append(self._attend(half, sample_key[seen], sample_value[seen], block))
             else:
                 # A sample of padding only attends to itself, for the sake of finite values.
-                keys = real or len(sample_key)
+                seen = slice(real or None)
                 context.append(
-                    self._attend(sample_query, sample_key[:keys], sample_value[:keys], False)
+                    self._attend(sample_query, sample_key[seen], sample_value[seen], None)
                 )
         return _merge_heads(torch.cat(context))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """SDPA on ``[tokens, B, heads, dim]``; causal is aligned to the last query and key."""
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block: CausalBlock | None
+    ) -> Tensor:
+        """SDPA on ``[tokens, B, heads, dim]``, causal if a block is given."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         grouped = query.size(1) != key.size(1)
         if grouped and query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
@@ -203,15 +223,12 @@ class ContextParallelAttention(MegatronModule):
             repeats = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
             grouped = False
-        square = query.size(2) == key.size(2)
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=causal_lower_right(query.size(2), key.size(2))
-            if causal and not square
-            else None,
-            is_causal=causal and square,
+            attn_mask=block.bias if block else None,
+            is_causal=block is not None and block.bias is None,
             scale=self.softmax_scale,
             enable_gqa=grouped,
         )

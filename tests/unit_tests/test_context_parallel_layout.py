@@ -1,0 +1,304 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel layouts, the routes between them, and the exchange along a route."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.context_parallel_layout import (
+    PaddedLengths,
+    contiguous_layout,
+    exchange,
+    gather_tokens,
+    pad_lengths,
+    plan_route,
+    received_tokens,
+    thd_partitioned_indices,
+    zigzag_layout,
+)
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+CP_SIZES = (1, 2, 3, 4, 5, 8, 16)
+# Odd, below 2·cp, empty, and long samples.
+ODD_LENGTHS = (5, 0, 1, 37, 16, 3)
+
+lengths_of_samples = st.lists(st.integers(0, 70), max_size=6)
+cp_sizes = st.sampled_from(CP_SIZES)
+# Shrinking a failing plan can be slow on a busy machine; a deadline would hide the failure.
+plans = settings(deadline=None, max_examples=60)
+
+
+def both_layouts(lengths, cp_size):
+    padded = pad_lengths(lengths, cp_size)
+    return zigzag_layout(padded, cp_size), contiguous_layout(padded, cp_size)
+
+
+def zigzag_tokens(padded, cp_size, group_rank):
+    """Oracle: list the half-chunks of each sample, and pick two."""
+    tokens, start = [], 0
+    for length in padded:
+        sample = list(range(start, start + length))
+        half = length // (2 * cp_size)
+        chunks = [sample[i * half : (i + 1) * half] for i in range(2 * cp_size)]
+        tokens += chunks[group_rank] + chunks[2 * cp_size - 1 - group_rank]
+        start += length
+    return tokens
+
+
+def exchange_in_one_process(shards, routes):
+    """What the all-to-all of every rank would do, message by message."""
+    outboxes = [
+        shard[route.send_places].split(route.send_splits)
+        for shard, route in zip(shards, routes, strict=True)
+    ]
+    moved = []
+    for rank, (shard, route) in enumerate(zip(shards, routes, strict=True)):
+        inbox = [outbox[rank] for outbox in outboxes]
+        assert tuple(map(len, inbox)) == route.recv_splits
+        result = torch.full_like(shard, -1)
+        result[route.recv_places] = torch.cat(inbox)
+        result[route.kept_to] = shard[route.kept_from]
+        moved.append(result)
+    return moved
+
+
+class TestPadding:
+    @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))
+    @plans
+    def test_padding_is_the_least_that_fits_and_never_truncates(self, lengths, cp_size, tp_size):
+        padded = pad_lengths(lengths, cp_size, tp_size)
+        multiple = 2 * cp_size if cp_size > 1 else 1
+        added = [p - r for p, r in zip(padded.padded, padded.real, strict=True)]
+        assert padded.real == tuple(lengths)
+        assert all(length % multiple == 0 for length in padded.padded)
+        assert all(0 <= extra < multiple for extra in added[:-1])
+        assert all(0 <= extra < multiple * tp_size for extra in added[-1:])
+        assert padded.total % (cp_size * tp_size) == 0
+
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_mask_and_positions_tell_real_tokens_from_padding(self, lengths, cp_size):
+        padded = pad_lengths(lengths, cp_size)
+        ragged = [range(length) for length in padded.padded]
+        positions = [position for sample in ragged for position in sample]
+        assert padded.positions.tolist() == positions
+        valid = [p < real for real, sample in zip(lengths, ragged, strict=True) for p in sample]
+        assert padded.valid.tolist() == valid
+
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_unpad_undoes_pad(self, lengths, cp_size):
+        padded = pad_lengths(lengths, cp_size)
+        real = torch.arange(2 * sum(lengths)).view(2, -1)
+        spread = padded.pad(real, dim=1, value=-100)
+        assert torch.equal(padded.unpad(spread, dim=1), real)
+        assert (spread[:, ~padded.valid] == -100).all()
+
+    def test_packed_seq_params_hold_global_boundaries(self):
+        params = pad_lengths([5, 0, 9], cp_size=2).packed_seq_params("cpu")
+        assert params.qkv_format == "thd"
+        assert params.cu_seqlens_q.tolist() == [0, 5, 5, 14]
+        assert params.cu_seqlens_q_padded.tolist() == [0, 8, 8, 20]
+        assert params.max_seqlen_q == 12
+        assert params.seq_idx.tolist() == [[0] * 8 + [2] * 12]
+
+    def test_refuses_a_negative_length(self):
+        with pytest.raises(ValueError, match=r"lengths=\(4, -1\)"):
+            pad_lengths([4, -1], cp_size=2)
+
+    def test_refuses_tokens_of_another_batch(self):
+        with pytest.raises(ValueError, match="expected 5 real tokens in dim 0, got 6"):
+            pad_lengths([5], cp_size=2).pad(torch.zeros(6))
+
+
+class TestLayouts:
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_every_token_lies_in_exactly_one_place(self, lengths, cp_size):
+        for layout in both_layouts(lengths, cp_size):
+            everywhere = layout.tokens.flatten().sort().values
+            assert torch.equal(everywhere, torch.arange(layout.lengths.total))
+
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_zigzag_holds_first_and_second_half_chunk_of_each_sample(self, lengths, cp_size):
+        padded = pad_lengths(lengths, cp_size)
+        if cp_size == 1:
+            expected = [list(range(padded.total))]
+        else:
+            expected = [zigzag_tokens(padded.padded, cp_size, rank) for rank in range(cp_size)]
+        assert zigzag_layout(padded, cp_size).tokens.tolist() == expected
+
+    def test_zigzag_of_a_plain_sequence_is_chunk_r_and_its_mirror(self):
+        tokens = zigzag_layout(PaddedLengths((12,), (12,)), cp_size=3).tokens
+        assert tokens.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+
+    def test_contiguous_runs_across_sample_boundaries(self):
+        tokens = contiguous_layout(PaddedLengths((3, 5), (4, 8)), cp_size=3).tokens
+        assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+    def test_thd_indices_are_int32_on_the_device_of_cu_seqlens(self):
+        cu_seqlens = torch.tensor([0, 8, 8, 12], dtype=torch.int32)
+        indices = thd_partitioned_indices(cu_seqlens, 12, cp_size=2, cp_rank=1)
+        assert indices.dtype == torch.int32
+        assert indices.tolist() == [2, 3, 4, 5, 9, 10]
+
+    @pytest.mark.parametrize("dim", (0, 1))
+    @pytest.mark.parametrize("cp_size", CP_SIZES)
+    def test_unshard_undoes_shard(self, cp_size, dim):
+        for layout in both_layouts(ODD_LENGTHS, cp_size):
+            labels = torch.arange(3 * layout.lengths.total).view(-1, 3).movedim(0, dim)
+            shards = [layout.shard(labels, rank, dim) for rank in range(cp_size)]
+            assert torch.equal(layout.unshard(shards, dim), labels)
+
+    def test_gradient_of_a_shard_is_zero_outside_the_ranks_own_tokens(self):
+        layout = zigzag_layout(PaddedLengths((8,), (8,)), cp_size=2)
+        embeddings = torch.ones(1, 8, 2, requires_grad=True)
+        layout.shard(embeddings, 1, dim=1).sum().backward()
+        assert embeddings.grad[0, :, 0].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+
+    def test_zigzag_refuses_lengths_that_do_not_divide(self):
+        with pytest.raises(ValueError, match=r"multiples of 4, got \(8, 10\)"):
+            zigzag_layout(PaddedLengths((8, 10), (8, 10)), cp_size=2)
+
+    def test_contiguous_refuses_a_total_that_does_not_divide(self):
+        with pytest.raises(ValueError, match="10 padded tokens do not divide over cp=3"):
+            contiguous_layout(PaddedLengths((10,), (10,)), cp_size=3)
+
+    def test_shard_refuses_unpadded_tokens(self):
+        layout = zigzag_layout(pad_lengths([5], 2), cp_size=2)
+        with pytest.raises(ValueError, match="8 padded tokens, but dim 0 of the tensor has 5"):
+            layout.shard(torch.zeros(5), 0)
+
+
+class TestRoutes:
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_every_token_arrives_and_the_way_back_restores_it(self, lengths, cp_size):
+        source, destination = both_layouts(lengths, cp_size)
+        routes = [plan_route(source, destination, rank) for rank in range(cp_size)]
+        moved = exchange_in_one_process(list(source.tokens), routes)
+        assert torch.equal(torch.stack(moved), destination.tokens)
+        back = exchange_in_one_process(moved, [route.reversed() for route in routes])
+        assert torch.equal(torch.stack(back), source.tokens)
+
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_only_tokens_that_change_rank_travel(self, lengths, cp_size):
+        source, destination = both_layouts(lengths, cp_size)
+        received = received_tokens(source, destination)
+        for rank in range(cp_size):
+            route = plan_route(source, destination, rank)
+            here = set(source.tokens[rank].tolist()) & set(destination.tokens[rank].tolist())
+            assert len(route.kept_from) == len(here)
+            assert sum(route.recv_splits) == received[rank] == source.shard_size - len(here)
+            assert route.is_local == (not any(received))
+
+    # Of 2·cp half-chunks, those that neither layout gives to the same rank: a bound no exchange
+    # between the two layouts can beat.
+    @pytest.mark.parametrize(("cp_size", "moving"), ((2, 2), (3, 5), (4, 6), (8, 14)))
+    def test_traffic_of_one_sequence_is_the_least_possible(self, cp_size, moving):
+        source, destination = both_layouts([2 * cp_size * 10], cp_size)
+        assert sum(received_tokens(source, destination)) == moving * 10
+
+    @pytest.mark.parametrize("cp_size", CP_SIZES)
+    def test_route_from_a_layout_to_itself_is_local(self, cp_size):
+        for layout in both_layouts(ODD_LENGTHS, cp_size):
+            assert plan_route(layout, layout, cp_size - 1).is_local
+
+    def test_refuses_layouts_of_different_batches(self):
+        with pytest.raises(ValueError, match="two layouts of one batch on the same ranks"):
+            plan_route(
+                zigzag_layout(pad_lengths([8], 2), 2), contiguous_layout(pad_lengths([9], 2), 2), 0
+            )
+
+
+class NoHostSync(TorchDispatchMode):
+    """Fails on whatever makes the host wait for a tensor's values."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(name in func.name() for name in self.waiting), func.name()
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        # On the CPU, tolist() reads memory without dispatching.
+        self.tolist = patch.object(torch.Tensor, "tolist", side_effect=AssertionError("tolist"))
+        self.tolist.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self.tolist.stop()
+        return super().__exit__(*exception)
+
+
+@requires_world_size(8)
+@pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
+class TestExchangeOnRanks:
+    def setup_method(self, method):
+        Utils.initialize_distributed()
+
+    @pytest.fixture
+    def group(self, cp_size):
+        """The first ``cp_size`` ranks; the others have no part in the test."""
+        group = dist.new_group(list(range(cp_size)))
+        if dist.get_rank() < cp_size:
+            yield group
+            dist.destroy_process_group(group)
+        else:
+            yield None
+
+    def test_forward_and_inverse_are_exact(self, group, cp_size):
+        if group is None:
+            return
+        source, destination = both_layouts(ODD_LENGTHS, cp_size)
+        route = plan_route(source, destination, group.rank()).to(Utils.device)
+        batch = torch.randn(source.lengths.total, 2, 3, generator=seeded()).to(Utils.device)
+        shard = source.shard(batch, group.rank())
+        moved = exchange(shard, route, group)
+        assert torch.equal(moved, destination.shard(batch, group.rank()))
+        assert torch.equal(exchange(moved, route.reversed(), group), shard)
+
+    def test_gradient_is_the_inverse(self, group, cp_size):
+        if group is None:
+            return
+        source, destination = both_layouts(ODD_LENGTHS, cp_size)
+        route = plan_route(source, destination, group.rank()).to(Utils.device)
+        cotangent = torch.randn(source.lengths.total, 4, generator=seeded()).to(Utils.device)
+        shard = torch.zeros(source.shard_size, 4, device=Utils.device, requires_grad=True)
+        exchange(shard, route, group).backward(destination.shard(cotangent, group.rank()))
+        assert torch.equal(shard.grad, source.shard(cotangent, group.rank()))
+
+    def test_gather_restores_global_order_and_its_gradient_sums_over_ranks(self, group, cp_size):
+        if group is None:
+            return
+        layout = both_layouts(ODD_LENGTHS, cp_size)[0].to(Utils.device)
+        batch = torch.randn(layout.lengths.total, 3, generator=seeded()).to(Utils.device)
+        shard = layout.shard(batch, group.rank()).requires_grad_()
+        gathered = gather_tokens(shard, layout, group)
+        assert torch.equal(gathered, batch)
+        # Rank r weights every token by r + 1: integers, so the sum is exact.
+        gathered.backward(torch.full_like(gathered, group.rank() + 1))
+        assert (shard.grad == cp_size * (cp_size + 1) / 2).all()
+
+    def test_exchange_and_gather_never_wait_for_the_device(self, group, cp_size):
+        if group is None:
+            return
+        source, destination = both_layouts(ODD_LENGTHS, cp_size)
+        route = plan_route(source, destination, group.rank()).to(Utils.device)
+        source = source.to(Utils.device)
+        shard = torch.ones(source.shard_size, 3, device=Utils.device, requires_grad=True)
+        with NoHostSync():
+            moved = exchange(shard, route, group)
+            gather_tokens(exchange(moved, route.reversed(), group), source, group).sum().backward()
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)

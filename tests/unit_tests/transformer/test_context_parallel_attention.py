@@ -1,0 +1,208 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""ContextParallelAttention against an explicit masked softmax in fp64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, zigzag_layout
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.context_parallel_attention import (
+    ContextParallelAttention,
+    packed_attention_plan,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.test_context_parallel_layout import NoHostSync
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+HEADS, GROUPS, DIM = 6, 2, 8
+# fp32 round-off of sums of some tens of terms of order one, against fp64.
+TOLERANCE = dict(rtol=1e-5, atol=1e-5)
+MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
+# Odd, empty, below 2·cp, and long samples.
+PACKED = (5, 0, 1, 29, 8)
+
+
+def attention(mask_type=AttnMaskType.causal, cp_group=None, softmax_scale=None, **config):
+    cp_size = 1 if cp_group is None else cp_group.size()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        **{"attention_dropout": 0.0, "context_parallel_size": cp_size, **config},
+    )
+    return ContextParallelAttention(
+        config,
+        layer_number=1,
+        attn_mask_type=mask_type,
+        attention_type="self",
+        softmax_scale=softmax_scale,
+        pg_collection=SimpleNamespace(tp=None, cp=cp_group),
+    )
+
+
+def random_qkv(tokens, batch):
+    """Query, key, value ``[tokens, batch, heads, dim]`` in fp32, alike on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(tokens, batch, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(s, generator=generator).to(Utils.device).requires_grad_() for s in shapes]
+
+
+def oracle(query, key, value, lengths, causal, scale=DIM**-0.5):
+    """Softmax over an explicit mask, in fp64: ``[tokens, batch, heads * dim]``."""
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=2) for x in (key, value))
+    sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    seen = sample.unsqueeze(1) == sample
+    seen = (seen.tril() if causal else seen).to(query.device)
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * scale
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
+
+
+def packed_call(layer, query, key, value, params):
+    """Run on ``thd`` tensors, which have no batch dimension."""
+    query, key, value = (x.squeeze(1) for x in (query, key, value))
+    return layer(query, key, value, None, packed_seq_params=params).unsqueeze(1)
+
+
+class TestOneRank:
+    @pytest.mark.parametrize("mask_type", MASKS)
+    def test_a_plain_batch_matches_the_oracle(self, mask_type):
+        query, key, value = random_qkv(tokens=13, batch=3)
+        context = attention(mask_type)(query, key, value, None)
+        expected = oracle(query, key, value, [13], mask_type is AttnMaskType.causal)
+        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
+
+    @pytest.mark.parametrize("mask_type", MASKS)
+    def test_packed_odd_lengths_match_the_oracle(self, mask_type):
+        query, key, value = random_qkv(sum(PACKED), batch=1)
+        params = PaddedLengths(PACKED, PACKED).packed_seq_params(Utils.device)
+        context = packed_call(attention(mask_type), query, key, value, params)
+        expected = oracle(query, key, value, PACKED, mask_type is AttnMaskType.causal)
+        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
+
+    def test_boundaries_without_padding_are_enough(self):
+        query, key, value = random_qkv(tokens=9, batch=1)
+        cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32, device=Utils.device)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
+        context = packed_call(attention(), query, key, value, params)
+        expected = oracle(query, key, value, [4, 5], causal=True)
+        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
+
+    @pytest.mark.parametrize("mask_type", MASKS)
+    def test_no_sample_sees_another(self, mask_type):
+        query, key, value = random_qkv(tokens=9, batch=1)
+        params = PaddedLengths((4, 5), (4, 5)).packed_seq_params(Utils.device)
+        packed_call(attention(mask_type), query, key, value, params)[4:].sum().backward()
+        for tensor in (query, key, value):
+            assert not tensor.grad[:4].any()
+            assert tensor.grad[4:].any()
+
+    def test_fewer_queries_than_keys_align_at_the_end(self):
+        query, key, value = random_qkv(tokens=9, batch=2)
+        context = attention()(query[-3:], key, value, None)
+        expected = oracle(query, key, value, [9], causal=True)[-3:]
+        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
+
+    def test_softmax_scale_is_applied(self):
+        query, key, value = random_qkv(tokens=7, batch=2)
+        context = attention(softmax_scale=0.7)(query, key, value, None)
+        expected = oracle(query, key, value, [7], causal=True, scale=0.7)
+        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
+
+    def test_refuses_tokens_that_cu_seqlens_do_not_cover(self):
+        query, key, value = random_qkv(tokens=9, batch=1)
+        params = PaddedLengths((4,), (4,)).packed_seq_params(Utils.device)
+        with pytest.raises(ValueError, match="cu_seqlens place 4 tokens .* this one has 9"):
+            packed_call(attention(), query, key, value, params)
+
+    def test_refuses_a_mask_it_would_not_apply(self):
+        query, key, value = random_qkv(tokens=4, batch=1)
+        with pytest.raises(ValueError, match="full without an attention_mask"):
+            attention(AttnMaskType.padding)(query, key, value, torch.ones(4, 4).bool())
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        (
+            ({"attention_dropout": 0.1}, "attention_dropout=0, found 0.1"),
+            ({"window_size": (4, 0)}, r"window_size=None, found \(4, 0\)"),
+            ({"softmax_type": "learnable"}, "softmax_type='vanilla', found 'learnable'"),
+            ({"context_parallel_size": 2}, "context_parallel_size is 2, .*cp has 1 ranks"),
+        ),
+    )
+    def test_refuses_what_it_does_not_do(self, option, message):
+        with pytest.raises(ValueError, match=message):
+            attention(**option)
+
+
+@requires_world_size(8)
+@pytest.mark.parametrize("cp_size", (2, 3, 4))
+class TestContextParallel:
+    def setup_method(self, method):
+        Utils.initialize_distributed()
+
+    @pytest.fixture
+    def group(self, cp_size):
+        """The first ``cp_size`` ranks; the others have no part in the test."""
+        group = dist.new_group(list(range(cp_size)))
+        if dist.get_rank() < cp_size:
+            yield group
+            dist.destroy_process_group(group)
+        else:
+            yield None
+
+    @pytest.mark.parametrize("mask_type", MASKS)
+    @pytest.mark.parametrize(
+        ("lengths", "batch"), (((24,), 3), (PACKED, 1)), ids=("plain", "packed")
+    )
+    def test_output_and_gradients_match_the_oracle(self, group, cp_size, lengths, batch, mask_type):
+        if group is None:
+            return
+        padded = pad_lengths(lengths, cp_size)
+        layout, rank = zigzag_layout(padded, cp_size), group.rank()
+        query, key, value = random_qkv(sum(lengths), batch)
+        weight = torch.randn(query.flatten(2).shape, generator=torch.Generator().manual_seed(1))
+        weight = weight.to(Utils.device)
+
+        def shard(tensor):
+            return layout.shard(padded.pad(tensor), rank)
+
+        layer = attention(mask_type, group)
+        shards = [shard(tensor) for tensor in (query, key, value)]
+        if batch == 1:
+            context = packed_call(layer, *shards, padded.packed_seq_params(Utils.device))
+        else:
+            context = layer(*shards, None)
+        expected = oracle(query, key, value, lengths, mask_type is AttnMaskType.causal)
+        real = shard(torch.ones_like(weight)).bool()
+        torch.testing.assert_close(context[real].double(), shard(expected)[real], **TOLERANCE)
+
+        # Each rank's gradient is that of its own queries and of its own shard of keys and values.
+        found = torch.autograd.grad((context * shard(weight)).sum(), (query, key, value))
+        wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+        own = torch.zeros(sum(lengths), dtype=torch.bool, device=Utils.device)
+        own[shard(torch.arange(sum(lengths), device=Utils.device))[real[:, 0, 0]]] = True
+        for gradient, reference in zip(found, wanted, strict=True):
+            torch.testing.assert_close(gradient[own], reference[own], **TOLERANCE)
+            assert not gradient[~own].any()
+
+    def test_with_the_plan_made_before_no_layer_waits_for_the_device(self, group, cp_size):
+        if group is None:
+            return
+        padded = pad_lengths(PACKED, cp_size)
+        params = padded.packed_seq_params(Utils.device)
+        plan = packed_attention_plan(params, group, Utils.device)
+        query, key, value = (
+            zigzag_layout(padded, cp_size).shard(padded.pad(x), group.rank())
+            for x in random_qkv(sum(PACKED), batch=1)
+        )
+        layer = attention(cp_group=group)
+        with NoHostSync():
+            packed_call(layer, query, key, value, params).sum().backward()
+        assert packed_attention_plan(params, group, Utils.device) is plan
