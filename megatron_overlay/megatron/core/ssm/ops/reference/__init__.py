@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence-mixing kernels in plain PyTorch: chunked, vectorised, differentiable by autograd.
 
-They run wherever PyTorch does, take the arguments that the GPU kernels of `mamba_ssm` and
-`causal_conv1d` take, and serve two ends: training without those packages, and an oracle to compare
-the GPU kernels with. `naive` holds the recurrence that each of them must reproduce.
+They run wherever PyTorch does, take the arguments that the GPU kernels of `mamba_ssm`,
+`causal_conv1d` and `fla` take, and serve two ends: training without those packages, and an oracle
+to compare the GPU kernels with. `naive` holds the recurrence that each of them must reproduce.
 """
 
 from .causal_conv1d import causal_conv1d_fn
+from .gated_delta_rule import chunk_gated_delta_rule
 from .gated_rmsnorm import RMSNormGated, rms_norm_gated
 from .mamba_split import mamba_split_conv1d_scan_combined
 from .packing import seq_idx_from_cu_seqlens
@@ -16,6 +17,7 @@ from .ssd import mamba_chunk_scan_combined
 __all__ = [
     "RMSNormGated",
     "causal_conv1d_fn",
+    "chunk_gated_delta_rule",
     "mamba_chunk_scan_combined",
     "mamba_split_conv1d_scan_combined",
     "rms_norm_gated",

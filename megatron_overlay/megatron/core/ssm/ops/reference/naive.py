@@ -52,6 +52,42 @@ def naive_ssd(
     return y, h
 
 
+def naive_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated delta rule (arXiv 2412.06464, eq. 10), with the state transposed to keys by values.
+
+    With `S' = exp(g_t) S_{t-1}`: `S_t = S' + beta_t k_t (v_t - S'^T k_t)^T` and
+    `o_t = scale S_t^T q_t`.
+
+    Args:
+        q, k: `[B, S, H, K]`. v: `[B, S, H, V]`. g: log decay, beta: writing strength, `[B, S, H]`.
+        initial_state: `[B, H, K, V]`.
+
+    Returns:
+        `o [B, S, H, V]` and the state after the last token, `[B, H, K, V]`.
+    """
+    state = k.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
+    if initial_state is not None:
+        state = state + initial_state
+    outputs = []
+    for t in range(k.shape[1]):
+        if seq_idx is not None and t > 0:
+            state = state * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None, None]
+        state = state * g[:, t].exp()[..., None, None]
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bh,bhk,bhv->bhkv", beta[:, t], k[:, t], error)
+        outputs.append(scale * torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outputs, dim=1), state
+
+
 def naive_causal_conv1d(
     x: Tensor,
     weight: Tensor,

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunking import chunk_ids, pad_tokens, pairwise_decay, sees, state_ids
+
 
 def mamba_chunk_scan_combined(
     x: Tensor,
@@ -61,7 +63,7 @@ def mamba_chunk_scan_combined(
     x_dt = chunks.by_group(x.to(dtype) * dt.unsqueeze(-1))
     keys = chunks.by_group(B.to(dtype))
     queries = chunks.by_group(C.to(dtype))
-    ids = None if seq_idx is None else chunks.by_token(seq_idx)
+    ids = None if seq_idx is None else chunk_ids(seq_idx, chunks.size)
 
     y = _within_chunks(chunks, decay, x_dt, keys, queries, ids)
     if chunks.count > 1 or initial_states is not None or return_final_states:
@@ -107,21 +109,15 @@ class _Chunks:
 
     def by_head(self, t: Tensor) -> Tensor:
         """`[B, S, H]` to `[B, c, G, R, Q]`."""
-        t = F.pad(t, (0, 0, 0, self.padding)) if self.padding else t
+        t = pad_tokens(t, self.padding)
         t = t.view(self.batch, self.count, self.size, self.groups, self.heads_per_group)
         return t.permute(0, 1, 3, 4, 2)
 
     def by_group(self, t: Tensor) -> Tensor:
         """`[B, S, G or H, K]` to `[B, c, G, Q, K or R * K]`."""
         t = t.reshape(self.batch, self.length, self.groups, -1)
-        t = F.pad(t, (0, 0, 0, 0, 0, self.padding)) if self.padding else t
+        t = pad_tokens(t, self.padding)
         return t.view(self.batch, self.count, self.size, self.groups, -1).transpose(2, 3)
-
-    def by_token(self, seq_idx: Tensor) -> Tensor:
-        """`[B, S]` to `[B, c, Q]`; padding counts as part of the last sequence."""
-        if self.padding:
-            seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, self.padding)], dim=1)
-        return seq_idx.view(self.batch, self.count, self.size)
 
     def split_heads(self, t: Tensor) -> Tensor:
         """`[B, c, G, Q, R * P]` to `[B, c, G, R, Q, P]`."""
@@ -137,11 +133,10 @@ def _within_chunks(
     chunks: _Chunks, decay: Tensor, x_dt: Tensor, keys: Tensor, queries: Tensor, ids: Tensor | None
 ) -> Tensor:
     """What the tokens of a chunk give one another: `[B, c, G, R, Q, P]`."""
-    visible = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=decay.device).tril()
-    if ids is not None:
-        visible = visible & (ids.unsqueeze(-1) == ids.unsqueeze(-2))[:, :, None, None]
+    ids = None if ids is None else ids[:, :, None, None]
+    visible = sees(ids, chunks.size, decay.device)
     scores = (queries @ keys.transpose(-1, -2)).unsqueeze(3)
-    weights = (scores * visible) * _pairwise_decay(decay)
+    weights = (scores * visible) * pairwise_decay(decay)
     return weights @ chunks.split_heads(x_dt)
 
 
@@ -170,12 +165,8 @@ def _pass_states(
         first = initial_states.to(states.dtype).view_as(states[:, 0]).unsqueeze(1)
     sources = torch.cat([first, states], dim=1)
     total = F.pad(decay[..., -1].permute(0, 2, 3, 1).cumsum(-1), (1, 0))
-    boundaries = total.shape[-1]
-    visible = torch.ones(boundaries, boundaries, dtype=torch.bool, device=total.device).tril()
-    if ids is not None:
-        held_by = torch.cat([ids[:, 0, :1], ids[:, :, -1]], dim=1)
-        visible = visible & (held_by.unsqueeze(-1) == held_by.unsqueeze(-2))[:, None, None]
-    weights = _pairwise_decay(total) * visible
+    owners = None if ids is None else state_ids(ids)[:, None, None]
+    weights = pairwise_decay(total) * sees(owners, total.shape[-1], total.device)
     return torch.einsum("bgrkz,bzgrpn->bkgrpn", weights, sources)
 
 
@@ -188,15 +179,6 @@ def _from_entering_states(
     """What the state that enters a chunk gives its tokens: `[B, c, G, R, Q, P]`."""
     weight = decay.exp()
     if ids is not None:
-        owner = torch.cat([ids[:, :1, 0], ids[:, :-1, -1]], dim=1)
-        weight = weight * (ids == owner.unsqueeze(-1))[:, :, None, None]
+        owners = state_ids(ids)[:, :-1, None]
+        weight = weight * (ids == owners)[:, :, None, None]
     return (queries.unsqueeze(3) @ entering.transpose(-1, -2)) * weight.unsqueeze(-1)
-
-
-def _pairwise_decay(running_sum: Tensor) -> Tensor:
-    """`exp(s_i - s_j)` for j <= i; 1 for j > i, where it has no meaning and would overflow.
-
-    Held well above the smallest normal number: arithmetic below it is many times slower on a CPU.
-    """
-    gap = running_sum.unsqueeze(-1) - running_sum.unsqueeze(-2)
-    return gap.clamp(0.7 * math.log(torch.finfo(gap.dtype).tiny), 0).exp()

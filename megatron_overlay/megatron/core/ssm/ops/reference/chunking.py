@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What chunked scans share: decays between tokens, and who sees whom in a packed row.
+
+`ids [B, c, Q]` below is the sequence index of each token of c chunks of Q tokens.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def pad_tokens(t: Tensor, padding: int) -> Tensor:
+    """Appends zero tokens to `[B, S, ...]`."""
+    return F.pad(t, (0, 0) * (t.dim() - 2) + (0, padding)) if padding else t
+
+
+def chunk_ids(seq_idx: Tensor, size: int) -> Tensor:
+    """`[B, S]` to `[B, c, Q]`; padding counts as part of the last sequence."""
+    padding = -seq_idx.shape[1] % size
+    seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, padding)], dim=1)
+    return seq_idx.view(seq_idx.shape[0], -1, size)
+
+
+def state_ids(ids: Tensor) -> Tensor:
+    """Sequence that the state at each of the c + 1 chunk boundaries belongs to, `[B, c + 1]`."""
+    return torch.cat([ids[:, 0, :1], ids[:, :, -1]], dim=1)
+
+
+def sees(ids: Tensor | None, size: int, device: torch.device) -> Tensor:
+    """Whether token i sees token j <= i: `[Q, Q]`, or `[..., Q, Q]` for `ids [..., Q]`."""
+    visible = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if ids is not None:
+        visible = visible & (ids.unsqueeze(-1) == ids.unsqueeze(-2))
+    return visible
+
+
+def pairwise_decay(running_sum: Tensor) -> Tensor:
+    """`exp(s_i - s_j)`, `[..., Q, Q]` of `s [..., Q]`, for j <= i; the caller masks out j > i."""
+    return _BoundedExp.apply(running_sum.unsqueeze(-1) - running_sum.unsqueeze(-2))
+
+
+class _BoundedExp(torch.autograd.Function):
+    """exp held between 1, lest the masked half overflow, and well above the smallest normal number,
+    below which a CPU is many times slower.
+
+    The gradient takes no notice of the bounds: it is masked where the upper one acts, and lost in
+    rounding where the lower one does. This saves four passes over the largest tensor of a scan.
+    """
+
+    @staticmethod
+    def forward(ctx, gap: Tensor) -> Tensor:
+        decay = gap.clamp(0.7 * math.log(torch.finfo(gap.dtype).tiny), 0).exp_()
+        ctx.save_for_backward(decay)
+        return decay
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (decay,) = ctx.saved_tensors
+        return grad * decay
