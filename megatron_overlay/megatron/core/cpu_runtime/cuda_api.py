@@ -113,7 +113,8 @@ def memory_allocated(device=None) -> int:
 
 def max_memory_allocated(device=None) -> int:
     """The most bytes of this process that were ever resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # The kernel updates its peak with a delay.
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, memory_allocated())
 
 
 class _MemoryStats(dict):
@@ -232,7 +233,7 @@ def replacements() -> list[Replacement]:
         for kind in _TENSOR_TYPES
     ]
     plan += [
-        Replacement(torch.cuda, "default_generators", (torch.default_generator,)),
+        Replacement(torch.cuda, "default_generators", random.Generators()),
         # PyTorch calls this when an op really reaches CUDA: an argument that was not redirected.
         Replacement(torch.cuda, "_lazy_init", _refuse("_lazy_init", None)),
     ]

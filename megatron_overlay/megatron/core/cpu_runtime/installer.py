@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def _eager(model: Callable | None = None, **options) -> Callable:
-    """`torch.compile` that returns what it is given: on a CPU, compiling costs more than it saves."""
+    """`torch.compile` that returns what it is given: compiling takes longer than it saves here."""
     return model if model is not None else functools.partial(_eager, **options)
 
 

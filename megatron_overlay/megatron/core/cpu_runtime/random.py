@@ -14,7 +14,7 @@ follow, and both are taken care of:
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
@@ -60,6 +60,16 @@ def seed() -> None:
 def initial_seed() -> int:
     """The seed that the generator was given last."""
     return _GENERATOR.initial_seed()
+
+
+class Generators(Sequence):
+    """Stands for `torch.cuda.default_generators`: the one generator, for each device index."""
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return _GENERATOR
 
 
 class _DataLoadingStream:
