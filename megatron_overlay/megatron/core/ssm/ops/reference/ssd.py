@@ -162,7 +162,7 @@ def _pass_states(
     if initial_states is None:
         first = torch.zeros_like(states[:, :1])
     else:
-        first = initial_states.to(states.dtype).view_as(states[:, 0]).unsqueeze(1)
+        first = initial_states.to(states.dtype).reshape(states[:, :1].shape)
     sources = torch.cat([first, states], dim=1)
     total = F.pad(decay[..., -1].permute(0, 2, 3, 1).cumsum(-1), (1, 0))
     owners = None if ids is None else state_ids(ids)[:, None, None]
