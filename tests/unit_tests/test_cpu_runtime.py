@@ -1,0 +1,413 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU runtime: what it redirects, what it refuses, and that Megatron trains under it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="this run uses its GPUs")
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    """Run `code` in a process of its own, without the runtime that this one has installed."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+class TestDevices:
+    @pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda", 1)])
+    @pytest.mark.parametrize(
+        "create",
+        [
+            lambda device: torch.empty(2, device=device),
+            lambda device: torch.tensor([1.0], device=device),
+            lambda device: torch.zeros_like(torch.ones(2), device=device),
+            lambda device: torch.ones(2).new_full((3,), 1.0, device=device),
+            lambda device: torch.ones(2).to(device, torch.float64),
+            lambda device: torch.ones(2).cuda(device),
+            lambda device: torch.nn.Linear(2, 2).to(device).weight,
+            lambda device: torch.nn.Linear(2, 2, device=device).weight,
+        ],
+    )
+    def test_a_cuda_device_means_the_cpu(self, create, device):
+        assert create(device).device == torch.device("cpu")
+
+    def test_other_devices_stay(self):
+        assert torch.empty(2, device="meta").is_meta
+        with torch.device("meta"):
+            assert torch.empty(2).is_meta
+
+    def test_a_default_device_of_cuda_means_the_cpu(self):
+        with torch.device("cuda"):
+            assert torch.empty(2).device.type == "cpu"
+
+    def test_devices_are_redirected_inside_backward(self):
+        class MaskedGrad(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * torch.zeros(2, device="cuda").to("cuda").cuda()
+
+        x = torch.ones(2, requires_grad=True)
+        MaskedGrad.apply(x).sum().backward()
+        assert torch.equal(x.grad, torch.zeros(2))
+
+    def test_types_have_the_names_that_the_optimizers_look_for(self):
+        x = torch.ones(2)
+        assert x.type() == "torch.cuda.FloatTensor"
+        assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        assert x.type(x.double().type()).dtype == torch.float64
+        assert torch.cuda.LongTensor([1]).device.type == "cpu"
+
+    def test_autocast_for_cuda_casts_on_the_cpu(self):
+        x = torch.ones(2, 2)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled("cuda")
+            assert (x @ x).dtype == torch.bfloat16
+
+    def test_a_checkpoint_is_loaded_to_the_cpu(self, tmp_path):
+        torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
+        loaded = torch.load(tmp_path / "x.pt", map_location="cuda:0")
+        assert torch.equal(loaded["x"], torch.ones(2))
+
+    def test_a_storage_on_cuda_is_refused(self):
+        with pytest.raises(NotImplementedError, match="torch.cuda._lazy_init"):
+            torch.UntypedStorage(4, device="cuda")
+
+
+class TestCudaCalls:
+    @pytest.mark.parametrize(
+        "call", ["graph_pool_handle", "utilization", "cudart", "mem_get_info", "ipc_collect"]
+    )
+    def test_an_unknown_function_is_named(self, call):
+        with pytest.raises(NotImplementedError, match=rf"torch\.cuda\.{call} .*cuda_api\.py"):
+            getattr(torch.cuda, call)()
+
+    def test_an_unknown_class_is_named_and_still_a_class(self):
+        with pytest.raises(NotImplementedError, match=r"torch\.cuda\.CUDAGraph"):
+            torch.cuda.CUDAGraph()
+        assert not isinstance(None, torch.cuda.CUDAGraph)
+
+    def test_unknown_memory_statistics_are_named(self):
+        assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
+        with pytest.raises(NotImplementedError, match="num_alloc_retries"):
+            torch.cuda.memory_stats()["num_alloc_retries"]
+
+    def test_no_public_function_is_left_to_cuda(self):
+        left = [
+            name
+            for name, value in vars(torch.cuda).items()
+            if not name.startswith("_")
+            and getattr(value, "__module__", "") == "torch.cuda"
+            and not isinstance(value, type)
+        ]
+        assert left == []
+
+    def test_the_current_device_is_the_one_set(self):
+        before = torch.cuda.current_device()
+        with torch.cuda.device(3):
+            assert torch.cuda.current_device() == 3
+        assert torch.cuda.current_device() == before
+
+    def test_the_current_stream_is_the_one_entered(self):
+        side, outer = torch.cuda.Stream(), torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() is side
+        assert torch.cuda.current_stream() is outer
+
+    def test_events_measure_time(self):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with pytest.raises(RuntimeError, match="recorded"):
+            start.elapsed_time(end)
+        start.record()
+        end.record()
+        assert 0 <= start.elapsed_time(end) < 1000
+
+
+class TestPytorchInternals:
+    def test_checkpointing_replays_dropout(self):
+        x = torch.ones(64, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(
+            lambda x: torch.dropout(x, 0.5, True), x, use_reentrant=False
+        )
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+
+    def test_fork_rng_restores_the_state(self):
+        before = torch.cuda.get_rng_state()
+        with torch.random.fork_rng(device_type="cuda"):
+            torch.rand(2)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+    def test_the_profiler_runs_without_cuda_events(self, capfd):
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            torch.ones(2) + 1
+        assert any(event.key == "aten::add" for event in profile.key_averages())
+        assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+    def test_compiled_functions_run_eagerly(self):
+        def f(x):
+            return x + 1
+
+        assert torch.compile(f) is f
+        assert torch.compile(dynamic=True)(f) is f
+
+
+class TestRandomState:
+    @pytest.fixture(autouse=True)
+    def seed(self):
+        random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
+
+    def fork_and_draw(self) -> torch.Tensor:
+        with random.get_cuda_rng_tracker().fork():
+            return torch.rand(4)
+
+    def test_a_fork_draws_from_its_own_stream(self):
+        first, second = self.fork_and_draw(), self.fork_and_draw()
+        random.model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
+        torch.rand(1)  # Moves the default stream only.
+        assert torch.equal(self.fork_and_draw(), first)
+        assert torch.equal(self.fork_and_draw(), second)
+
+    def test_a_fork_leaves_the_default_stream(self):
+        expected = torch.cuda.get_rng_state()
+        self.fork_and_draw()
+        assert torch.equal(torch.cuda.get_rng_state(), expected)
+
+    def test_ranks_of_a_tensor_parallel_group_share_the_default_stream_only(self):
+        default, forked = torch.rand(4), self.fork_and_draw()
+        random.model_parallel_cuda_manual_seed(7, tp_rank=1, ep_rank=0, etp_rank=0)
+        assert torch.equal(torch.rand(4), default)
+        assert not torch.equal(self.fork_and_draw(), forked)
+
+    def test_a_fork_does_not_warn(self, caplog):
+        self.fork_and_draw()
+        assert caplog.records == []
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_loading_data_leaves_the_default_stream(self, workers):
+        loader = torch.utils.data.DataLoader(range(8), shuffle=True, num_workers=workers)
+        before = torch.cuda.get_rng_state()
+        assert sorted(int(batch) for batch in loader) == list(range(8))
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+    def test_each_epoch_is_shuffled_anew(self):
+        loader = torch.utils.data.DataLoader(range(64), batch_size=64, shuffle=True)
+        (first,), (second,) = list(loader), list(loader)
+        assert not torch.equal(first, second)
+
+
+class TestInstall:
+    def test_a_second_install_changes_nothing(self):
+        from megatron.core.cpu_runtime import install
+
+        before = torch.empty, torch.Tensor.to, torch.cuda.Stream, dist.all_reduce
+        install()
+        assert (torch.empty, torch.Tensor.to, torch.cuda.Stream, dist.all_reduce) == before
+
+    def test_importing_megatron_installs_nothing(self):
+        done = run_python(
+            "import sys, torch; before = dict(vars(torch.cuda)); to = torch.Tensor.to\n"
+            "import megatron.core, megatron.core.pipeline_parallel, megatron.core.models.gpt\n"
+            "assert not any('cpu_runtime' in name for name in sys.modules)\n"
+            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
+            "assert torch.Tensor.to is to\n"
+        )
+        assert done.returncode == 0, done.stderr
+
+    def test_importing_the_runtime_changes_nothing(self):
+        done = run_python(
+            "import torch, megatron.core; before = dict(vars(torch.cuda)); empty = torch.empty\n"
+            "import megatron.core.cpu_runtime\n"
+            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
+            "assert torch.empty is empty\n"
+        )
+        assert done.returncode == 0, done.stderr
+
+    def test_installing_over_a_used_gpu_is_refused(self):
+        done = run_python(
+            "import torch; torch.cuda.is_initialized = lambda: True\n"
+            "from megatron.core.cpu_runtime import install; install()\n"
+        )
+        assert done.returncode == 1
+        assert "after CUDA had been initialised" in done.stderr
+
+    def test_names_imported_before_are_rebound(self):
+        done = run_python(
+            "from megatron.core.tensor_parallel import mappings, random\n"
+            "from megatron.core.cpu_runtime import install; install()\n"
+            "import torch; assert random.device_ctx_manager is torch.cuda.device\n"
+            "from megatron.core import jit; assert jit.jit_fuser is torch.compile\n"
+        )
+        assert done.returncode == 0, done.stderr
+
+    def test_a_missing_script_is_named(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.core.cpu_runtime", "nowhere.py"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 1
+        assert "no file at 'nowhere.py'" in done.stderr
+
+
+class TestUpstreamScript:
+    def test_an_unmodified_pretraining_script_learns(self, tmp_path):
+        """`megatron.training.pretrain`: TP 2, bf16, distributed optimizer, and NCCL asked for."""
+        pytest.importorskip("yaml", reason="megatron.training imports PyYAML")
+        options = (
+            "--tensor-model-parallel-size 2 --distributed-backend nccl --bf16 "
+            "--use-distributed-optimizer --overlap-grad-reduce --transformer-impl local "
+            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-backend unfused "
+            "--seq-length 16 --max-position-embeddings 16 --vocab-size 64 --no-persist-layer-norm "
+            "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --micro-batch-size 4 "
+            "--global-batch-size 8 --train-iters 60 --lr 1e-2 --lr-decay-style constant "
+            "--log-interval 30 --eval-iters 0 --num-workers 1"
+        ).split()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*launcher, "--nproc-per-node", "2", "-m", "megatron.core.cpu_runtime"]
+            + [str(SCRIPTS / "pretrain_mock_gpt.py"), *options],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+        assert len(losses) == 2 and losses[1] < losses[0] - 0.5, done.stdout[-4000:]
+
+
+class TestProcessGroups:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
+    def test_nccl_means_gloo(self, backend):
+        Utils.initialize_distributed()
+        group = dist.new_group([0, 1], backend=backend, device_id=torch.device("cuda", 0))
+        assert dist.get_backend(group) == "gloo"
+
+    @requires_world_size(2)
+    def test_an_average_of_integers_truncates(self):
+        Utils.initialize_distributed()
+        x = torch.tensor([3, -3]) + torch.tensor([2, 0]) * Utils.rank
+        work = dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True)
+        work.wait()
+        assert x.tolist() == [4, -3]
+        x = torch.tensor([3, -4]) * Utils.rank
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        assert x.tolist() == [1, -2]
+
+    @requires_world_size(2)
+    def test_splits_of_an_exchange_may_be_tensors(self):
+        Utils.initialize_distributed()
+        sent = torch.arange(3.0) + 10 * Utils.rank
+        splits = torch.tensor([1, 2])
+        counts = torch.full((2,), int(splits[Utils.rank]))
+        received = torch.empty(int(counts.sum()))
+        dist.all_to_all_single(received, sent, counts, splits)
+        expected = [0.0, 10.0] if Utils.rank == 0 else [1.0, 2.0, 11.0, 12.0]
+        assert received.tolist() == expected
+
+    @requires_world_size(2)
+    def test_a_barrier_takes_device_ids(self):
+        Utils.initialize_distributed()
+        dist.barrier(device_ids=[0])
+
+
+@requires_world_size(8)
+@pytest.mark.global_parallel_state
+class TestTraining:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gpt_learns_under_tp2_pp2_dp2(self, dtype):
+        """Distributed optimizer, overlapped gradient reduction, 1F1B: all of it upstream's."""
+        Utils.initialize_model_parallel(2, 2)
+        random.model_parallel_cuda_manual_seed(1)
+        bf16 = dtype == torch.bfloat16
+        config = TransformerConfig(
+            num_layers=4,
+            hidden_size=32,
+            num_attention_heads=4,
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            pipeline_dtype=dtype,
+            params_dtype=dtype,
+            bf16=bf16,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=32,
+            max_sequence_length=16,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=True,
+        ).cuda(torch.cuda.current_device())
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True
+        )
+        model = DistributedDataParallel(
+            config, ddp_config, Float16Module(config, model) if bf16 else model
+        )
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=True),
+            [model],
+        )
+        config.no_sync_func = model.no_sync
+        config.grad_scale_func = optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        text = torch.arange(17, device="cuda").repeat(2, 1)
+        positions = torch.arange(16, device="cuda")[None]
+
+        def forward_step(data_iterator, model):
+            output = model(text[:, :-1], positions, None, labels=text[:, 1:])
+            return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+        losses = []
+        for _ in range(8):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            results = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=[model],
+                num_microbatches=4,
+                seq_length=16,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+            stepped, _, _ = optimizer.step()
+            assert stepped
+            losses += [float(result["loss"]) for result in results[:1]]
+        Utils.destroy_model_parallel()
+        last_stage = Utils.rank >= Utils.world_size // 2
+        assert len(losses) == (8 if last_stage else 0)
+        if last_stage:
+            assert losses[-1] < losses[0] - 1
