@@ -23,7 +23,8 @@ $(VENV)/installed: pyproject.toml
 	    { echo "error: $(PYTHON) is missing or older than 3.11; set PYTHON" >&2; exit 1; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	    { echo "error: $(PYTHON) cannot make a virtual environment (is venv installed?)" >&2; exit 1; }
-	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,test]'
+	@echo "installing the dependencies into $(VENV): some minutes the first time"
+	@$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,test]'
 	@touch $@
 
 fetch: ## Fetch the pinned upstream into build/

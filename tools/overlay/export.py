@@ -118,8 +118,10 @@ def export(
         owner = _owner(steps, path, into)
         steps[owner].paths.add(path)
         for step in steps[owner:]:
-            step.tree = step.tree | {path: _carry(step, path, applied, edited)}
+            ours = step.tree.get(path, pristine.get(path))
+            step.tree = step.tree | {path: _carry(step.name, path, ours, applied, edited)}
     lines = _store(patchset, pristine, render(steps, pristine), only_check=False)
+    Store(checkout).adopt({path: pristine.get(path) for path in edits})
     return [f"{len(edits)} edited", *edits, *lines]
 
 
@@ -219,16 +221,15 @@ def _owner(steps: list[Step], path: str, into: str | None) -> int:
     return found[0]
 
 
-def _carry(step: Step, path: str, applied: bytes, edited: bytes) -> bytes:
-    """``path`` as ``step`` leaves it, with the edit made to the fully applied file."""
+def _carry(name: str, path: str, ours: bytes, applied: bytes, edited: bytes) -> bytes:
+    """``path`` as patch ``name`` leaves it (``ours``), with the edit of the fully applied file."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, base, theirs = (Path(folder, name) for name in ("ours", "base", "theirs"))
-        ours.write_bytes(step.tree.get(path, applied))
-        base.write_bytes(applied)
-        theirs.write_bytes(edited)
-        merged = git.merge(ours, base, theirs)
+        versions = {"ours": ours, "applied": applied, "edited": edited}
+        for file, data in versions.items():
+            Path(folder, file).write_bytes(data)
+        merged = git.merge(*(Path(folder, file) for file in versions))
     if merged is None:
-        raise OverlayError(FAILED, f"{path}: the edit meets lines of patches after {step.name}")
+        raise OverlayError(FAILED, f"{path}: the edit meets lines of patches after {name}")
     return merged
 
 

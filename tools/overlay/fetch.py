@@ -94,8 +94,11 @@ def fetch(lock: Lock, root: Path, destination: Path, remote: str | None) -> str:
 
 
 def _unpack(sdist: Path, into: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(into, filter="data")
+    try:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(into, filter="data")
+    except tarfile.TarError as error:
+        raise OverlayError(FAILED, f"{sdist.name}: refused to unpack: {error}") from None
 
 
 def _clone(lock: Lock, remote: str, into: Path) -> None:

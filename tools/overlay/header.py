@@ -53,6 +53,6 @@ def problems(name: str, patch: bytes, changed_lines: int) -> list[str]:
         )
     if changed_lines > HOOK_LINES and not found.get(EXPLANATION):
         lines.append(
-            f"patches/{name}: changes {changed_lines} lines, over {HOOK_LINES}, without {EXPLANATION}"
+            f"patches/{name}: {changed_lines} changed lines (over {HOOK_LINES}), no {EXPLANATION}"
         )
     return lines

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``apply_overlay.sh``: apply, check, status and revert on one checkout."""
 
+import contextlib
+
 from overlay.checkout import Checkout, same
 from overlay.errors import OverlayError
 from overlay.patchset import PatchSet
 from overlay.plan import is_done, keep_contents, plan_apply, plan_revert
-from overlay.store import Store
+from overlay.store import Store, Transaction
 
 
 def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
@@ -17,8 +19,7 @@ def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
         transaction = plan_apply(patchset, checkout, store, link)
         if is_done(transaction):
             return [*lines, "already applied"]
-        keep_contents(transaction, patchset, store)
-        store.run(transaction)
+        _run(transaction, patchset, store)
     verb = "updated" if transaction.old else "applied"
     return [*lines, f"{verb}: {_count(transaction.changes)} changed"]
 
@@ -42,8 +43,7 @@ def revert(patchset: PatchSet, checkout: Checkout) -> list[str]:
         transaction = plan_revert(checkout, store)
         if transaction is None:
             return [*lines, "not applied"]
-        keep_contents(transaction, patchset, store)
-        store.run(transaction)
+        _run(transaction, patchset, store)
     return [*lines, f"reverted: {_count(transaction.changes)} changed"]
 
 
@@ -93,8 +93,18 @@ def _look(checkout: Checkout, path: str):
 
 def _finish(store: Store) -> list[str]:
     finished = store.finish_pending()
-    store.discard_if_empty()
+    store.tidy()
     return ["finished an interrupted run"] if finished else []
+
+
+def _run(transaction: Transaction, patchset: PatchSet, store: Store) -> None:
+    try:
+        keep_contents(transaction, patchset, store)
+        store.run(transaction)
+    except (OverlayError, OSError):
+        with contextlib.suppress(OSError):
+            store.tidy()
+        raise
 
 
 def _count(paths) -> str:

@@ -136,18 +136,25 @@ class Store:
 
     def _replace(self, path: Path, data: bytes) -> None:
         """Write a file of ours so that it is old or new, never torn."""
-        temporary = self.root / "tmp"
+        temporary = self._temporary()
         temporary.write_bytes(data)
         os.replace(temporary, path)
+
+    def _temporary(self) -> Path:
+        """Where a file is made before it is renamed into place; nothing stands there."""
+        path = self.root / "tmp"
+        path.unlink(missing_ok=True)
+        return path
 
     def keep(self, data: bytes) -> str:
         """Store contents; returns their sha256."""
         digest = sha256(data)
-        if not (self._blobs / digest).exists():
+        blob = self._blobs / digest
+        if not blob.is_file() or blob.read_bytes() != data:
             self._blobs.mkdir(parents=True, exist_ok=True)
             if not (self.root / ".gitignore").exists():
                 self._replace(self.root / ".gitignore", b"*\n")
-            self._replace(self._blobs / digest, data)
+            self._replace(blob, data)
         return digest
 
     def contents(self, digest: str) -> bytes:
@@ -203,14 +210,38 @@ class Store:
         self.run(transaction)
         return True
 
-    def discard_if_empty(self) -> None:
-        """Remove what a run left that was killed before it changed anything."""
-        if self.root.exists() and self.manifest() is None and self.pending() is None:
+    def adopt(self, originals: dict[str, bytes]) -> None:
+        """Take edited files, whose originals are given, under our care as they stand."""
+        with self.locked():
+            manifest = self.manifest() or Manifest()
+            for path, original in originals.items():
+                now = self.checkout.look(path)
+                before = FileState(sha256=self.keep(original), mode=now.mode)
+                manifest.files.setdefault(path, TouchedFile(before, now))
+            if originals:
+                self._write_manifest(manifest)
+
+    def tidy(self) -> None:
+        """Remove contents that no manifest needs; without a manifest, the private folder itself."""
+        if not self.root.exists() or self.pending():
+            return
+        manifest = self.manifest()
+        if manifest is None:
             shutil.rmtree(self.root)
+            return
+        used = {entry.before.sha256 for entry in manifest.files.values() if entry.before}
+        for blob in self._blobs.iterdir():
+            if blob.name not in used:
+                blob.unlink()
+        for scratch in self.root.glob("scratch-*"):
+            shutil.rmtree(scratch)
 
     def _write_journal(self, transaction: Transaction) -> None:
         self.root.mkdir(exist_ok=True)
         self._replace(self._journal, json.dumps(transaction.to_json(), indent=1).encode())
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        self._replace(self._applied, json.dumps(manifest.to_json(), indent=1).encode())
 
     def _replay(self, transaction: Transaction) -> None:
         new = set(transaction.new.folders if transaction.new else ())
@@ -223,35 +254,23 @@ class Store:
         for folder in sorted(old - new, reverse=True):
             _remove_if_empty(self.checkout.path(folder))
         if transaction.new:
-            self._replace(self._applied, json.dumps(transaction.new.to_json(), indent=1).encode())
+            self._write_manifest(transaction.new)
         else:
             self._applied.unlink(missing_ok=True)
         self._journal.unlink()
-        self._drop_unused(transaction.new)
+        self.tidy()
 
     def _put(self, path: Path, state: FileState | None) -> None:
         if state is None:
             path.unlink(missing_ok=True)
             return
-        temporary = self.root / "tmp"
-        temporary.unlink(missing_ok=True)
+        temporary = self._temporary()
         if state.link is not None:
             temporary.symlink_to(state.link)
         else:
             temporary.write_bytes(self.contents(state.sha256))
             temporary.chmod(state.mode)
         os.replace(temporary, path)
-
-    def _drop_unused(self, manifest: Manifest | None) -> None:
-        if manifest is None:
-            shutil.rmtree(self.root)
-            return
-        used = {entry.before.sha256 for entry in manifest.files.values() if entry.before}
-        for blob in self._blobs.iterdir():
-            if blob.name not in used:
-                blob.unlink()
-        for scratch in self.root.glob("scratch-*"):
-            shutil.rmtree(scratch)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -1,0 +1,165 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Applying and reverting: what lands, what comes back, and that nothing moves without need."""
+
+import os
+import time
+
+import pytest
+
+from mini import STATE, UPSTREAM, numbered, snapshot
+
+
+def test_apply_gives_patched_replaced_and_new_files(world):
+    assert world.apply().out == ["applied: 5 files changed"]
+    assert world.text("megatron/core/sub/b.py") == numbered("b", {3: "B three"})
+    assert world.text("megatron/core/a.py") == numbered(
+        "a", {3: "A three", 10: "a 10\nA ten and a half"}
+    )
+    assert world.text("megatron/core/replaced.py") == "ours instead\n"
+    assert world.text("megatron/core/new/deep/module.py") == "new module\n"
+    assert os.access(world.checkout / "examples/mimo/run.py", os.X_OK)
+
+
+@pytest.mark.parametrize("flags", [(), ("--link",)])
+def test_revert_gives_the_original_tree_byte_for_byte(world, flags):
+    (world.checkout / "megatron/core/a.py").chmod(0o755)
+    original = snapshot(world.checkout)
+    world.apply(*flags)
+    assert world.apply("--revert").code == 0
+    assert snapshot(world.checkout) == original
+
+
+def test_revert_of_a_pristine_tree_is_done_already(world):
+    original = snapshot(world.checkout)
+    result = world.apply("--revert")
+    assert (result.code, result.out) == (0, ["not applied"])
+    assert snapshot(world.checkout) == original
+
+
+@pytest.mark.parametrize("flags", [(), ("--link",)])
+def test_second_apply_touches_no_file(world, flags):
+    def identities():
+        paths = [world.checkout, *world.checkout.rglob("*")]
+        stats = {path: path.lstat() for path in paths}
+        return {path: (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats.items()}
+
+    world.apply(*flags)
+    before = identities()
+    time.sleep(0.02)
+    assert world.apply(*flags).out == ["already applied"]
+    assert identities() == before
+
+
+def test_link_makes_symlinks_into_the_repository(world):
+    world.apply("--link")
+    module = world.checkout / "megatron/core/new/deep/module.py"
+    assert module.is_symlink()
+    assert module.resolve() == world.root / "megatron_overlay/megatron/core/new/deep/module.py"
+    assert not (world.checkout / "megatron/core/a.py").is_symlink()
+
+
+def test_apply_turns_links_into_copies(world):
+    world.apply("--link")
+    world.apply()
+    assert not [path for path in world.checkout.rglob("*") if path.is_symlink()]
+
+
+def test_check_changes_nothing(world):
+    for prepare in (lambda: None, world.apply, world.edit_patch_set):
+        prepare()
+        before = snapshot(world.checkout)
+        assert world.apply("--check").code == 0
+        assert snapshot(world.checkout) == before
+
+
+def test_check_names_what_would_change(world):
+    result = world.apply("--check")
+    assert result.out[0] == "would change 5 files"
+    assert "megatron/core/sub/b.py" in result.out
+
+
+def test_apply_after_the_patch_set_changed_starts_from_the_originals(world):
+    world.apply()
+    world.edit_patch_set()
+    assert world.apply().out[0].startswith("updated: ")
+    assert world.text("megatron/core/a.py") == numbered("a", {3: "A three"})
+    assert world.text("megatron/core/sub/b.py") == numbered("b", {3: "B3"})
+    assert world.text("megatron/core/replaced.py") == "ours, later\n"
+    assert not (world.checkout / "megatron/core/new").exists()
+
+
+def test_revert_after_an_update_gives_the_original_tree(world):
+    original = snapshot(world.checkout)
+    world.apply()
+    world.edit_patch_set()
+    world.apply()
+    world.apply("--revert")
+    assert snapshot(world.checkout) == original
+
+
+def test_apply_repairs_files_that_were_deleted_or_reset(world):
+    world.apply()
+    applied = world.files()
+    (world.checkout / "examples/mimo/run.py").unlink()
+    (world.checkout / "megatron/core/a.py").write_text(UPSTREAM["megatron/core/a.py"])
+    assert world.apply("--status").out[0].startswith("partly applied")
+    assert world.apply().code == 0
+    assert world.files() == applied
+
+
+def test_revert_keeps_foreign_files_in_our_folders(world):
+    world.apply()
+    note = world.checkout / "examples/mimo/note.txt"
+    note.write_text("mine")
+    assert world.apply("--revert").code == 0
+    assert note.read_text() == "mine"
+
+
+def test_revert_removes_bytecode_from_our_folders(world):
+    original = snapshot(world.checkout)
+    world.apply()
+    cache = world.checkout / "megatron/core/new/deep/__pycache__"
+    cache.mkdir()
+    (cache / "module.cpython-311.pyc").write_bytes(b"x")
+    world.apply("--revert")
+    assert snapshot(world.checkout) == original
+
+
+def test_status_names_the_state_and_the_files(world):
+    def status():
+        result = world.apply("--status")
+        assert result.code == 0
+        return result.out
+
+    assert status() == ["not applied"]
+    world.apply()
+    assert status() == ["applied: 5 files"]
+    (world.checkout / "megatron/core/a.py").write_text("edited\n")
+    assert status() == ["modified since", "megatron/core/a.py"]
+    world.apply("--revert")
+
+
+def test_status_says_that_the_patch_set_moved_on(world):
+    world.apply()
+    world.edit_patch_set()
+    assert world.apply("--status").out == [
+        "applied: an earlier state of the patch set; apply again to update"
+    ]
+
+
+def test_status_of_a_dirty_checkout_names_the_files(world):
+    (world.checkout / "megatron/core/a.py").write_text("edited\n")
+    assert world.apply("--status").out == [
+        "not applied: files differ from the lock",
+        "megatron/core/a.py",
+    ]
+
+
+def test_private_folder_holds_only_originals_after_an_apply(world):
+    world.apply()
+    world.edit_patch_set()
+    world.apply()
+    names = {path.name for path in (world.checkout / STATE).iterdir()}
+    assert names == {".gitignore", "blobs", "applied.json"}
+    assert len(list((world.checkout / STATE / "blobs").iterdir())) == 3
