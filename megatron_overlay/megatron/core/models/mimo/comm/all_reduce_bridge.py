@@ -1,0 +1,82 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plain bridge: all-reduce of zero-padded gradients, then each direction's adjoint.
+
+What tests and the benchmark compare the exact exchange with; no model uses it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
+
+class AllReduceBridge:
+    """Same result as ``bridge`` for equal samples, with a plain collective for each need.
+
+    Every pipeline stage receives the embeddings; ranks that don't consume a row feed zeros into the
+    backward. The destination grid has its ``cp`` and ``pp`` groups where these sizes exceed 1.
+
+    Args:
+        bridge: the bridge to mirror; its gather groups are used.
+    """
+
+    def __init__(self, bridge: ColocatedBridgeCommunicator) -> None:
+        sizes = dict(zip(bridge.dest_grid.dim_names, bridge.dest_grid.shape, strict=True))
+        self.bridge = bridge
+        self.sum_sizes = [sizes[dim] for dim in ("cp", "pp") if sizes.get(dim, 1) > 1]
+        self.sum_groups = [
+            bridge.dest_grid.get_pg(dim) for dim in ("cp", "pp") if sizes.get(dim, 1) > 1
+        ]
+
+    def communicate(self, tensor: Tensor) -> Tensor:
+        """Move ``[rows produced, ...]`` to ``[rows consumed, ...]``."""
+        return _AllReduceBridge.apply(tensor, self)
+
+    def received_rows(self, num_rows: int) -> tuple[float, float]:
+        """Rows that each rank receives forward and backward, for ``num_rows`` that it produces.
+
+        An all-gather over k ranks brings (k-1)/k of its result, a ring all-reduce 2(n-1)/n of it.
+        """
+        k = self.bridge.scale
+        if self.bridge.is_fan_in():
+            consumed, forward, back = k * num_rows, (k - 1) * num_rows, 0
+        else:
+            consumed, forward, back = num_rows / k, 0, (k - 1) * num_rows / k
+        summed = sum(2 * (n - 1) / n * consumed for n in self.sum_sizes)
+        return forward, summed + back
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather the slots' rows ``[n, ...]`` to ``[scale * n, ...]``."""
+        out = tensor.new_empty((self.bridge.scale * tensor.size(0), *tensor.shape[1:]))
+        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self.bridge.gather_pg)
+        return out
+
+    def narrow(self, tensor: Tensor) -> Tensor:
+        """This rank's slot of ``[scale * n, ...]``."""
+        part = self.bridge.get_slice_info(tensor.size(0))
+        return tensor.narrow(0, part.start, part.size).contiguous()
+
+
+class _AllReduceBridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, plain: AllReduceBridge) -> Tensor:
+        ctx.plain = plain
+        if plain.bridge.is_fan_in():
+            return plain.gather(tensor)
+        return plain.narrow(tensor) if plain.bridge.is_fan_out() else tensor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        plain = ctx.plain
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        for group in plain.sum_groups:
+            dist.all_reduce(grad, group=group)
+        if plain.bridge.is_fan_in():
+            return plain.narrow(grad), None
+        return plain.gather(grad) if plain.bridge.is_fan_out() else grad, None
