@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.context_parallel_layout import (
+    AttentionPlan,
     PaddedLengths,
     contiguous_layout,
     exchange,
@@ -217,6 +218,46 @@ class TestRoutes:
             plan_route(
                 zigzag_layout(pad_lengths([8], 2), 2), contiguous_layout(pad_lengths([9], 2), 2), 0
             )
+
+
+class TestAttentionPlan:
+    @given(lengths_of_samples, cp_sizes, st.booleans())
+    @plans
+    def test_every_query_sees_its_sample_up_to_itself_or_whole(self, lengths, cp_size, is_causal):
+        padded = pad_lengths(lengths, cp_size)
+        sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
+        for rank in range(cp_size):
+            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal)
+            seen = []
+            for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
+                hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
+                seen += [keys[: block.keys - later] for later in hidden]
+            for token, keys in zip(plan.layout.tokens[rank].tolist(), seen, strict=True):
+                own = sample == sample[token]
+                if is_causal:
+                    own[token + 1 :] = False
+                elif (own & padded.valid).any():
+                    own &= padded.valid
+                assert keys == own.nonzero().flatten().tolist()
+
+    @pytest.mark.parametrize("cp_size", CP_SIZES)
+    def test_causal_work_is_the_same_on_every_rank(self, cp_size):
+        padded = pad_lengths(ODD_LENGTHS, cp_size)
+        work = set()
+        for rank in range(cp_size):
+            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal=True)
+            work.add(sum(block.queries * block.keys for block in plan.blocks))
+        assert len(work) == 1
+
+
+def key_runs(plan):
+    """Key tokens of each block, as the variable-length kernel finds them."""
+    if not plan.blocks:
+        return []
+    bounds = plan.cu_keys.tolist()
+    assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
+    tokens = plan.key_tokens.tolist()
+    return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 class NoHostSync(TorchDispatchMode):

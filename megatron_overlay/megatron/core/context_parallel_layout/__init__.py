@@ -14,6 +14,12 @@ Execute in the layers, without waiting for the device::
     hidden = exchange(hidden, route.reversed(), cp_group)   # bit for bit what it was
 """
 
+from megatron.core.context_parallel_layout.attention_plan import (
+    AttentionBlock,
+    AttentionPlan,
+    packed_attention_plan,
+    sequence_attention_plan,
+)
 from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths, pad_lengths
 from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
@@ -25,15 +31,19 @@ from megatron.core.context_parallel_layout.token_layout import (
 )
 
 __all__ = [
+    "AttentionBlock",
+    "AttentionPlan",
     "PaddedLengths",
     "Route",
     "TokenLayout",
     "contiguous_layout",
     "exchange",
     "gather_tokens",
+    "packed_attention_plan",
     "pad_lengths",
     "plan_route",
     "received_tokens",
+    "sequence_attention_plan",
     "thd_partitioned_indices",
     "zigzag_layout",
 ]

@@ -1,0 +1,139 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of attention under context parallelism: which queries of a rank see which keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
+from megatron.core.context_parallel_layout.token_layout import TokenLayout, zigzag_layout
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBlock:
+    """Consecutive queries of one sample; they see its first ``keys`` keys.
+
+    ``bias`` aligns the last query with the last key, where causality asks for more than
+    ``is_causal``. It is made here because a tensor subclass cannot be made in a dispatch mode.
+    """
+
+    queries: int
+    keys: int
+    bias: CausalBias | None = None
+
+    @classmethod
+    def causal(cls, queries: int, keys: int) -> AttentionBlock:
+        """Align ``queries`` to the end of ``keys``."""
+        return cls(queries, keys, None if queries == keys else causal_lower_right(queries, keys))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """What one CP rank attends to; made on the host once per batch.
+
+    Attributes:
+        layout: zigzag layout of the batch, on the device of the tensors.
+        is_causal: whether a query sees only the keys up to its own, or all of its sample.
+        samples: blocks of each sample, in the rank's local order; none for an empty sample.
+    """
+
+    layout: TokenLayout
+    is_causal: bool
+    samples: tuple[tuple[AttentionBlock, ...], ...]
+
+    @classmethod
+    def make(
+        cls,
+        lengths: PaddedLengths,
+        cp_size: int,
+        cp_rank: int,
+        device: torch.device,
+        is_causal: bool,
+    ) -> AttentionPlan:
+        """Plan for ``cp_rank`` of ``cp_size``; ValueError if the lengths do not fit zigzag."""
+        samples = []
+        for real, padded in zip(lengths.real, lengths.padded, strict=True):
+            if not padded:
+                samples.append(())
+            elif not is_causal:
+                # A sample of padding only attends to itself, for the sake of finite values.
+                samples.append((AttentionBlock(padded // cp_size, real or padded),))
+            elif cp_size == 1:
+                samples.append((AttentionBlock.causal(padded, padded),))
+            else:
+                half = padded // (2 * cp_size)
+                ends = (cp_rank + 1, 2 * cp_size - cp_rank)
+                samples.append(tuple(AttentionBlock.causal(half, end * half) for end in ends))
+        return cls(zigzag_layout(lengths, cp_size).to(device), is_causal, tuple(samples))
+
+    @property
+    def blocks(self) -> list[AttentionBlock]:
+        """Blocks of all samples, which follow each other along the local queries."""
+        return [block for sample in self.samples for block in sample]
+
+    @cached_property
+    def cu_queries(self) -> Tensor:
+        """Boundaries of the blocks' queries, int32 [blocks + 1]."""
+        return self._boundaries([block.queries for block in self.blocks])
+
+    @cached_property
+    def cu_keys(self) -> Tensor:
+        """Boundaries of the blocks' keys, laid end to end, int32 [blocks + 1]."""
+        return self._boundaries([block.keys for block in self.blocks])
+
+    @cached_property
+    def key_tokens(self) -> Tensor:
+        """Global tokens of the blocks' keys, laid end to end, int64 [cu_keys[-1]]."""
+        starts = accumulate(self.layout.lengths.padded, initial=0)
+        # The last start is the end, which begins no sample.
+        runs = [
+            torch.arange(start, start + block.keys)
+            for start, sample in zip(starts, self.samples, strict=False)
+            for block in sample
+        ]
+        return torch.cat(runs).to(self.layout.tokens.device, non_blocking=True)
+
+    def _boundaries(self, counts: list[int]) -> Tensor:
+        bounds = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        return bounds.to(self.layout.tokens.device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def sequence_attention_plan(
+    length: int, cp_size: int, cp_rank: int, device: torch.device, is_causal: bool
+) -> AttentionPlan:
+    """The plan of an ``[S, B]`` batch with S = ``length``, which divides by 2·cp_size."""
+    lengths = PaddedLengths((length,), (length,))
+    return AttentionPlan.make(lengths, cp_size, cp_rank, device, is_causal)
+
+
+def packed_attention_plan(
+    packed_seq_params: PackedSeqParams,
+    cp_group: dist.ProcessGroup | None,
+    device: torch.device,
+    is_causal: bool,
+) -> AttentionPlan:
+    """The plan of a packed batch, kept on ``packed_seq_params`` once made.
+
+    The first call reads ``cu_seqlens`` back to the host. Make it before the layers run, and none
+    of them waits for the device.
+    """
+    size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    plans = vars(packed_seq_params).setdefault("_attention_plans", {})
+    key = (size, rank, device, is_causal)
+    if key not in plans:
+        real = packed_seq_params.cu_seqlens_q
+        padded = packed_seq_params.cu_seqlens_q_padded
+        padded = real if padded is None else padded
+        lengths = PaddedLengths(tuple(real.diff().tolist()), tuple(padded.diff().tolist()))
+        plans[key] = AttentionPlan.make(lengths, size, rank, device, is_causal)
+    return plans[key]
