@@ -257,7 +257,7 @@ class TestOwnership:
     def test_creating_twice_is_refused(self, made):
         grid = dense_grid(2, 1, 2, 1)
         grid.create_pg(["tp", "dp"])
-        with pytest.raises(ValueError, match=r"dp-tp has already been created \(1 groups\)"):
+        with pytest.raises(ValueError, match=r"dp-tp has already been created.*\{'dp-tp': 1\}"):
             grid.create_pg(["dp", "tp"])
         assert len(made) == 1
 
@@ -275,6 +275,16 @@ class TestOwnership:
         grid.create_pg("ep", view="expert")
         assert grid.group_counts == {"tp": 4, "expert:ep": 2}
         assert grid.num_groups == 6
+
+    def test_dims_of_size_one_share_one_group_of_the_rank_alone(self, made):
+        grid = dense_grid(2, 1, 2, 1, rank_offset=2)
+        with patch.object(dist, "get_rank", return_value=3):
+            assert grid.create_pg("cp") is grid.create_pg("pp")
+            assert grid.create_derived_pg("first", [[2]]) is None
+        assert [enumeration for enumeration, _ in made] == [[[2], [3], [4], [5]]]
+        with patch.object(dist, "destroy_process_group") as free:
+            grid.destroy()
+        free.assert_called_once_with(made[0][1])
 
     def test_destroy_frees_every_group_once(self, made):
         grid = dense_grid(2, 1, 2, 1)

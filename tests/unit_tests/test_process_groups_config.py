@@ -162,12 +162,12 @@ class TestGroupCount:
             grid = make_grid(tp=2, dp=4, expert=[1, 4, 2])
             groups_from_grid(grid)
             assert grid.group_counts == {
-                "tp": 4, "cp": 8, "pp": 8, "dp": 2, "dp-cp": 2, "cp-tp": 4, "dp-cp-tp": 1,
-                "pp-tp": 4, "pp-dp-cp-tp": 1, "@embd": 8, "@pos_embd": 8,
-                "expert:ep": 2, "expert:expt_tp": 8, "expert:expt_dp": 4,
-                "expert:ep-expt_tp": 2, "expert:pp-ep-expt_tp": 2,
+                "tp": 4, "@alone": 8, "dp": 2, "dp-cp": 2, "cp-tp": 4, "dp-cp-tp": 1,
+                "pp-tp": 4, "pp-dp-cp-tp": 1,
+                "expert:ep": 2, "expert:expt_dp": 4, "expert:ep-expt_tp": 2,
+                "expert:pp-ep-expt_tp": 2,
             }  # fmt: skip
-            assert grid.num_groups == 68
+            assert grid.num_groups == 36
 
     def test_destroy_after_a_failure_midway_frees_what_was_made(self):
         with RecordedGroups(0) as recorded:

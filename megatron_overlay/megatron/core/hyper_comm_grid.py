@@ -19,6 +19,8 @@ from megatron.core.rank_enumeration import (
 
 __all__ = ["GridError", "HyperCommGrid"]
 
+ALONE = "@alone"
+
 
 class HyperCommGrid:
     """Ranks ``rank_offset … rank_offset + size - 1`` along named dims, and the groups over them.
@@ -56,6 +58,7 @@ class HyperCommGrid:
         self._views: dict[str, Factorization] = {}
         self._shared_dims: dict[str, frozenset[str]] = {}
         self._pgs: dict[str, dist.ProcessGroup | None] = {}
+        self._owned: list[dist.ProcessGroup] = []
         self._num_groups: dict[str, int] = {}
         world_size = _world_size()
         if rank_offset + self.size > world_size:
@@ -202,17 +205,18 @@ class HyperCommGrid:
 
     @property
     def group_counts(self) -> dict[str, int]:
-        """How many process groups each ``create_*`` call made, by key, in order of creation."""
+        """How many process groups each key stands for, in order of creation.
+
+        All dims of size 1 share the groups under ``"@alone"``.
+        """
         return dict(self._num_groups)
 
     def destroy(self) -> None:
         """Free every group of this grid once; the grid can make groups again afterwards."""
-        while self._pgs:
-            key = next(iter(self._pgs))
-            pg = self._pgs.pop(key)
-            del self._num_groups[key]
-            if pg is not None:
-                dist.destroy_process_group(pg)
+        self._pgs.clear()
+        self._num_groups.clear()
+        while self._owned:
+            dist.destroy_process_group(self._owned.pop(0))
 
     def is_current_rank_in_grid(self) -> bool:
         """Whether this process is one of the grid's ranks."""
@@ -221,12 +225,33 @@ class HyperCommGrid:
     def _create(self, key: str, rank_enum: list[list[int]], **kwargs) -> dist.ProcessGroup | None:
         if key in self._pgs:
             raise GridError(
-                f"Process group {key} has already been created ({self._num_groups[key]} groups); "
-                f"its options cannot be compared with those asked for now. Use get_pg"
+                f"Process group {key} has already been created, maybe with other options than "
+                f"those asked for now; get_pg returns it. Made so far: {self.group_counts}"
             )
-        pg, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=self.backend, **kwargs)
+        if all(len(ranks) == 1 for ranks in rank_enum):
+            alone = self._alone()
+            pg = alone if [dist.get_rank()] in rank_enum else None
+        else:
+            pg = self._new_groups(key, rank_enum, **kwargs)
         self._pgs[key] = pg
+        return pg
+
+    def _alone(self) -> dist.ProcessGroup | None:
+        """The group of this rank by itself.
+
+        All dims of size 1 share it: nothing is sent in it, and making one costs a world-wide
+        rendezvous per rank of the grid.
+        """
+        if ALONE not in self._pgs:
+            span = range(self.rank_offset, self.rank_offset + self.size)
+            self._pgs[ALONE] = self._new_groups(ALONE, [[r] for r in span])
+        return self._pgs[ALONE]
+
+    def _new_groups(self, key: str, rank_enum: list[list[int]], **kwargs):
+        pg, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=self.backend, **kwargs)
         self._num_groups[key] = len(rank_enum)
+        if pg is not None:
+            self._owned.append(pg)
         return pg
 
     def _get(self, key: str) -> dist.ProcessGroup | None:
