@@ -94,6 +94,25 @@ def _all_to_all_single(original: Callable) -> Callable:
     return all_to_all_single
 
 
+def _all_gather(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        # NCCL gathers parts that differ in their first dimension, gloo only equal ones.
+        longest = max(part.shape[0] if part.dim() else 0 for part in tensor_list)
+        if all(part.dim() == 0 or part.shape[0] == longest for part in tensor_list):
+            return original(tensor_list, tensor, group, async_op)
+        if async_op:
+            raise refusal("torch.distributed.all_gather of unequal parts with async_op=True")
+        padded = [part.new_empty(longest, *part.shape[1:]) for part in tensor_list]
+        mine = padded[0].new_zeros(padded[0].shape)
+        mine[: tensor.shape[0]] = tensor
+        original(padded, mine, group)
+        for part, longer in zip(tensor_list, padded, strict=True):
+            part.copy_(longer[: part.shape[0]])
+
+    return all_gather
+
+
 def replacements() -> list[Replacement]:
     """The replacements in `torch.distributed`, and in the module that defines its functions."""
     wrappers = {
@@ -102,6 +121,7 @@ def replacements() -> list[Replacement]:
         "split_group": _split_group,
         "barrier": _barrier,
         "all_reduce": _all_reduce,
+        "all_gather": _all_gather,
         "all_to_all_single": _all_to_all_single,
     }
     plan = []
