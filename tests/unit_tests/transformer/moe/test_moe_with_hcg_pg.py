@@ -3,6 +3,7 @@
 """A MoE GPT that trains on the groups of a HyperCommGrid alone, against one rank's training."""
 
 import functools
+import gc
 import hashlib
 import re
 from dataclasses import dataclass, fields, replace
@@ -185,7 +186,7 @@ class Run:
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
-    model: torch.nn.Module
+    model: torch.nn.Module | None
 
 
 def train(layout: Layout, pgs: ProcessGroupCollection, full_shapes=None, steps=STEPS) -> Run:
@@ -254,7 +255,7 @@ def one_rank_run(bias: bool = False) -> Run:
     grid, pgs = collection_of_one_rank()
     run = train(replace(ONE_RANK, bias=bias), pgs)
     grid.destroy()
-    return run
+    return replace(run, model=None)
 
 
 def train_on_grid(layout: Layout) -> tuple[Run, Run, ProcessGroupCollection, HyperCommGrid]:
@@ -282,6 +283,7 @@ class TestMoEOnGridGroups:
 
     def teardown_method(self, method):
         assert not parallel_state.is_initialized()
+        gc.collect()  # models are cycles that keep their groups, each with threads under gloo
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
     def test_trains_like_one_rank(self, layout):
@@ -304,7 +306,7 @@ class TestMoEOnGridGroups:
         grid = module_grid(layout)
         before = len(dist.distributed_c10d._world.pg_map)
         pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
-        assert grid.num_groups == 68
+        assert grid.num_groups == 36
         train(layout, pgs, steps=1)
         assert len(dist.distributed_c10d._world.pg_map) == before + len(grid.group_counts)
         grid.destroy()
