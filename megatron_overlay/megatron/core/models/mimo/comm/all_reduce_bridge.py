@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.models.mimo.comm.bridge_topology import BridgeDirection, BridgeTopology
 from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
 
 
@@ -26,29 +27,14 @@ class AllReduceBridge:
     """
 
     def __init__(self, bridge: ColocatedBridgeCommunicator) -> None:
-        sizes = dict(zip(bridge.dest_grid.dim_names, bridge.dest_grid.shape, strict=True))
+        topology, grid = bridge.topology, bridge.dest_grid
+        sizes = {"cp": topology.dest_cp, "pp": topology.dest_pp}
         self.bridge = bridge
-        self.sum_sizes = [sizes[dim] for dim in ("cp", "pp") if sizes.get(dim, 1) > 1]
-        self.sum_groups = [
-            bridge.dest_grid.get_pg(dim) for dim in ("cp", "pp") if sizes.get(dim, 1) > 1
-        ]
+        self.sum_groups = [grid.get_pg(dim) for dim, size in sizes.items() if size > 1]
 
     def communicate(self, tensor: Tensor) -> Tensor:
         """Move ``[rows produced, ...]`` to ``[rows consumed, ...]``."""
         return _AllReduceBridge.apply(tensor, self)
-
-    def received_rows(self, num_rows: int) -> tuple[float, float]:
-        """Rows that each rank receives forward and backward, for ``num_rows`` that it produces.
-
-        An all-gather over k ranks brings (k-1)/k of its result, a ring all-reduce 2(n-1)/n of it.
-        """
-        k = self.bridge.scale
-        if self.bridge.is_fan_in():
-            consumed, forward, back = k * num_rows, (k - 1) * num_rows, 0
-        else:
-            consumed, forward, back = num_rows / k, 0, (k - 1) * num_rows / k
-        summed = sum(2 * (n - 1) / n * consumed for n in self.sum_sizes)
-        return forward, summed + back
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather the slots' rows ``[n, ...]`` to ``[scale * n, ...]``."""
@@ -62,13 +48,27 @@ class AllReduceBridge:
         return tensor.narrow(0, part.start, part.size).contiguous()
 
 
+def received_rows(topology: BridgeTopology, rows: int) -> tuple[float, float]:
+    """Rows that each rank receives forward and backward, for ``rows`` of its block.
+
+    An all-gather over k ranks brings (k-1)/k of its result, a ring all-reduce 2(n-1)/n of it.
+    """
+    gathered = (topology.scale - 1) / topology.scale * rows
+    fan_in = topology.direction is BridgeDirection.FAN_IN
+    fan_out = topology.direction is BridgeDirection.FAN_OUT
+    consumed = rows / topology.scale if fan_out else rows
+    sizes = (topology.dest_cp, topology.dest_pp)
+    summed = sum(2 * (size - 1) / size * consumed for size in sizes)
+    return gathered * fan_in, summed + gathered * fan_out
+
+
 class _AllReduceBridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: Tensor, plain: AllReduceBridge) -> Tensor:
         ctx.plain = plain
         if plain.bridge.is_fan_in():
             return plain.gather(tensor)
-        return plain.narrow(tensor) if plain.bridge.is_fan_out() else tensor.clone()
+        return plain.narrow(tensor) if plain.bridge.is_fan_out() else tensor
 
     @staticmethod
     @once_differentiable

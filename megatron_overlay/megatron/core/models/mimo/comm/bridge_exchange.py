@@ -29,7 +29,9 @@ def move_rows(tensor: Tensor, route: BridgeRoute, group: dist.ProcessGroup) -> T
 
     Copies are added in the order of CP ranks, so the result does not depend on arrival.
     """
-    if not route.crosses:
+    if not route.crosses:  # its rows lie side by side: all of them, or this rank's slot
+        if route.rows == len(tensor):
+            return tensor
         return tensor.index_select(0, route.kept_from)
     received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
     dist.all_to_all_single(

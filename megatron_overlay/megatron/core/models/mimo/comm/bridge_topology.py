@@ -72,10 +72,14 @@ class BridgeTopology:
         return 1 + max(at.cp for at in self.dest.values())
 
     @cached_property
+    def dest_pp(self) -> int:
+        """PP size of the destination."""
+        return 1 + max(at.pp for at in self.dest.values())
+
+    @property
     def exchanges(self) -> bool:
         """Whether anything ever crosses ranks: all but equal DP with cp=1 and pp=1."""
-        apart = any(at.cp or at.pp for at in self.dest.values())
-        return apart or self.direction is not BridgeDirection.EQUAL
+        return (self.scale, self.dest_cp, self.dest_pp) != (1, 1, 1)
 
     def slot(self, rank: int) -> int:
         """Which of the ``scale`` parts of the coarser side's batch is this rank's on the finer."""

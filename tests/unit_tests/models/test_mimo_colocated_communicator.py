@@ -1,0 +1,379 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The colocated bridge: rank maps, gather groups, guards, and exact values on 8 ranks.
+
+All values are small integers in floating point, so sums are exact in any order and tolerances 0.
+"""
+
+import itertools
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm import bridge_exchange
+from megatron.core.models.mimo.comm.all_reduce_bridge import AllReduceBridge
+from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.models.mimo.comm.colocated_communicator import (
+    BridgeDirection,
+    ColocatedBridgeCommunicator,
+    SliceInfo,
+)
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+HIDDEN = 3
+FLAT = {"b": 0, "h": 1}
+ORDER = ("tp", "cp", "pp", "dp")
+
+
+def grid_of(order=ORDER, **sizes) -> HyperCommGrid:
+    return HyperCommGrid([sizes.get(dim, 1) for dim in order], list(order))
+
+
+@pytest.fixture
+def world_of_8(monkeypatch):
+    """Grids see 8 ranks although there is one process."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.mark.usefixtures("world_of_8")
+class TestRankMaps:
+    @pytest.mark.parametrize(
+        ("source", "destination", "canonical", "coordinates"),
+        [
+            pytest.param(
+                dict(tp=2, dp=4),
+                dict(tp=2, cp=2, dp=2),
+                {0: (0, 0), 1: (0, 1), 4: (1, 0), 5: (1, 1)},
+                {2: (0, 0, 1), 3: (0, 1, 1), 6: (1, 0, 1), 7: (1, 1, 1)},
+                id="fan-in",
+            ),
+            pytest.param(
+                dict(tp=4, dp=2),
+                dict(tp=1, cp=2, dp=4),
+                {0: (0, 0), 2: (1, 0), 4: (2, 0), 6: (3, 0)},
+                {1: (0, 0, 1), 3: (1, 0, 1), 5: (2, 0, 1), 7: (3, 0, 1)},
+                id="fan-out",
+            ),
+            pytest.param(
+                dict(tp=4, dp=2),
+                dict(cp=2, pp=2, dp=2),
+                {0: (0, 0), 4: (1, 0)},
+                {1: (0, 0, 1), 5: (1, 0, 1)},
+                id="pipeline",
+            ),
+        ],
+    )
+    def test_canonical_positions_and_coordinates(self, source, destination, canonical, coordinates):
+        with patch.object(dist, "get_rank", return_value=0), _no_groups():
+            bridge = ColocatedBridgeCommunicator(grid_of(**source), grid_of(**destination))
+        assert bridge.rank_to_dest_pos == canonical
+        at_cp_0 = {rank: (dp, tp, 0) for rank, (dp, tp) in canonical.items()}
+        assert bridge.rank_to_dest_coords == at_cp_0 | coordinates
+        tp = source["tp"]
+        assert bridge.rank_to_src_pos == {rank: divmod(rank, tp) for rank in range(8)}
+
+    @pytest.mark.parametrize(
+        ("source", "destination", "groups"),
+        [
+            (dict(tp=2, dp=4), dict(tp=4, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=4, dp=2), dict(tp=2, dp=4), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=4, dp=2), dict(cp=2, dp=4), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=8, dp=1), dict(tp=2, cp=2, dp=2), [[0, 4], [2, 6], [1, 5], [3, 7]]),
+            (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2), [[0, 4], [2, 6], [1, 5], [3, 7]]),
+        ],
+        ids=str,
+    )
+    def test_gather_groups_cover_the_world_once(self, source, destination, groups):
+        found = bridge_topology(grid_of(**source), grid_of(**destination)).gather_groups
+        assert found == groups
+        assert sorted(itertools.chain(*found)) == list(range(8))
+
+    def test_rank_offset_shifts_every_rank(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "12")
+        source = HyperCommGrid([2, 4], ["tp", "dp"], rank_offset=4)
+        destination = HyperCommGrid([4, 2], ["tp", "dp"], rank_offset=4)
+        topology = bridge_topology(source, destination)
+        assert topology.gather_groups[0] == [4, 6]
+        assert topology.src[11][:2] == (3, 1)
+
+
+@pytest.mark.usefixtures("world_of_8")
+class TestGuards:
+    @pytest.mark.parametrize(
+        ("source", "destination", "message"),
+        [
+            (dict(tp=2, dp=2), dict(tp=2, dp=4), "must span same number of ranks.* 4, .* 8"),
+            (dict(cp=2, dp=4), dict(dp=8), "source CP must be 1, got 2"),
+            (dict(pp=2, dp=4), dict(dp=8), "source PP must be 1, got 2"),
+            (
+                dict(order=("tp", "ep", "dp"), ep=2, dp=4),
+                dict(dp=8),
+                r"source grid has dims \{'ep': 2\}",
+            ),
+            (dict(order=("tp",), tp=8), dict(dp=8), "must have 'dp' dimension"),
+            (dict(dp=8), dict(order=("dp",), dp=8), "must have 'tp' dimension"),
+        ],
+    )
+    def test_sizes(self, source, destination, message):
+        with pytest.raises(ValueError, match=message):
+            bridge_topology(grid_of(**source), grid_of(**destination))
+
+    def test_rank_offset(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "9")
+        with pytest.raises(ValueError, match="same rank offset.* 0, .* 1"):
+            bridge_topology(grid_of(dp=8), HyperCommGrid([1, 8], ["tp", "dp"], rank_offset=1))
+
+    def test_dp_sizes_without_a_ratio(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "6")
+        with pytest.raises(ValueError, match="evenly divisible.* dp=2, .* dp=3"):
+            bridge_topology(grid_of(tp=3, dp=2), grid_of(tp=2, dp=3))
+
+    @pytest.mark.parametrize(
+        ("order", "sizes"),
+        [
+            (("tp", "dp", "cp", "pp"), dict(tp=2, cp=2, dp=2)),
+            (("tp", "cp", "dp", "pp"), dict(cp=2, pp=2, dp=2)),
+            (("dp", "tp", "cp", "pp"), dict(tp=4, dp=2)),
+        ],
+    )
+    def test_dp_inside_another_dim_pairs_wrong_batches(self, order, sizes):
+        with pytest.raises(ValueError, match=r"not aligned: rank \d .* make dp the slowest"):
+            bridge_topology(grid_of(tp=2, dp=4), grid_of(order, **sizes))
+
+    @pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("tp", "dp", "cp", "pp")])
+    def test_any_order_that_pairs_the_right_batches_is_allowed(self, order):
+        topology = bridge_topology(grid_of(tp=2, dp=4), grid_of(order, tp=2, dp=4))
+        assert topology.direction is BridgeDirection.EQUAL
+
+
+def _no_groups():
+    """Construct bridges in one process: no group is made, so none is this rank's."""
+    return patch.object(dist, "new_subgroups_by_enumeration", return_value=(None, None))
+
+
+LAYOUTS = [
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, dp=4)), id="equal"),
+    pytest.param((dict(tp=2, dp=4), dict(cp=2, dp=4)), id="equal-cp2"),
+    pytest.param((dict(tp=8, dp=1), dict(tp=2, cp=4, dp=1)), id="equal-cp4"),
+    pytest.param((dict(tp=2, dp=4), dict(pp=2, dp=4)), id="equal-pp2"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=2, pp=2, dp=2)), id="equal-cp2-pp2"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=4, dp=2)), id="fan-in"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2)), id="fan-in-cp2"),
+    pytest.param((dict(tp=1, dp=8), dict(tp=1, cp=4, dp=2)), id="fan-in-cp4"),
+    pytest.param((dict(tp=1, dp=8), dict(tp=2, pp=2, dp=2)), id="fan-in-pp2"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, pp=2, dp=1)), id="fan-in-cp2-pp2"),
+    pytest.param((dict(tp=4, dp=2), dict(tp=2, dp=4)), id="fan-out"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=2, dp=4)), id="fan-out-cp2"),
+    pytest.param((dict(tp=8, dp=1), dict(cp=4, dp=2)), id="fan-out-cp4"),
+    pytest.param((dict(tp=8, dp=1), dict(tp=2, pp=2, dp=2)), id="fan-out-pp2"),
+    pytest.param((dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2)), id="fan-out-cp2-pp2"),
+]
+UNIFORM, UNEVEN, NO_ROWS = [2] * 8, [3, 0, 1, 5, 0, 0, 2, 7], [0] * 8
+ROWS = (UNIFORM, UNEVEN, NO_ROWS)
+
+
+class Case:
+    """One batch of 8 samples on one rank: what goes in, and what must come out.
+
+    Rows of the global batch, their gradients on each CP rank, and their owners are the same
+    integers on every rank.
+    """
+
+    def __init__(self, bridge: ColocatedBridgeCommunicator, rows_per_sample: list[int]) -> None:
+        topology, rank = bridge.topology, dist.get_rank()
+        src, dest = topology.src[rank], topology.dest[rank]
+        random = torch.Generator().manual_seed(1)
+        total, cp = sum(rows_per_sample), topology.dest_cp
+
+        def integers(*shape, high=100):
+            return torch.randint(high, shape, generator=random)
+
+        embeddings = integers(total, HIDDEN).double()
+        self.cp_grads = integers(cp, total, HIDDEN).double()
+        owner = integers(total, high=cp)
+        self.owner_grads = self.cp_grads[owner, torch.arange(total)]
+
+        bounds = torch.tensor([0, *itertools.accumulate(rows_per_sample)])
+        per_src, per_dest = 8 // topology.src_dp, 8 // topology.dest_dp
+        mine = slice(bounds[src.dp * per_src], bounds[(src.dp + 1) * per_src])
+        consumed = slice(bounds[dest.dp * per_dest], bounds[(dest.dp + 1) * per_dest])
+        present = consumed if dest.pp == 0 else slice(0, 0)
+
+        self.rows_per_sample = rows_per_sample[src.dp * per_src : (src.dp + 1) * per_src]
+        self.input = embeddings[mine].to(Utils.device).requires_grad_()
+        self.output = embeddings[present].to(Utils.device)
+        self.row_owner = owner[consumed]
+        self.cp_grad = self.cp_grads[dest.cp, present].to(Utils.device)
+        self.owned = (owner[present] == dest.cp)[:, None].to(Utils.device)
+        self.sum_of_cp_grads = self.cp_grads[:, mine].sum(0).to(Utils.device)
+        self.grad_of_owners = self.owner_grads[mine].to(Utils.device)
+
+
+@pytest.fixture
+def make_bridge():
+    """Bridges over fresh grids, all groups freed afterwards."""
+    Utils.initialize_distributed()
+    made = []
+
+    def make(source, destination, **kwargs) -> ColocatedBridgeCommunicator:
+        bridge = ColocatedBridgeCommunicator(grid_of(**source), grid_of(**destination), **kwargs)
+        made.append(bridge)
+        return bridge
+
+    yield make
+    dist.barrier()  # gloo: a rank that frees a group breaks peers that still connect to it
+    for bridge in made:
+        bridge.destroy()
+        bridge.src_grid.destroy()
+        bridge.dest_grid.destroy()
+
+
+@pytest.fixture(scope="class")
+def bridge(request):
+    """One bridge of flat rows for all tests of a layout, over a grid with CP and PP groups."""
+    Utils.initialize_distributed()
+    source, destination = (grid_of(**sizes) for sizes in request.param)
+    for dim in ("cp", "pp"):
+        destination.create_pg(dim)
+    bridge = ColocatedBridgeCommunicator(source, destination, dim_mapping=FLAT)
+    yield bridge
+    bridge.destroy()
+    source.destroy()
+    destination.destroy()
+
+
+@requires_world_size(8)
+@pytest.mark.parametrize("bridge", LAYOUTS, indirect=True, scope="class")
+class TestValues:
+    def test_rows_arrive_and_their_owners_gradients_return(self, bridge):
+        """NaN wherever a CP rank's gradient should be zero: it must not be moved at all."""
+        for rows in ROWS:
+            case = Case(bridge, rows)
+            out = bridge.communicate(case.input, case.rows_per_sample, case.row_owner)
+            assert torch.equal(out, case.output), rows
+            out.backward(case.cp_grad.where(case.owned, torch.nan))
+            assert torch.equal(case.input.grad, case.grad_of_owners), rows
+
+    def test_without_owners_gradients_of_cp_ranks_add_up(self, bridge):
+        """And so <A x, y> = <x, A' y>, with TP replicas counted once and CP ranks each."""
+        case = Case(bridge, UNEVEN)
+        out = bridge.communicate(case.input, case.rows_per_sample)
+        out.backward(case.cp_grad)
+        assert torch.equal(case.input.grad, case.sum_of_cp_grads)
+        products = torch.stack(
+            [
+                (out * case.cp_grad).sum() / bridge.dest_grid.shape[0],
+                (case.input * case.input.grad).sum() / bridge.src_grid.shape[0],
+            ]
+        ).detach()
+        dist.all_reduce(products)
+        assert products[0] == products[1]
+
+    def test_zero_padded_gradients_equal_the_all_reduce_path(self, bridge):
+        case = Case(bridge, UNIFORM)
+        plain = AllReduceBridge(bridge)
+        grads = []
+        for communicate, owner in (
+            (bridge.communicate, {"row_owner": case.row_owner}),
+            (bridge.communicate, {}),
+            (plain.communicate, {}),
+        ):
+            out = communicate(case.input, **owner)
+            padded = torch.zeros_like(out)
+            padded[: len(case.output)] = case.cp_grad * case.owned
+            out.backward(padded)
+            grads.append(case.input.grad)
+            case.input.grad = None
+        assert torch.equal(grads[0], grads[2])
+        assert torch.equal(grads[1], grads[2])
+
+    def test_the_gradient_oracle_sees_an_exchange_that_moves_nothing(self, bridge):
+        case = Case(bridge, UNIFORM)
+        with patch.object(
+            bridge_exchange.dist, "all_to_all_single", lambda received, *_, **__: received.zero_()
+        ):
+            out = bridge.communicate(case.input, row_owner=case.row_owner)
+            out.backward(case.cp_grad * case.owned)
+        wrong = torch.tensor(
+            not torch.equal(out, case.output)
+            or not torch.equal(case.input.grad, case.grad_of_owners),
+            dtype=torch.int32,
+            device=Utils.device,
+        )
+        dist.all_reduce(wrong)
+        assert (wrong.item() > 0) == bridge.topology.exchanges
+
+
+@requires_world_size(8)
+class TestInterface:
+    @pytest.mark.parametrize(
+        ("source", "destination"),
+        [(dict(tp=2, dp=4), dict(tp=4, dp=2)), (dict(tp=4, dp=2), dict(tp=2, dp=4))],
+    )
+    def test_the_batch_may_be_any_dim(self, make_bridge, source, destination):
+        bridge = make_bridge(source, destination)
+        case = Case(bridge, UNIFORM)
+        for batch_dim in (0, 1, 2):
+            bridge.dim_mapping = {"b": batch_dim}
+            x, out, grad, x_grad = (
+                rows.detach()[:, :, None].expand(-1, -1, 2).movedim(0, batch_dim).contiguous()
+                for rows in (case.input, case.output, case.cp_grad, case.grad_of_owners)
+            )
+            moved = bridge.communicate(x.requires_grad_())
+            assert moved.is_contiguous()
+            assert torch.equal(moved, out)
+            moved.backward(grad)
+            assert torch.equal(x.grad, x_grad)
+
+    @pytest.mark.parametrize(
+        ("destination", "slots"),
+        [
+            (dict(tp=2, cp=2, dp=2), [0, 0, 1, 1, 0, 0, 1, 1]),
+            (dict(tp=1, cp=1, dp=8), [0, 1, 0, 1, 0, 1, 0, 1]),
+            (dict(tp=2, cp=1, dp=4), [0] * 8),
+        ],
+    )
+    def test_slice_info(self, make_bridge, destination, slots):
+        bridge = make_bridge(dict(tp=2, dp=4), destination)
+        size = 6 // bridge.scale
+        assert bridge.get_slice_info(6) == SliceInfo(slots[dist.get_rank()] * size, size)
+
+    def test_counts_that_do_not_fit_are_refused_on_every_rank(self, make_bridge):
+        fan_out = make_bridge(dict(tp=4, dp=2), dict(cp=2, dp=4), dim_mapping=FLAT)
+        rows = torch.ones(3, HIDDEN, device=Utils.device)
+        with pytest.raises(ValueError, match="3 rows are not divisible by fan_out scale=2"):
+            fan_out.communicate(rows)
+        with pytest.raises(ValueError, match="3 samples are not divisible"):
+            fan_out.communicate(rows, [1, 1, 1])
+        with pytest.raises(ValueError, match="adds up to 4, but src has 3 rows"):
+            fan_out.communicate(rows, [2, 2])
+        with pytest.raises(ValueError, match=r"below 2 for each of the .* got shape \(5,\)"):
+            fan_out.communicate(rows, [2, 1], torch.zeros(5, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"with values 2…2"):
+            size = 2 if fan_out.topology.slot(dist.get_rank()) == 0 else 1
+            fan_out.communicate(rows, [2, 1], torch.full((size,), 2))
+
+    def test_existing_groups_are_reused_and_only_own_ones_freed(self):
+        Utils.initialize_distributed()
+        destination = grid_of(tp=2, cp=2, dp=2)
+        block = destination.create_pg(["tp", "cp"])
+        before = len(dist.distributed_c10d._world.pg_map)
+        bridge = ColocatedBridgeCommunicator(grid_of(tp=2, dp=4), destination)
+        assert bridge.block_pg is block
+        assert len(dist.distributed_c10d._world.pg_map) == before + 1
+        dist.barrier()
+        bridge.destroy()
+        bridge.destroy()
+        assert len(dist.distributed_c10d._world.pg_map) == before
+        destination.destroy()
+
+    def test_frozen_source_needs_no_backward(self, make_bridge):
+        bridge = make_bridge(dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), dim_mapping=FLAT)
+        case = Case(bridge, UNIFORM)
+        out = bridge.communicate(case.input.detach())
+        assert not out.requires_grad
+        assert torch.equal(out, case.output)

@@ -1,0 +1,184 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Print what the colocated bridge moves, against the least and against all-reduced gradients.
+
+Usage, with the checkout on PYTHONPATH: python tools/bench/colocated_bridge.py
+Under torchrun with a multiple of 4 ranks, also times against the all-reduce path, in one run.
+"""
+
+import math
+import os
+import timeit
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm.all_reduce_bridge import AllReduceBridge, received_rows
+from megatron.core.models.mimo.comm.bridge_plan import plan_block
+from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
+from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
+SAMPLE_ROWS = 256
+SAMPLES = 8
+"""Samples of the coarser side's DP rank."""
+HIDDEN = 2688
+ROUNDS, CALLS = 5, 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bridge: TP of the source, TP, CP and PP of the destination; DP fills the ranks."""
+
+    src_tp: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def grids(self, world: int) -> tuple[HyperCommGrid, HyperCommGrid]:
+        """Source and destination over ``world`` ranks."""
+        shape = [self.tp, self.cp, self.pp, world // (self.tp * self.cp * self.pp)]
+        return (
+            HyperCommGrid([self.src_tp, world // self.src_tp], ["tp", "dp"]),
+            HyperCommGrid(shape, ["tp", "cp", "pp", "dp"]),
+        )
+
+
+LAYOUTS = {
+    "fan-in 2": Layout(1, tp=2),
+    "fan-in 2, cp 2": Layout(1, cp=2),
+    "fan-in 4, cp 4": Layout(1, cp=4),
+    "fan-in 4, cp 2, pp 2": Layout(1, cp=2, pp=2),
+    "equal, cp 2": Layout(2, cp=2),
+    "equal, cp 4": Layout(4, cp=4),
+    "equal, cp 2, pp 2": Layout(4, cp=2, pp=2),
+    "fan-out 2": Layout(2, tp=1),
+    "fan-out 2, cp 2": Layout(4, cp=2),
+}
+
+
+def balanced_owner(rows: int, cp: int) -> torch.Tensor:
+    """Zigzag owner of each row of samples whose tokens are all embeddings, int64 [rows]."""
+    layout = zigzag_layout(pad_lengths([SAMPLE_ROWS], cp), cp)
+    return (layout.places // layout.shard_size).repeat(rows // SAMPLE_ROWS)
+
+
+def least_rows(topology: BridgeTopology, rank: int, rows: int) -> tuple[float, float]:
+    """Rows that a rank ends with and does not have, forward and backward; ``rows`` in the block."""
+    fan_in = max(topology.src_dp // topology.dest_dp, 1)
+    fan_out = max(topology.dest_dp // topology.src_dp, 1)
+    consumes = topology.dest[rank].pp == 0
+    produced = rows / fan_in
+    own = produced / (topology.dest_cp * fan_out) if consumes else 0
+    return (rows - produced) * consumes / fan_out, produced - own
+
+
+def print_volumes(world: int) -> None:
+    """Bytes received, mean and most over ranks; their ratio to the least and to the plain path."""
+    print(
+        "| layout | way | MiB a rank (mean) | (most) | exact / least | all-reduce / exact (most) |"
+        "\n|---|---|---:|---:|---:|---:|"
+    )
+    for name, layout in LAYOUTS.items():
+        topology = bridge_topology(*layout.grids(world))
+        members = topology.blocks[0]
+        rows = SAMPLES * SAMPLE_ROWS
+        slot_rows = [rows // topology.scale] * topology.scale
+        plan = plan_block(topology, members)
+        exact = (
+            plan.forward.received_rows(slot_rows),
+            plan.backward.received_rows(slot_rows, balanced_owner(rows, topology.dest_cp)),
+        )
+        least = zip(*(least_rows(topology, rank, rows) for rank in members), strict=True)
+        plain = received_rows(topology, rows)
+        for way, there, bound, summed in zip(
+            ("forward", "backward"), exact, least, plain, strict=True
+        ):
+            if not max(there):
+                continue
+            mebibytes = [count * HIDDEN * 2 / 2**20 for count in there]
+            print(
+                f"| {name} | {way} | {math.fsum(mebibytes) / len(members):.2f} "
+                f"| {max(mebibytes):.2f} | {sum(there) / math.fsum(bound):.3f} "
+                f"| {summed / max(there):.2f} |"
+            )
+
+
+def print_times() -> None:
+    """Time of forward and backward over that of the all-reduce path, and the planning's share."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if rank == 0:
+        print(
+            f"\n| layout, {world} ranks on {device.type} | exact / all-reduce, time "
+            "| planning / exact |\n|---|---:|---:|"
+        )
+    for name, layout in LAYOUTS.items():
+        source, destination = layout.grids(world)
+        for dim in ("cp", "pp"):
+            destination.create_pg(dim)
+        bridge = ColocatedBridgeCommunicator(source, destination, dim_mapping={"b": 0, "h": 1})
+        exact, plain, planning = (t * 1e3 for t in _times(bridge, device))
+        if rank == 0:
+            print(f"| {name} | {exact / plain:.2f} | {planning / exact:.2f} |", flush=True)
+        bridge.destroy()
+        source.destroy()
+        destination.destroy()
+    dist.destroy_process_group()
+
+
+def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[float]:
+    topology = bridge.topology
+    block_rows = SAMPLES * SAMPLE_ROWS
+    per_slot = block_rows // bridge.scale
+    produced = per_slot if bridge.is_fan_in() else block_rows
+    consumed = per_slot if bridge.is_fan_out() else block_rows
+    owner = balanced_owner(consumed, topology.dest_cp)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.ones(produced, HIDDEN, device=device, dtype=dtype, requires_grad=True)
+    plain = AllReduceBridge(bridge)
+
+    def backward(out):
+        out.backward(torch.ones_like(out))
+
+    return [
+        seconds(call, device)
+        for call in (
+            lambda: backward(bridge.communicate(x, row_owner=owner)),
+            lambda: backward(plain.communicate(x)),
+            lambda: bridge.plan_routes(produced, None, owner, device),
+        )
+    ]
+
+
+def seconds(call, device: torch.device) -> float:
+    """The fastest of `ROUNDS` rounds, the least disturbed one; ranks start each call together."""
+
+    def step():
+        dist.barrier()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step()
+    return min(timeit.repeat(step, number=CALLS, repeat=ROUNDS)) / CALLS
+
+
+def main() -> None:
+    """Volumes always; times where there are ranks."""
+    launched = "RANK" in os.environ
+    os.environ.setdefault("WORLD_SIZE", "8")
+    if not launched or os.environ["RANK"] == "0":
+        print_volumes(int(os.environ["WORLD_SIZE"]))
+    if launched:
+        print_times()
+
+
+if __name__ == "__main__":
+    main()
