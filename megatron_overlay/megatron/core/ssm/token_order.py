@@ -1,0 +1,109 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Order of tokens around a recurrence that holds the whole sequence of some of the heads.
+
+The all-to-all from sequence shards to head shards lays the CP ranks' tokens end to end (*rank
+order*: zigzag, as attention has them). A recurrence needs them as the samples run (*sequence
+order*), and its output goes back the same way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel_layout import PaddedLengths, TokenLayout, zigzag_layout
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def to_sequence_order(
+    tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
+) -> Tensor:
+    """Rank order to sequence order, along dim 0 of ``[total, ...]``.
+
+    Raises:
+        ValueError: a length (of a sample, if packed) is no multiple of 2·cp_size, or the tensor
+            does not hold the tokens that ``packed_seq_params`` describes.
+    """
+    layout = _zigzag(tensor, cp_size, packed_seq_params)
+    return _Permute.apply(tensor, layout.places, layout.tokens.flatten())
+
+
+def to_rank_order(
+    tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
+) -> Tensor:
+    """Sequence order to rank order: the inverse of :func:`to_sequence_order`, bit for bit."""
+    layout = _zigzag(tensor, cp_size, packed_seq_params)
+    return _Permute.apply(tensor, layout.tokens.flatten(), layout.places)
+
+
+def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor:
+    """The sample index at which a scan forgets its state, int32 ``[1, tokens]``.
+
+    ``tokens`` counts the whole packed row, over all CP ranks and with padding.
+
+    Raises:
+        ValueError: ``packed_seq_params`` tells no samples apart, or describes another row.
+    """
+    seq_idx = packed_seq_params.seq_idx
+    if seq_idx is None:
+        raise ValueError(
+            "packed samples need PackedSeqParams(total_tokens=…) for a Mamba layer, which would "
+            f"carry its state from one sample to the next; this row has {tokens} tokens"
+        )
+    if seq_idx.size(-1) != tokens:
+        raise ValueError(
+            f"PackedSeqParams describes {seq_idx.size(-1)} tokens, the Mamba layer has {tokens}; "
+            "total_tokens and cu_seqlens count the tokens of all CP ranks, with padding"
+        )
+    return seq_idx
+
+
+def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:
+    total, device = tensor.size(0), tensor.device
+    if packed_seq_params is None:
+        return _sequence_zigzag(total, cp_size, device)
+    layout = packed_zigzag(packed_seq_params, cp_size, device)
+    if layout.lengths.total != total:
+        raise ValueError(
+            f"the cu_seqlens of PackedSeqParams end at {layout.lengths.total}, but the CP ranks "
+            f"hold {total} tokens; they count the tokens of all CP ranks, with padding"
+        )
+    return layout
+
+
+@lru_cache(maxsize=64)
+def _sequence_zigzag(length: int, cp_size: int, device: torch.device) -> TokenLayout:
+    return zigzag_layout(PaddedLengths((length,), (length,)), cp_size).to(device)
+
+
+def packed_zigzag(
+    packed_seq_params: PackedSeqParams, cp_size: int, device: torch.device
+) -> TokenLayout:
+    """The zigzag layout of a packed batch, kept on ``packed_seq_params`` once made.
+
+    The first call reads ``cu_seqlens`` back to the host, for all layers of the batch.
+    """
+    layouts = vars(packed_seq_params).setdefault("_zigzag_layouts", {})
+    key = (cp_size, device)
+    if key not in layouts:
+        real, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+        padded = real if padded is None else padded
+        lengths = PaddedLengths(tuple(real.diff().tolist()), tuple(padded.diff().tolist()))
+        layouts[key] = zigzag_layout(lengths, cp_size).to(device)
+    return layouts[key]
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the gradient is taken by the inverse, never scattered."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.order, ctx.inverse = order, inverse
+        return tensor.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Permute.apply(grad, ctx.inverse, ctx.order), None, None
