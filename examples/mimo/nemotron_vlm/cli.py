@@ -30,6 +30,7 @@ class RunConfig:
     warmup_steps: int
     weight_decay: float
     clip_grad: float
+    adam_eps: float
     eval_interval: int
     eval_samples: int
     save: Path | None
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup-steps", type=int, default=0, help="steps of linear warm-up; cosine decay follows")
     add("--weight-decay", type=float, default=0.01)
     add("--clip-grad", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
+    add("--adam-eps", type=float, default=1e-8, help="added to the root of Adam's second moment")
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
     add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps; 0: never")

@@ -155,6 +155,7 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         min_lr=config.min_lr,
         weight_decay=config.weight_decay,
         adam_beta2=0.95,
+        adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
         bf16=config.precision == "bf16",
         params_dtype=DTYPES[config.precision],

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,9 @@ SHORT_RUN = ("--lr", "5e-4", "--steps", "10")
 
 TOLERANCE = 1e-4
 """Relative, of fp32 losses and gradient norms: sums in another order, ten steps amplified."""
+
+
+ONE_RANK_TIMEOUT_S = 200
 
 
 @contextlib.contextmanager
@@ -53,24 +58,42 @@ def trajectory(*arguments: str) -> list[dict]:
 
 def one_rank_trajectory(*arguments: str) -> list[dict]:
     """The same run's records in a process of its own; run once for all worlds and tests."""
-    directory = Path(os.environ.get("ONE_RANK_RUNS", tempfile.gettempdir()))
+    directory = Path(os.environ.get("ONE_RANK_RUNS") or _shared_directory())
     digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
-    metrics = directory / digest / "metrics.jsonl"
-    if Utils.rank == 0 and not ("ONE_RANK_RUNS" in os.environ and metrics.exists()):
-        import examples.mimo.nemotron_vlm as package
+    whole = directory / f"{digest}.jsonl"
+    if Utils.rank == 0 and not whole.exists():
+        partial = directory / digest / "metrics.jsonl"
+        _run_alone([*SHORT_RUN, *arguments, "--metrics-out", str(partial)])
+        partial.rename(whole)
+    deadline = time.monotonic() + ONE_RANK_TIMEOUT_S
+    while not whole.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no one-rank run after {ONE_RANK_TIMEOUT_S} s: {arguments}")
+        time.sleep(0.2)
+    return [json.loads(line) for line in whole.read_text().splitlines()]
 
-        script = Path(package.__path__[0]).parent / "pretrain_nemotron_vlm.py"
-        environment = {k: v for k, v in os.environ.items() if not _is_launcher(k)}
-        command = [sys.executable, str(script), *SHORT_RUN, *arguments]
-        subprocess.run(
-            [*command, "--metrics-out", str(metrics)],
-            env=environment,
-            check=True,
-            capture_output=True,
-            timeout=240,
-        )
-    dist.barrier()
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+@functools.cache
+def _shared_directory() -> str:
+    """A directory that all ranks of a world started by itself know of."""
+    Utils.initialize_distributed()
+    chosen = [tempfile.mkdtemp(prefix="one-rank-runs-")]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def _run_alone(arguments: list[str]) -> None:
+    import examples.mimo.nemotron_vlm as package
+
+    script = Path(package.__path__[0]).parent / "pretrain_nemotron_vlm.py"
+    result = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={k: v for k, v in os.environ.items() if not _is_launcher(k)},
+        capture_output=True,
+        text=True,
+        timeout=ONE_RANK_TIMEOUT_S,
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def _is_launcher(name: str) -> bool:

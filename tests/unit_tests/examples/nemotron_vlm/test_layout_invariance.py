@@ -32,6 +32,8 @@ class TestFourRanks:
             pytest.param("tp=1,dp=4", "tp=1,dp=4", id="equal-dp"),
             pytest.param("tp=2,dp=2", "tp=1,dp=4", id="fan-out-2"),
             pytest.param("tp=4,dp=1", "tp=1,dp=4", id="fan-out-4"),
+            pytest.param("tp=1,dp=4", "tp=2,dp=2", id="fan-in-2"),
+            pytest.param("tp=2,dp=2", "tp=4,dp=1", id="fan-in-2-tp-4"),
         ],
     )
     def test_trajectory_equals_one_rank(self, encoder, language):

@@ -1,0 +1,201 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Give each rank of the language model its part of a batch: context (CP) and sequence parallel.
+
+Context parallelism splits every sample over the CP ranks in the zigzag layout of
+``megatron.core.context_parallel_layout``; sequence parallelism (SP) then splits the embeddings of a
+CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: the output layer
+gathers the sequence over TP before the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core import parallel_state
+from megatron.core.context_parallel_layout import (
+    PaddedLengths,
+    TokenLayout,
+    pad_lengths,
+    zigzag_layout,
+)
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """What sharding depends on; made by ``from_mp_config``.
+
+    Args:
+        seq_parallel: split embeddings over ``tp_group``.
+        use_cp: split the sequence over ``cp_group``.
+        tp_comm_overlap: layers overlap TP communication, which fixes the sequence length.
+        max_seq_len: that length, in tokens.
+        kv_format: "sbhd" or "thd".
+        cp_group: context-parallel group.
+        tp_group: tensor-parallel group.
+    """
+
+    seq_parallel: bool
+    use_cp: bool
+    tp_comm_overlap: bool
+    max_seq_len: int
+    kv_format: str = "sbhd"
+    cp_group: ProcessGroup | None = None
+    tp_group: ProcessGroup | None = None
+
+    @property
+    def is_partitioning_enabled(self) -> bool:
+        """Whether a batch is split at all."""
+        return self.use_cp or self.seq_parallel
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that a sample is spread over."""
+        return self.cp_group.size() if self.use_cp else 1
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that the embeddings of one CP rank are spread over."""
+        return self.tp_group.size() if self.seq_parallel else 1
+
+    @classmethod
+    def from_mp_config(
+        cls,
+        mp: ModelParallelConfig,
+        *,
+        max_seq_len: int,
+        kv_format: str = "sbhd",
+        cp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> PartitionConfig:
+        """Read the sizes from ``mp``; groups that are needed and not given are the global ones.
+
+        Raises:
+            TypeError: ``mp`` is no ``ModelParallelConfig``.
+        """
+        if not isinstance(mp, ModelParallelConfig):
+            raise TypeError(f"mp must be a ModelParallelConfig, not {type(mp).__name__}")
+        if mp.context_parallel_size > 1 and cp_group is None:
+            cp_group = parallel_state.get_context_parallel_group()
+        if mp.sequence_parallel and tp_group is None:
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+        return cls(
+            seq_parallel=mp.sequence_parallel,
+            use_cp=cp_group is not None and cp_group.size() > 1,
+            tp_comm_overlap=mp.tp_comm_overlap,
+            max_seq_len=max_seq_len,
+            kv_format=kv_format,
+            cp_group=cp_group,
+            tp_group=tp_group,
+        )
+
+
+class PartitionAdapter:
+    """Cut batch-first tensors down to this rank's tokens.
+
+    A sequence whose length does not fit is padded, never cut: see ``lengths``.
+    """
+
+    def __init__(self, cfg: PartitionConfig) -> None:
+        self.cfg = cfg
+
+    def lengths(
+        self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
+    ) -> PaddedLengths:
+        """Real and padded sample lengths along the sequence dimension.
+
+        Packed boundaries are read on the host, once a batch.
+
+        Raises:
+            ValueError: the packed samples do not cover ``seq_length`` tokens, or TP communication
+                overlap is on and the sequence has another length than it was set up for.
+        """
+        if self.cfg.tp_comm_overlap and seq_length != self.cfg.max_seq_len:
+            raise ValueError(
+                f"TP communication overlap needs sequences of {self.cfg.max_seq_len} tokens, "
+                f"found {seq_length}"
+            )
+        samples = (seq_length,)
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            samples = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        if sum(samples) != seq_length:
+            raise ValueError(
+                f"the packed samples have {sum(samples)} tokens, the sequence {seq_length}"
+            )
+        return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
+
+    def layout(self, lengths: PaddedLengths) -> TokenLayout:
+        """Which CP rank holds which padded token."""
+        return _zigzag(lengths, self.cfg.cp_size)
+
+    def shard_tokens(
+        self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
+    ) -> torch.Tensor:
+        """This CP rank's tokens of ``tensor``: ``[B, S, ...]`` to ``[B, padded/cp, ...]``."""
+        if lengths.real != lengths.padded:
+            tensor = lengths.pad(tensor, dim, pad)
+        if not self.cfg.use_cp:
+            return tensor
+        return self.layout(lengths).shard(tensor, self.cfg.cp_group.rank(), dim)
+
+    def shard_embeddings(self, embeddings: torch.Tensor, lengths: PaddedLengths) -> torch.Tensor:
+        """``[S, B, H]`` to ``[padded/(cp·tp), B, H]``, without the division by tp if SP is off."""
+        embeddings = self.shard_tokens(embeddings, lengths, dim=0)
+        if self.cfg.seq_parallel:
+            embeddings = scatter_to_sequence_parallel_region(
+                embeddings.contiguous(), group=self.cfg.tp_group
+            )
+        return embeddings
+
+    def shard(
+        self,
+        embeddings: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple:
+        """Shard a whole batch; every tensor may be None.
+
+        Args:
+            embeddings: ``[B, S, H]``.
+            labels, loss_mask, attention_mask: ``[B, S]``; padding gets 0, so it bears no loss.
+            packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
+
+        Returns:
+            The same five: embeddings ``[B, padded/(cp·tp), H]``, the others ``[B, padded/cp]``,
+            and the packed parameters with their padded boundaries.
+
+        Raises:
+            ValueError: the sequence has to be padded and there is no loss mask to record it in.
+        """
+        present = [t for t in (embeddings, labels, loss_mask, attention_mask) if t is not None]
+        if not self.cfg.is_partitioning_enabled or not present:
+            return embeddings, labels, loss_mask, attention_mask, packed_seq_params
+        lengths = self.lengths(present[0].size(1), packed_seq_params)
+        if lengths.real != lengths.padded and labels is not None and loss_mask is None:
+            raise ValueError(
+                f"samples of {lengths.real} tokens are padded to {lengths.padded}: give a loss_mask"
+            )
+        if embeddings is not None:
+            local = self.shard_embeddings(embeddings.transpose(0, 1), lengths)
+            embeddings = local.transpose(0, 1)
+        labels, loss_mask, attention_mask = (
+            None if tensor is None else self.shard_tokens(tensor, lengths)
+            for tensor in (labels, loss_mask, attention_mask)
+        )
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            packed_seq_params = lengths.packed_seq_params(present[0].device)
+        return embeddings, labels, loss_mask, attention_mask, packed_seq_params
+
+
+@lru_cache(maxsize=64)
+def _zigzag(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
+    return zigzag_layout(lengths, cp_size)
