@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup-steps", type=int, default=0, help="steps of linear warm-up; cosine decay follows")
     add("--weight-decay", type=float, default=0.01)
     add("--clip-grad", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
-    add("--adam-eps", type=float, default=1e-8, help="added to the root of Adam's second moment")
+    add("--adam-eps", type=float, default=1e-5, help="Adam's epsilon")
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
     add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps; 0: never")
@@ -108,7 +108,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     preset = PRESETS[args.model]()
     encoder = parse_layout(args.encoder, "encoder")
     language = parse_layout(args.language, "language")
-    for axis in ("cp", "pp", "vpp", "ep", "etp"):
+    for axis in ("pp", "vpp"):
         if getattr(language, axis) > 1:
             raise UserError(f"--language {args.language}: {axis} is not there yet; leave it out")
     return RunConfig(

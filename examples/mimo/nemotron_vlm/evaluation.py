@@ -41,21 +41,22 @@ def read_samples(trainer: Trainer, count: int) -> list[Reading]:
     forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
     with torch.no_grad():
         reports = trainer.run_schedule(forward_step, microbatches, forward_only=True)
-    found: dict[int, list[int]] = {}
+    found: dict[tuple[int, int], int] = {}
     for number, report in enumerate(reports):
         _, indices = trainer.plan.indices(number)
-        for row, token in zip(report["rows"].tolist(), report["read"].tolist(), strict=True):
-            found.setdefault(indices[row], []).append(token)
-    everywhere: list[dict[int, list[int]] | None] = [None] * dist.get_world_size()
+        for row, position, token in report["read"].tolist():
+            found[indices[row], position] = token
+    everywhere: list[dict[tuple[int, int], int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
-    read = {index: tokens for part in everywhere for index, tokens in part.items()}
-    return [_reading(trainer, index, read[index]) for index in sorted(read)[:count]]
+    read = {place: token for part in everywhere for place, token in part.items()}
+    shown = sorted({index for index, _ in read})[:count]
+    return [_reading(trainer, i, [read[p] for p in sorted(read) if p[0] == i]) for i in shown]
 
 
 def _reading(trainer: Trainer, index: int, tokens: list[int]) -> Reading:
     sample = trainer.source.sample("test", 0, index)
     answer = sample.labels[sample.loss_mask.bool()].tolist()
-    return Reading(sample.tiles, _digits(answer), _digits(tokens[: len(answer)]))
+    return Reading(sample.tiles, _digits(answer), _digits(tokens))
 
 
 def _digits(tokens: list[int]) -> str:
@@ -66,16 +67,25 @@ def _digits(tokens: list[int]) -> str:
 
 def _forward_step(microbatches, model, tp_group):
     batch = dict(next(microbatches))
-    labels = batch.pop("labels")
+    labels, positions = batch.pop("labels"), batch["position_ids"]
     logits, loss_mask = model(**batch)
-    return logits, partial(_report, labels=labels, loss_mask=loss_mask, tp_group=tp_group)
+    if model.partition_adapter is not None:
+        lengths = model.partition_adapter.lengths(labels.size(1))
+        labels, positions = (
+            model.partition_adapter.shard_tokens(t, lengths) for t in (labels, positions)
+        )
+    asked = loss_mask.bool()
+    places = torch.stack([asked.nonzero()[:, 0], positions[asked]], dim=-1)
+    return logits, partial(
+        _report, labels=labels[asked], places=places, asked=asked, tp_group=tp_group
+    )
 
 
-def _report(logits, labels, loss_mask, tp_group):
-    answer_logits = gather_answer_logits(logits, loss_mask, tp_group)
+def _report(logits, labels, places, asked, tp_group):
+    answer_logits = gather_answer_logits(logits, asked, tp_group)
+    read = answer_logits.argmax(-1, keepdim=True)
     report = {
-        "counts": count_answers(answer_logits, labels[loss_mask.bool()]),
-        "rows": loss_mask.nonzero()[:, 0],
-        "read": answer_logits.argmax(-1),
+        "counts": count_answers(answer_logits, labels),
+        "read": torch.cat([places, read], dim=-1),  # (sample in the microbatch, position, token)
     }
-    return logits.new_zeros(()), loss_mask.sum().to(torch.int), report
+    return logits.new_zeros(()), asked.sum().to(torch.int), report

@@ -135,6 +135,14 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
     return None
 
 
+def _mamba_cp_sizes(layout: Layout, preset: VLMPreset) -> list[int]:
+    if layout.cp == 1 or "M" not in preset.language.pattern:
+        return [layout.cp]
+    from megatron.core.ssm.head_parallel_limits import fitting_cp_sizes
+
+    return fitting_cp_sizes(preset.language.mamba_heads, preset.language.mamba_groups, layout.tp)
+
+
 def _first(rules: list[tuple[bool, str]]) -> str | None:
     return next((text for broken, text in rules if broken), None)
 
@@ -187,6 +195,11 @@ def language_violation(
             (
                 len(p.pattern) % (lay.pp * lay.vpp) > 0,
                 f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
+            ),
+            (
+                lay.cp not in _mamba_cp_sizes(lay, preset),
+                f"cp={lay.cp} must be one of {_mamba_cp_sizes(lay, preset)} to split the "
+                f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}",
             ),
             (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
         ]

@@ -30,18 +30,18 @@ def summed_loss(
 
 
 def gather_answer_logits(
-    logits: torch.Tensor, loss_mask: torch.Tensor, tp_group: dist.ProcessGroup
+    logits: torch.Tensor, asked: torch.Tensor, tp_group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Whole-vocabulary logits at the answer positions.
 
     Args:
         logits: [b, S, V/tp].
-        loss_mask: [b, S], with n ones.
+        asked: [b, S] bool, n true.
 
     Returns:
         [n, V] float32
     """
-    part = logits[loss_mask.bool()].float().contiguous()
+    part = logits[asked].float().contiguous()
     parts = [torch.empty_like(part) for _ in range(tp_group.size())]
     dist.all_gather(parts, part, group=tp_group)
     return torch.cat(parts, dim=-1)

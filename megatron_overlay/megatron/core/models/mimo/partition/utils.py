@@ -135,6 +135,12 @@ class PartitionAdapter:
         """Which CP rank holds which padded token."""
         return _zigzag(lengths, self.cfg.cp_size)
 
+    def owners(self, seq_length: int) -> torch.Tensor:
+        """CP rank that holds each token of an unpacked sequence, int64 ``[S]``."""
+        lengths = self.lengths(seq_length)
+        layout = self.layout(lengths)
+        return (layout.places // layout.shard_size)[lengths.valid]
+
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
     ) -> torch.Tensor:
@@ -194,6 +200,24 @@ class PartitionAdapter:
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             packed_seq_params = lengths.packed_seq_params(present[0].device)
         return embeddings, labels, loss_mask, attention_mask, packed_seq_params
+
+
+def row_owners(
+    input_ids: torch.Tensor, token_id: int, adapter: PartitionAdapter | None
+) -> torch.Tensor | None:
+    """CP rank that uses each row of a modality's flat embeddings.
+
+    Args:
+        input_ids: ``[B, S]``; the modality's rows replace its ``token_id`` tokens in this order.
+        adapter: of the language model; None where nothing is sharded.
+
+    Returns:
+        int64 ``[rows]``, or None without context parallelism.
+    """
+    if adapter is None or not adapter.cfg.use_cp:
+        return None
+    owners = adapter.owners(input_ids.size(1)).to(input_ids.device)
+    return owners.expand_as(input_ids)[input_ids == token_id]
 
 
 @lru_cache(maxsize=64)
