@@ -42,11 +42,11 @@ def main(arguments: list[str]) -> int:
 
 def _stages(arguments: list[str]) -> list[tuple[str, list[str]]]:
     python = sys.executable
-    pytest = ["-m", "pytest", "-q", *arguments]
-    stages = [("one process", [python, *pytest, "-m", "not world_size", "tests"])]
+    pytest = ["-m", "pytest", "-q", "-W", "ignore", *arguments]
+    stages = [("one process", [python, *pytest, "tests"])]
     for size in WORLDS:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        chosen = [*pytest, "-m", "world_size", "tests/unit_tests"]
+        chosen = [*pytest, "tests/unit_tests"]
         stages.append((f"{size} ranks", [python, *torchrun, *chosen]))
     return stages
 

@@ -9,12 +9,13 @@ the two DP sizes: this is the order in which the bridge hands embeddings over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from examples.mimo.nemotron_vlm.data import Sample, SampleSource
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
 
 Microbatch = dict[str, object]
@@ -28,11 +29,13 @@ class BatchPlan:
         layouts: of both modules.
         encoder_dp: this rank's DP coordinate in the encoder's grid.
         language_dp: likewise in the language model's grid.
+        tokens_per_tile: image tokens that a sample has for each of its tiles.
     """
 
     layouts: Layouts
     encoder_dp: int
     language_dp: int
+    tokens_per_tile: int
 
     def indices(self, microbatch: int) -> tuple[range, range]:
         """Indices into the global batch that the encoder and the language model take."""
@@ -50,17 +53,35 @@ class BatchPlan:
 
     def microbatches(
         self, source: SampleSource, split: str, step: int, device: torch.device | str
-    ) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches of one step, in order."""
-        for i in range(self.layouts.num_microbatches):
-            encoder_part, language_part = self.indices(i)
-            samples = {
-                index: source.sample(split, step, index)
-                for index in sorted({*encoder_part, *language_part})
-            }
-            yield collate(
-                [samples[i] for i in encoder_part], [samples[i] for i in language_part], device
-            )
+    ) -> list[Microbatch]:
+        """This rank's microbatches of one step, in order.
+
+        Raises:
+            UserError: a sample has another number of image tokens than its tiles become.
+        """
+        return [
+            self._microbatch(source, split, step, number, device)
+            for number in range(self.layouts.num_microbatches)
+        ]
+
+    def _microbatch(
+        self, source: SampleSource, split: str, step: int, number: int, device: torch.device | str
+    ) -> Microbatch:
+        encoder_part, language_part = self.indices(number)
+        samples = {}
+        for index in sorted({*encoder_part, *language_part}):
+            sample = samples[index] = source.sample(split, step, index)
+            found = int((sample.input_ids == IMAGE).sum())
+            wanted = len(sample.tiles) * self.tokens_per_tile
+            if found != wanted:
+                raise UserError(
+                    f"sample {index} of {split} step {step} has {found} image tokens for "
+                    f"{len(sample.tiles)} tiles of {self.tokens_per_tile}, which need {wanted}; "
+                    "mend the data"
+                )
+        return collate(
+            [samples[i] for i in encoder_part], [samples[i] for i in language_part], device
+        )
 
 
 def collate(

@@ -20,27 +20,15 @@ def evaluate(trainer: Trainer, samples: int) -> dict[str, float]:
 
     The samples are the same at every evaluation and in every layout.
     """
-    trainer.model.eval()
     batches = -(-samples // trainer.config.layouts.batch.global_size)
-    reports = []
-    with torch.no_grad():
-        for step in range(batches):
-            microbatches = trainer.plan.microbatches(
-                trainer.source, "test", step, trainer.device
-            )
-            forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
-            reports += trainer.run_schedule(forward_step, microbatches, forward_only=True)
+    reports = [report for step in range(batches) for report in _read(trainer, step)]
     loss, tokens, right, digits = trainer.total([r["counts"] for r in reports], 4)
     return {"eval_loss": loss / max(tokens, 1), "eval_accuracy": right / max(digits, 1)}
 
 
 def read_samples(trainer: Trainer, count: int) -> list[Reading]:
     """What the model reads in the first test batch, up to ``count`` samples; whole on every rank."""
-    trainer.model.eval()
-    microbatches = trainer.plan.microbatches(trainer.source, "test", 0, trainer.device)
-    forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
-    with torch.no_grad():
-        reports = trainer.run_schedule(forward_step, microbatches, forward_only=True)
+    reports = _read(trainer, 0)
     found: dict[tuple[int, int], int] = {}
     for number, report in enumerate(reports):
         _, indices = trainer.plan.indices(number)
@@ -51,6 +39,13 @@ def read_samples(trainer: Trainer, count: int) -> list[Reading]:
     read = {place: token for part in everywhere for place, token in part.items()}
     shown = sorted({index for index, _ in read})[:count]
     return [_reading(trainer, i, [read[p] for p in sorted(read) if p[0] == i]) for i in shown]
+
+
+@torch.no_grad()
+def _read(trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
+    trainer.model.eval()
+    forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
+    return trainer.run_schedule(forward_step, "test", step, forward_only=True)
 
 
 def _reading(trainer: Trainer, index: int, tokens: list[int]) -> Reading:

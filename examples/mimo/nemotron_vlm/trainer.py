@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import SampleSource
@@ -55,6 +56,7 @@ class Trainer:
             config.layouts,
             encoder_dp=self.modules[IMAGES].groups.dp.rank(),
             language_dp=self.modules[LANGUAGE].groups.dp.rank(),
+            tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
         self.model = build_vlm(
             config.preset,
@@ -73,11 +75,21 @@ class Trainer:
         """Process groups of the language model."""
         return self.modules[LANGUAGE].groups
 
-    def run_schedule(self, forward_step, microbatches, forward_only: bool) -> list:
-        """Forward (and backward) over one step's microbatches; what the loss function reported."""
+    def run_schedule(self, forward_step, split: str, step: int, forward_only: bool) -> list:
+        """Forward (and backward) over one step's microbatches.
+
+        Returns:
+            What the loss function reported of each.
+
+        Raises:
+            UserError: on every rank, for bad samples on any; nothing has run by then.
+        """
+        microbatches = agreed(
+            lambda: self.plan.microbatches(self.source, split, step, self.device)
+        )
         return get_forward_backward_func(pp_size=1, vp_size=None)(
             forward_step_func=forward_step,
-            data_iterator=microbatches,
+            data_iterator=iter(microbatches),
             model=[self.model],
             num_microbatches=self.config.layouts.num_microbatches,
             seq_length=self.config.layouts.batch.seq_length,
@@ -93,8 +105,7 @@ class Trainer:
         for module in (*self.model.modality_submodules.values(), self.model.language_model):
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self.plan.microbatches(self.source, "train", self.step, self.device)
-        reports = self.run_schedule(_forward_step, microbatches, forward_only=False)
+        reports = self.run_schedule(_forward_step, "train", self.step, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
         stepped, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(1)

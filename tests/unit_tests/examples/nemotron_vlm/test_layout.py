@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: parsing, rules, and what the refusals propose; no process needed."""
 
+from dataclasses import replace
+
 import pytest
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
@@ -45,7 +47,8 @@ class TestRules:
             ("tp=1", "tp=2,dp=2,ep=8", 4, "must divide tp·cp·dp = 4"),
             ("tp=1", "pp=3", 3, "must divide the 8 layers"),
             ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
-            ("tp=1", "cp=3", 3, "sequence length 32 must be a multiple of 6"),
+            ("tp=1", "cp=3", 3, "cp=3 must be one of [1, 2, 4, 8, 16, 32]"),
+            ("tp=1", "cp=32", 32, "sequence length 32 must be a multiple of 64"),
         ],
     )
     def test_names_the_numbers_and_the_rule(self, encoder, language, world, text):
@@ -55,8 +58,10 @@ class TestRules:
         assert "\n" not in str(refusal.value)
 
     def test_refuses_dp_sizes_that_do_not_divide(self):
+        language = replace(tiny().language, mamba_heads=36, mamba_groups=12)
+        preset = replace(tiny(), language=language)
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
-            resolved("tp=4,dp=3", "cp=3,dp=4", 12, Batch(12, 3, 36))
+            resolve(Layout(tp=4, dp=3), Layout(cp=3, dp=4), Batch(12, 3, 36), 12, preset)
 
     def test_refuses_an_encoder_slice_of_part_of_a_sample(self):
         with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):

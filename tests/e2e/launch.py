@@ -1,0 +1,71 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Start the training program as N processes and see how each of them ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
+SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        """What it said was wrong."""
+        return [line for line in self.errors.splitlines() if line.startswith("error: ")]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(ranks: int, *arguments: str) -> list[subprocess.Popen]:
+    """Start the ranks and return at once."""
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, *map(str, arguments)],
+            cwd=CHECKOUT,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def run(ranks: int, *arguments: str, timeout_s: float = 150) -> list[Ended]:
+    """Run the program to its end on every rank."""
+    processes = start(ranks, *arguments)
+    try:
+        ends = []
+        for process in processes:
+            output, errors = process.communicate(timeout=timeout_s)
+            ends.append(Ended(process.returncode, output, errors))
+        return ends
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,66 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: one line that names the fact and the fix, exit code 2 on every rank, nothing written."""
+
+import pytest
+from tests.e2e.launch import run
+
+
+def assert_refused(ends, *texts: str) -> None:
+    assert [end.code for end in ends] == [2] * len(ends), [end.errors for end in ends]
+    (line,) = [line for end in ends for line in end.error_lines]
+    for text in texts:
+        assert text in line
+
+
+class TestBeforeAnyGroupIsMade:
+    @pytest.mark.parametrize(
+        ("arguments", "texts"),
+        [
+            (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
+            (["--global-batch-size", "30"], ["global batch 30", "micro batch × dp = 4·2 = 8"]),
+            (["--language", "pp=2"], ["pp is not there yet"]),
+            (["--placement", "non-colocated"], ["not there yet", "--placement colocated"]),
+            (["--steps", "many"], ["--steps", "--help"]),
+        ],
+    )
+    def test_is_refused(self, arguments, texts, tmp_path):
+        ends = run(2, *arguments, "--save", tmp_path / "saved", timeout_s=30)
+        assert_refused(ends, *texts)
+        assert not list(tmp_path.iterdir())
+
+
+class TestInputThatIsNotThere:
+    def test_unknown_data(self, tmp_path):
+        assert_refused(run(2, "--data", "letters"), "--data letters", "digits")
+
+    def test_output_below_a_file(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        ends = run(2, "--save", tmp_path / "file" / "saved")
+        assert_refused(ends, "--save", "cannot write there (Not a directory)")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_no_checkpoint_to_load(self, tmp_path):
+        assert_refused(run(2, "--load", tmp_path), "no whole checkpoint there")
+
+
+class TestCheckpoints:
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory):
+        directory = tmp_path_factory.mktemp("saved")
+        ends = run(1, "--steps", "1", "--save", directory)
+        assert ends[0].code == 0, ends[0].errors
+        return directory
+
+    def test_of_another_run_is_refused(self, saved):
+        assert_refused(run(2, "--load", saved, "--seed", "1"), "seed 0, this one has 1")
+
+    def test_is_not_written_beside_another_runs(self, saved):
+        assert_refused(run(2, "--save", saved), "already holds step_00000001", "--load")
+
+    def test_damaged_is_refused(self, saved):
+        damaged = max(saved.glob("step_*/*.distcp"), key=lambda file: file.stat().st_size)
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        assert_refused(run(2, "--load", saved), "is damaged", damaged.name)
