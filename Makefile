@@ -7,10 +7,14 @@ CHECKOUT := build/Megatron-LM
 RUN ?= build/runs/train
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-TRAIN_RANKS ?= 4
+TRAIN_RANKS ?= 8
 TRAIN_ARGS ?= --model tiny --device cpu --transformer-impl local --placement colocated \
-	--encoder tp=2,dp=2 --language tp=1,dp=4 --data digits --seed 0 \
-	--metrics-out $(abspath $(RUN))/metrics.jsonl --save $(abspath $(RUN))/checkpoints
+	--encoder tp=2,dp=4 --language tp=1,cp=2,dp=4,ep=2 --data digits --seed 0 \
+	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
+	--steps 250 --lr 3e-3 --warmup-steps 20 --eval-interval 50
+TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
+	--save $(abspath $(RUN))/checkpoints --save-interval 50 \
+	$(if $(wildcard $(RUN)/checkpoints/step_*/run.json),--load $(abspath $(RUN))/checkpoints)
 
 .PHONY: help setup fetch apply lock train test lint clean
 help: ## Show this help
@@ -40,7 +44,7 @@ train: setup ## Train the tiny VLM on real digits, on CPU ranks
 	@mkdir -p $(RUN)
 	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/torchrun \
 	    --standalone --nproc-per-node $(TRAIN_RANKS) \
-	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS)
+	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) $(TRAIN_OUT)
 
 test: setup ## Run every test
 	$(VENV)/bin/python tests/run.py

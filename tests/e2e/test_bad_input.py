@@ -1,8 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input: one line that names the fact and the fix, exit code 2 on every rank, nothing written."""
+"""Bad input: one line with the fact and the fix, exit code 2 on every rank, nothing written."""
 
 import pytest
+
 from tests.e2e.launch import run
 
 

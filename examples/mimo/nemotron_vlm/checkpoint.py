@@ -38,7 +38,8 @@ def newest(directory: Path) -> Path | None:
     """The whole checkpoint of the highest step under ``directory``."""
     if not directory.is_dir():
         return None
-    whole = [p for p in directory.iterdir() if WHOLE.fullmatch(p.name) and (p / "run.json").exists()]
+    named = (path for path in directory.iterdir() if WHOLE.fullmatch(path.name))
+    whole = [path for path in named if (path / "run.json").exists()]
     return max(whole, default=None)
 
 
@@ -58,8 +59,8 @@ def check_save_directory(directory: Path, load: Path | None) -> None:
     found = newest(directory)
     if found and (load is None or load.resolve() != directory.resolve()):
         raise UserError(
-            f"--save {directory} already holds {found.name}: go on from it with --load {directory}, "
-            "or choose another directory"
+            f"--save {directory} already holds {found.name}: "
+            f"go on from it with --load {directory}, or choose another directory"
         )
 
 
@@ -115,12 +116,20 @@ def load(trainer: Trainer, directory: Path) -> None:
     """
     found = newest(directory)
     agreed(lambda: _check(trainer, directory, found))
+    _allocate_optimizer_state(trainer)
     state = _state(trainer, is_loading=True)
     loaded = dist_checkpointing.load(state, str(found))
     trainer.model.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     trainer.step = json.loads((found / "run.json").read_text())["step"]
+
+
+def _allocate_optimizer_state(trainer: Trainer) -> None:
+    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill."""
+    for module in trainer.optimizer.module_infos.values():
+        for optimizer in getattr(module.optimizer, "chained_optimizers", [module.optimizer]):
+            optimizer._init_optimizer_states_with_dummy_values()
 
 
 def _check(trainer: Trainer, directory: Path, found: Path | None) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the training program. Needs neither torch nor Megatron: bad input ends at once."""
+"""Command line of the training program; needs no torch, so that bad input ends at once."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--adam-eps", type=float, default=1e-5, help="Adam's epsilon")
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
-    add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps; 0: never")
+    add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps")
     add("--eval-samples", type=int, default=256, help="held-out samples an evaluation reads")
     add("--save", type=Path, metavar="DIR", help="directory for checkpoints")
     add("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
-    add("--save-interval", type=int, default=0, metavar="K", help="save every K steps; 0: at the end")
+    add("--save-interval", type=int, default=0, metavar="K", help="save every K steps")
     add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one a step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
     add("--dry-run", action="store_true", help="build on the meta device, print parameter counts")

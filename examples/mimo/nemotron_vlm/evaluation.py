@@ -16,9 +16,9 @@ from examples.mimo.nemotron_vlm.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, samples: int) -> dict[str, float]:
-    """Loss and digit accuracy over the first ``samples`` of the test split, rounded up to whole batches.
+    """Loss and digit accuracy over the first ``samples`` of the test split.
 
-    The samples are the same at every evaluation and in every layout.
+    Rounded up to whole batches; the same samples at every evaluation and in every layout.
     """
     batches = -(-samples // trainer.config.layouts.batch.global_size)
     reports = [report for step in range(batches) for report in _read(trainer, step)]
@@ -27,7 +27,7 @@ def evaluate(trainer: Trainer, samples: int) -> dict[str, float]:
 
 
 def read_samples(trainer: Trainer, count: int) -> list[Reading]:
-    """What the model reads in the first test batch, up to ``count`` samples; whole on every rank."""
+    """What the model reads in the first test batch, up to ``count`` samples, on every rank."""
     reports = _read(trainer, 0)
     found: dict[tuple[int, int], int] = {}
     for number, report in enumerate(reports):

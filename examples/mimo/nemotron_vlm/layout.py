@@ -253,7 +253,8 @@ def _candidates(world_size: int, axes: list[str]) -> list[Layout]:
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("tp", "cp", "pp", "dp", "ep"))
+    axes = ("tp", "cp", "pp", "dp", "ep")
+    return sum(abs(math.log2(getattr(a, axis) / getattr(b, axis))) for axis in axes)
 
 
 def _listing(fitting: list[Layout], wanted: Layout) -> str:

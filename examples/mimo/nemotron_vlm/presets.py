@@ -7,8 +7,8 @@ A preset is plain data, made by a function, and knows nothing of ranks or device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class VLMPreset:
 
 
 def tiny() -> VLMPreset:
-    """CPU size; every axis up to encoder tp=8, language tp=4, cp=8, pp=4, vpp=2, ep=8 divides it."""
+    """CPU size; encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8 all divide it."""
     return VLMPreset(
         name="tiny",
         encoder=EncoderPreset(

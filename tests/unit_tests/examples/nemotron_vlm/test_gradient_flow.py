@@ -5,6 +5,7 @@
 from dataclasses import replace
 
 import torch
+
 from examples.mimo.nemotron_vlm.evaluation import evaluate
 from examples.mimo.nemotron_vlm.trainer import _forward_step
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer

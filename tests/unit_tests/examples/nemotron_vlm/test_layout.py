@@ -5,6 +5,7 @@
 from dataclasses import replace
 
 import pytest
+
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny
