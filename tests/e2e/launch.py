@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -52,9 +54,17 @@ def start(ranks: int, *arguments: str) -> list[subprocess.Popen]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         for rank in range(ranks)
     ]
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL a rank with the processes it forked, which hold its pipes open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run(ranks: int, *arguments: str, timeout_s: float = 150) -> list[Ended]:
@@ -68,4 +78,4 @@ def run(ranks: int, *arguments: str, timeout_s: float = 150) -> list[Ended]:
         return ends
     finally:
         for process in processes:
-            process.kill()
+            kill(process)

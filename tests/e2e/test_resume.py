@@ -5,7 +5,7 @@
 import json
 import time
 
-from tests.e2e.launch import run, start
+from tests.e2e.launch import kill, run, start
 
 ARGUMENTS = ("--encoder", "tp=2", "--language", "ep=2", "--steps", "6", "--save-interval", "2")
 
@@ -21,10 +21,8 @@ def kill_when(processes, appears) -> None:
     while not appears.exists():
         assert time.monotonic() < deadline and processes[1].poll() is None
         time.sleep(0.002)
-    processes[1].kill()
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for process in reversed(processes):
+        kill(process)
 
 
 class TestResume:
