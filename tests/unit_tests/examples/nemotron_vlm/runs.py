@@ -24,7 +24,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from tests.unit_tests.test_utilities import Utils
 
-SHORT_RUN = ("--steps", "10", "--lr", "1e-3", "--adam-eps", "1e-3")
+SHORT_RUN = ("--steps", "10", "--lr", "1e-4", "--adam-eps", "1e-3")
 """Ten steps. The epsilon is of the gradients' size: with a small one Adam makes full steps of
 rounding, until a token's choice between two equal experts falls otherwise, which is a jump."""
 
