@@ -58,6 +58,16 @@ def _guard_global_parallel_state(request: pytest.FixtureRequest) -> Iterator[Non
         yield
 
 
+@pytest.fixture(autouse=True)
+def _environment_restored() -> Iterator[None]:
+    """Models write their choice of attention kernels into the environment, for all that follow."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """End the process, with its stacks, when a test hangs."""

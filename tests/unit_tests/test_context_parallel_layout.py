@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -288,13 +287,8 @@ class TestExchangeOnRanks:
 
     @pytest.fixture
     def group(self, cp_size):
-        """The first ``cp_size`` ranks; the others have no part in the test."""
-        group = dist.new_group(list(range(cp_size)))
-        if dist.get_rank() < cp_size:
+        with Utils.group_of_first_ranks(cp_size) as group:
             yield group
-            dist.destroy_process_group(group)
-        else:
-            yield None
 
     def test_forward_and_inverse_are_exact(self, group, cp_size):
         if group is None:

@@ -67,6 +67,17 @@ class Utils:
         return store
 
     @staticmethod
+    @contextlib.contextmanager
+    def group_of_first_ranks(size: int) -> Iterator[dist.ProcessGroup | None]:
+        """A group of the first `size` ranks; None on the others, which have no part in the test."""
+        group = dist.new_group(list(range(size)))
+        if dist.get_rank() >= size:
+            yield None
+            return
+        yield group
+        dist.destroy_process_group(group)
+
+    @staticmethod
     def initialize_model_parallel(
         tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, **kwargs
     ) -> None:

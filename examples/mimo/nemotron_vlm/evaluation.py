@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,8 +12,16 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT
 from examples.mimo.nemotron_vlm.loss import count_answers, gather_answer_logits
-from examples.mimo.nemotron_vlm.report import Reading
 from examples.mimo.nemotron_vlm.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the one read."""
+
+    tiles: torch.Tensor
+    answer: str
+    read: str
 
 
 def evaluate(trainer: Trainer, samples: int) -> dict[str, float]:

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -13,14 +13,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-
-@dataclass(frozen=True)
-class Reading:
-    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the one read."""
-
-    tiles: torch.Tensor
-    answer: str
-    read: str
+if TYPE_CHECKING:
+    from examples.mimo.nemotron_vlm.evaluation import Reading
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:

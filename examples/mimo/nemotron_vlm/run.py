@@ -16,12 +16,10 @@ from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
-from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
-from examples.mimo.nemotron_vlm.trainer import BACKENDS, DTYPES, Trainer
+from examples.mimo.nemotron_vlm.trainer import BACKENDS, Trainer, build_model
 
 READINGS = 12
 """Test samples in the report's picture."""
@@ -46,13 +44,7 @@ def _dry_run(config: RunConfig) -> None:
     modules = make_modules(config.layouts, BACKENDS[config.device])
     prepare_megatron(modules, config.seed)
     with torch.device("meta"):
-        model = build_vlm(
-            config.preset,
-            config.layouts,
-            modules,
-            layer_specs(config.transformer_impl),
-            DTYPES[config.precision],
-        )
+        model = build_model(config, modules)
     if dist.get_rank() == 0:
         print(format_table(count_parameters(model, config.preset)))
 
@@ -120,6 +112,7 @@ def _print_outcome(config: RunConfig, readings: list) -> None:
     if "eval_accuracy" in records[-1]:
         print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}")
     if config.report:
+        # matplotlib is slow to import, and only this rank draws.
         from examples.mimo.nemotron_vlm.report import draw_report
 
         draw_report(config.report, records, readings)

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loss import summed_loss
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups, build_vlm
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -58,13 +58,7 @@ class Trainer:
             language_dp=self.modules[LANGUAGE].groups.dp.rank(),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
-        self.model = build_vlm(
-            config.preset,
-            config.layouts,
-            self.modules,
-            layer_specs(config.transformer_impl),
-            DTYPES[config.precision],
-        ).to(self.device)
+        self.model = build_model(config, self.modules).to(self.device)
         initialize_weights(self.model, config.seed)
         wrap_in_ddp(self.model)
         self.optimizer = get_mimo_optimizer(self.model, _optimizer_config(config))
@@ -133,6 +127,12 @@ class Trainer:
         self.model.destroy()
         for module in self.modules.values():
             module.grid.destroy()
+
+
+def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> MimoModel:
+    """The run's bare model on this rank; its weights are not initialized."""
+    specs = layer_specs(config.transformer_impl)
+    return build_vlm(config.preset, config.layouts, modules, specs, DTYPES[config.precision])
 
 
 def _forward_step(microbatches, model: MimoModel):

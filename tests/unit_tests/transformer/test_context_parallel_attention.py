@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
@@ -162,13 +161,8 @@ class TestContextParallel:
 
     @pytest.fixture
     def group(self, cp_size):
-        """The first ``cp_size`` ranks; the others have no part in the test."""
-        group = dist.new_group(list(range(cp_size)))
-        if dist.get_rank() < cp_size:
+        with Utils.group_of_first_ranks(cp_size) as group:
             yield group
-            dist.destroy_process_group(group)
-        else:
-            yield None
 
     @pytest.mark.parametrize("dtype", TOLERANCES)
     @pytest.mark.parametrize("mask_type", MASKS)

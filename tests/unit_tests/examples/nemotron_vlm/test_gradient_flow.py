@@ -54,7 +54,8 @@ class TestGradientFlow:
 
     @requires_world_size(1)
     def test_accuracy_falls_to_chance_with_other_images(self):
-        arguments = ("--steps", "80", "--lr", "3e-3", "--adam-eps", "1e-5", "--warmup-steps", "10", *ONE_MICROBATCH)
+        rates = ("--lr", "3e-3", "--adam-eps", "1e-5", "--warmup-steps", "10")
+        arguments = ("--steps", "80", *rates, *ONE_MICROBATCH)
         with trainer(*arguments) as run:
             for _ in range(80):
                 run.train_step()

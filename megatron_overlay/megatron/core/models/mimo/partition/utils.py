@@ -86,15 +86,9 @@ class PartitionConfig:
             cp_group = parallel_state.get_context_parallel_group()
         if mp.sequence_parallel and tp_group is None:
             tp_group = parallel_state.get_tensor_model_parallel_group()
-        return cls(
-            seq_parallel=mp.sequence_parallel,
-            use_cp=cp_group is not None and cp_group.size() > 1,
-            tp_comm_overlap=mp.tp_comm_overlap,
-            max_seq_len=max_seq_len,
-            kv_format=kv_format,
-            cp_group=cp_group,
-            tp_group=tp_group,
-        )
+        use_cp = cp_group is not None and cp_group.size() > 1
+        options = (mp.sequence_parallel, use_cp, mp.tp_comm_overlap, max_seq_len, kv_format)
+        return cls(*options, cp_group, tp_group)
 
 
 class PartitionAdapter:
