@@ -71,6 +71,7 @@ def _rules(layers: int) -> list[tuple[str, Draw]]:
         ("*.D", _ones),
         ("*norm.weight", _ones),
         ("*norm?.weight", _ones),
+        ("*norm_weight", _ones),
         ("*bias", _zeros),
         ("*layers*.linear_proj.weight", residual),
         ("*layers*.out_proj.weight", residual),

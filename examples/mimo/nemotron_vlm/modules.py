@@ -18,9 +18,9 @@ DIMS = ["tp", "cp", "pp", "dp"]
 """Fastest first. PP lies inside DP: so a rank's samples are the same in every module's grid."""
 
 
-def make_grid(layout: Layout, backend: str) -> HyperCommGrid:
-    """The grid of one module over all ranks, with the experts' factorization as a view."""
-    grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, backend=backend)
+def make_grid(layout: Layout, backend: str, rank_offset: int = 0) -> HyperCommGrid:
+    """The grid of one module from ``rank_offset`` on; a view has the experts' factorization."""
+    grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
     grid.register_view(
         "expert",
         [layout.etp, layout.ep, layout.expt_dp],

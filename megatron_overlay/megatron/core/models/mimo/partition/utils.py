@@ -197,6 +197,34 @@ class PartitionAdapter:
         return embeddings, labels, loss_mask, attention_mask, packed_seq_params
 
 
+def shard_language_batch(
+    adapter: PartitionAdapter | None,
+    embeddings: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    loss_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What a rank of the language model takes of a batch, on any pipeline stage.
+
+    Position ids stay whole: rotary embeddings pick out their CP rank's part themselves.
+
+    Args:
+        adapter: of the language model; None where nothing is sharded.
+        embeddings: ``[S, B, H]``; None on later stages, which receive hidden states.
+        labels, loss_mask: ``[B, S]`` or None.
+
+    Returns:
+        The same three: ``[padded/(cp·tp), B, H]``, ``[B, padded/cp]``, ``[B, padded/cp]``.
+
+    Raises:
+        ValueError: as ``PartitionAdapter.shard``.
+    """
+    if adapter is None:
+        return embeddings, labels, loss_mask
+    rows = None if embeddings is None else embeddings.transpose(0, 1)
+    rows, labels, loss_mask, _, _ = adapter.shard(rows, labels, loss_mask, None)
+    return None if rows is None else rows.transpose(0, 1).contiguous(), labels, loss_mask
+
+
 def row_owners(
     input_ids: torch.Tensor,
     token_id: int,

@@ -1,0 +1,53 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of one layout, loaded in another: the run goes on as if nothing had happened."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm import checkpoint
+from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory, trainer
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+STEPS = 2
+"""In each layout. The second one after a load depends on the moments of Adam that were loaded."""
+
+LAYOUTS = [
+    ("tp=2,dp=4", "tp=1,dp=8,ep=2"),
+    ("tp=1,dp=8", "tp=2,dp=4,ep=4,etp=1"),
+    ("tp=4,dp=2", "tp=1,dp=8,ep=8"),
+]
+
+
+def train(run) -> list[dict]:
+    return [run.train_step() for _ in range(STEPS)]
+
+
+class TestEightRanks:
+    @pytest.fixture
+    def shared_path(self) -> Iterator[Path]:
+        """A directory that all ranks know of."""
+        Utils.initialize_distributed()
+        with tempfile.TemporaryDirectory() as own:
+            chosen = [own]
+            dist.broadcast_object_list(chosen)
+            yield Path(chosen[0])
+
+    @requires_world_size(8)
+    def test_training_goes_on_in_another_layout(self, shared_path):
+        continued = []
+        for number, (encoder, language) in enumerate(LAYOUTS):
+            with trainer("--encoder", encoder, "--language", language) as run:
+                if number > 0:
+                    checkpoint.load(run, shared_path)
+                continued += train(run)
+                if number < len(LAYOUTS) - 1:
+                    checkpoint.save(run, shared_path)
+                if number == 0:
+                    uninterrupted = continued + [r for _ in LAYOUTS[1:] for r in train(run)]
+        assert [record["step"] for record in continued] == list(range(1, 7))
+        assert_same_trajectory(continued, uninterrupted)
