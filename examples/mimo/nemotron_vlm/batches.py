@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples of the global batch a rank's modules take, microbatch by microbatch.
 
-Microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples. Each module cuts that
-run into as many equal slices as it has DP ranks, so encoder and language slices line up whatever
-the two DP sizes: this is the order in which the bridge hands embeddings over.
+The bridge wants consecutive samples on each DP rank of either module, so that their slices line up
+whatever the two DP sizes. Without a pipeline it works once a microbatch: microbatch ``i`` is a run
+of ``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. With
+one it works once a step: each module cuts the whole batch, and a rank's slice into microbatches.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class BatchPlan:
     def indices(self, microbatch: int) -> tuple[range, range]:
         """Indices into the global batch that the encoder and the language model take."""
         samples = self.layouts.batch.micro_size * self.layouts.language.dp
-        first = microbatch * samples
 
         def part(dp_rank: int, dp_size: int) -> range:
+            if self.layouts.language.pp == 1:
+                number = microbatch * dp_size + dp_rank
+            else:
+                number = dp_rank * self.layouts.num_microbatches + microbatch
             size = samples // dp_size
-            return range(first + dp_rank * size, first + (dp_rank + 1) * size)
+            return range(number * size, (number + 1) * size)
 
         return (
             part(self.encoder_dp, self.layouts.encoder.dp),

@@ -70,9 +70,12 @@ def _identity(trainer: Trainer) -> dict:
 
 
 def _state(trainer: Trainer, is_loading: bool) -> dict:
-    model = trainer.model.sharded_state_dict(metadata=METADATA)
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading, metadata=METADATA)
-    return {"model": model, "optimizer": optimizer}
+    chunks = {
+        f"model{number}": chunk.sharded_state_dict(metadata=METADATA)
+        for number, chunk in enumerate(trainer.chunks)
+    }
+    optimizer = trainer.optimizer.sharded_state_dict(chunks, is_loading, metadata=METADATA)
+    return {**chunks, "optimizer": optimizer}
 
 
 def save(trainer: Trainer, directory: Path) -> None:
@@ -119,7 +122,8 @@ def load(trainer: Trainer, directory: Path) -> None:
     _allocate_optimizer_state(trainer)
     state = _state(trainer, is_loading=True)
     loaded = dist_checkpointing.load(state, str(found))
-    trainer.model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     trainer.step = json.loads((found / "run.json").read_text())["step"]

@@ -52,7 +52,8 @@ def read_samples(trainer: Trainer, count: int) -> list[Reading]:
 
 @torch.no_grad()
 def _read(trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
-    trainer.model.eval()
+    for chunk in trainer.chunks:
+        chunk.eval()
     forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
     return trainer.run_schedule(forward_step, "test", step, forward_only=True)
 

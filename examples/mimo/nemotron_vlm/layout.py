@@ -202,6 +202,11 @@ def language_violation(
                 f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}",
             ),
             (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
+            (
+                lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
+                f"with vpp, pp={lay.pp} must divide the {batch.global_size // samples} "
+                "microbatches",
+            ),
         ]
     ) or _size_violation(lay, world_size) or _first(
         [

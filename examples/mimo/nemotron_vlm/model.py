@@ -47,6 +47,7 @@ def _common(layout: Layout, dtype: torch.dtype) -> dict:
         "tensor_model_parallel_size": layout.tp,
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -157,18 +158,21 @@ def _language_spec(
     dtype: torch.dtype,
     specs: LayerSpecs,
     groups: ProcessGroupCollection,
+    vp_stage: int | None,
 ) -> ModuleSpec:
+    config = language_config(preset, layouts.language, dtype)
     stage, stages = groups.pp.rank(), groups.pp.size()
     return ModuleSpec(
         module=HybridModel,
         params={
-            "config": language_config(preset, layouts.language, dtype),
+            "config": config,
             "hybrid_stack_spec": specs.hybrid_stack,
             "vocab_size": preset.language.vocab,
             "max_sequence_length": layouts.batch.seq_length,
-            "hybrid_layer_pattern": preset.language.pattern,
-            "pre_process": stage == 0,
-            "post_process": stage == stages - 1,
+            "hybrid_layer_pattern": staged_pattern(preset.language.pattern, layouts.language),
+            "pre_process": stage == 0 and not vp_stage,
+            "post_process": stage == stages - 1 and vp_stage in (None, layouts.language.vpp - 1),
+            "vp_stage": vp_stage,
             "share_embeddings_and_output_weights": False,
             "position_embedding_type": "none",
             "scatter_embedding_sequence_parallel": False,
@@ -177,33 +181,46 @@ def _language_spec(
     )
 
 
+def staged_pattern(pattern: str, layout: Layout) -> str:
+    """The layers with ``|`` between (virtual) pipeline stages, which have as many layers each."""
+    size = len(pattern) // (layout.pp * layout.vpp)
+    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))
+
+
 def build_vlm(
     preset: VLMPreset,
     layouts: Layouts,
     modules: dict[str, ModuleGroups],
     specs: LayerSpecs,
     dtype: torch.dtype,
-) -> MimoModel:
+) -> list[MimoModel]:
     """Build the bare model on this rank; its weights are not initialized.
 
     Args:
         modules: grid and groups of IMAGES and LANGUAGE.
         specs: layer implementations.
         dtype: of the parameters.
+
+    Returns:
+        One MimoModel for each virtual pipeline stage; the first holds the encoder.
     """
-    model = MimoModel(
-        MimoModelConfig(
-            language_model_spec=_language_spec(
-                preset, layouts, dtype, specs, modules[LANGUAGE].groups
-            ),
-            modality_submodules_spec={
-                IMAGES: _vision_spec(preset, layouts.encoder, dtype, specs, modules[IMAGES].groups)
-            },
-            special_token_ids={IMAGES: IMAGE},
-            module_to_grid_map={name: module.grid for name, module in modules.items()},
-        ),
-        cp_group=modules[LANGUAGE].groups.cp,
-        tp_group=modules[LANGUAGE].groups.tp,
-    )
-    model.model_type = ModelType.encoder_or_decoder
-    return model
+    language = modules[LANGUAGE]
+    vision = _vision_spec(preset, layouts.encoder, dtype, specs, modules[IMAGES].groups)
+    chunks = []
+    for number in range(layouts.language.vpp):
+        vp_stage = number if layouts.language.vpp > 1 else None
+        held = modules if number == 0 else {LANGUAGE: language}
+        chunk = MimoModel(
+            MimoModelConfig(
+                language_model_spec=_language_spec(
+                    preset, layouts, dtype, specs, language.groups, vp_stage
+                ),
+                modality_submodules_spec={IMAGES: vision} if number == 0 else {},
+                special_token_ids={IMAGES: IMAGE},
+                module_to_grid_map={name: module.grid for name, module in held.items()},
+            )
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunk.vp_stage = vp_stage
+        chunks.append(chunk)
+    return chunks

@@ -44,9 +44,8 @@ def _dry_run(config: RunConfig) -> None:
     modules = make_modules(config.layouts, BACKENDS[config.device])
     prepare_megatron(modules, config.seed)
     with torch.device("meta"):
-        model = build_model(config, modules)
-    if dist.get_rank() == 0:
-        print(format_table(count_parameters(model, config.preset)))
+        (model,) = build_model(config, modules)
+    print(format_table(count_parameters(model, config.preset)))
 
 
 def _train(config: RunConfig) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from functools import partial
 
@@ -19,8 +20,10 @@ from examples.mimo.nemotron_vlm.loss import summed_loss
 from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups, build_vlm
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.grad_finalization import (
+    ddp_modules,
     finalize_mimo_grads,
     global_token_count,
     no_grad_sync,
@@ -29,7 +32,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -58,10 +61,11 @@ class Trainer:
             language_dp=self.modules[LANGUAGE].groups.dp.rank(),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
-        self.model = build_model(config, self.modules).to(self.device)
-        initialize_weights(self.model, config.seed)
-        wrap_in_ddp(self.model)
-        self.optimizer = get_mimo_optimizer(self.model, _optimizer_config(config))
+        self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
+        for chunk in self.chunks:
+            initialize_weights(chunk, config.seed)
+        wrap_in_ddp(self.chunks)
+        self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
 
     @property
@@ -81,10 +85,13 @@ class Trainer:
         microbatches = agreed(
             lambda: self.plan.microbatches(self.source, split, step, self.device)
         )
-        return get_forward_backward_func(pp_size=1, vp_size=None)(
+        schedule = colocated_forward_backward_with_pp
+        if self.config.layouts.language.pp == 1:
+            schedule = forward_backward_no_pipelining
+        return schedule(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),
-            model=[self.model],
+            model=self.chunks,
             num_microbatches=self.config.layouts.num_microbatches,
             seq_length=self.config.layouts.batch.seq_length,
             micro_batch_size=self.config.layouts.batch.micro_size,
@@ -95,8 +102,9 @@ class Trainer:
     def train_step(self) -> dict[str, float | int | bool]:
         """One optimizer step; returns its record for the metrics file."""
         started = time.perf_counter()
-        self.model.train()
-        for module in (*self.model.modality_submodules.values(), self.model.language_model):
+        for chunk in self.chunks:
+            chunk.train()
+        for module in itertools.chain(*ddp_modules(self.chunks)):
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.run_schedule(_forward_step, "train", self.step, forward_only=False)
@@ -124,13 +132,14 @@ class Trainer:
 
     def destroy(self) -> None:
         """Free every process group of the run; the default group stays."""
-        self.model.destroy()
+        for chunk in self.chunks:
+            chunk.destroy()
         for module in self.modules.values():
             module.grid.destroy()
 
 
-def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> MimoModel:
-    """The run's bare model on this rank; its weights are not initialized."""
+def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[MimoModel]:
+    """The run's bare model on this rank, by virtual stage; its weights are not initialized."""
     specs = layer_specs(config.transformer_impl)
     return build_vlm(config.preset, config.layouts, modules, specs, DTYPES[config.precision])
 
@@ -140,7 +149,7 @@ def _forward_step(microbatches, model: MimoModel):
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 
-def wrap_in_ddp(model: MimoModel) -> None:
+def wrap_in_ddp(chunks: list[MimoModel]) -> None:
     """Wrap each module in DDP over its own groups, and tell the schedule how to reduce them."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -151,12 +160,13 @@ def wrap_in_ddp(model: MimoModel) -> None:
             config, ddp_config, module, pg_collection=module.pg_collection
         )
 
-    for name, module in model.modality_submodules.items():
-        (encoder,) = module.encoders.values()
-        model.modality_submodules[name] = wrapped(module, encoder.config)
-    model.language_model = wrapped(model.language_model, model.config)
-    model.config.finalize_model_grads_func = finalize_mimo_grads
-    model.config.no_sync_func = partial(no_grad_sync, model)
+    for chunk in chunks:
+        for name, module in chunk.modality_submodules.items():
+            (encoder,) = module.encoders.values()
+            chunk.modality_submodules[name] = wrapped(module, encoder.config)
+        chunk.language_model = wrapped(chunk.language_model, chunk.config)
+        chunk.config.finalize_model_grads_func = finalize_mimo_grads
+        chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 
 
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:

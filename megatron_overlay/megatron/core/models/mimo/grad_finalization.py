@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 
-def ddp_modules(model: MimoModel) -> list[DistributedDataParallel]:
-    """The DDP-wrapped modules that this rank holds, in the same order on every rank."""
-    held = [*model.modality_submodules.values(), model.language_model]
-    return [module for module in held if isinstance(module, DistributedDataParallel)]
+def ddp_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
+    """The DDP-wrapped modules that this rank holds, each as its list of virtual pipeline stages.
+
+    Args:
+        chunks: one MimoModel for each virtual stage; the first holds the modalities.
+    """
+    modalities = [[module] for chunk in chunks for module in chunk.modality_submodules.values()]
+    held = [*modalities, [chunk.language_model for chunk in chunks]]
+    return [module for module in held if isinstance(module[0], DistributedDataParallel)]
 
 
 @contextlib.contextmanager
-def no_grad_sync(model: MimoModel) -> Iterator[None]:
+def no_grad_sync(chunks: Sequence[MimoModel]) -> Iterator[None]:
     """Hold back every module's gradient reduction: the schedule's ``no_sync_func``."""
     with contextlib.ExitStack() as stack:
-        for module in ddp_modules(model):
+        for module in itertools.chain(*ddp_modules(chunks)):
             stack.enter_context(module.no_sync())
         yield
 
@@ -62,20 +68,23 @@ def finalize_mimo_grads(
     DP ranks for the encoder, which is not the number the loss was summed over.
 
     Args:
-        model: the one MimoModel.
+        model: the MimoModel, one for each virtual pipeline stage.
         num_tokens: scalar, tokens with a loss on this rank; None leaves sums of token gradients.
         pg_collection: the language model's groups.
         force_all_reduce: as in DDP's ``finish_grad_sync``.
     """
-    (mimo,) = model
-    for module in ddp_modules(mimo):
+    modules = ddp_modules(model)
+    for stages in modules:
+        for stage in stages:
+            if stage.ddp_config.overlap_grad_reduce:
+                stage.start_grad_sync()
         finalize_model_grads(
-            [module],
+            stages,
             None,
-            pg_collection=unwrap_model(module).pg_collection,
+            pg_collection=unwrap_model(stages[0]).pg_collection,
             force_all_reduce=force_all_reduce,
         )
     if num_tokens is not None:
         total = global_token_count(num_tokens, pg_collection)
-        for module in ddp_modules(mimo):
-            module.scale_gradients(1.0 / total.clamp(min=1))
+        for stage in itertools.chain(*modules):
+            stage.scale_gradients(1.0 / total.clamp(min=1))

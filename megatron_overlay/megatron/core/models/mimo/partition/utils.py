@@ -247,6 +247,22 @@ def row_owners(
     return owners.expand_as(input_ids)[input_ids == token_id]
 
 
+def packed_parameters(packing: dict | PackedSeqParams | None) -> PackedSeqParams | None:
+    """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
+
+    Args:
+        packing: keyword arguments of ``PackedSeqParams``, or made of them already.
+    """
+    if packing is None or isinstance(packing, PackedSeqParams):
+        return packing
+    bounds = {
+        name: value.to(torch.int32)
+        for name, value in packing.items()
+        if "cu_seqlens" in name and value is not None
+    }
+    return PackedSeqParams(**packing | bounds | {"qkv_format": "thd"})
+
+
 def padding_arguments(
     input_ids: torch.Tensor,
     adapter: PartitionAdapter,

@@ -1,0 +1,186 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train a colocated MimoModel whose language model is a pipeline, in three phases.
+
+1. All ranks run the encoders on their part of the whole batch; the bridge hands the rows to the
+   ranks of the language model's first stage.
+2. The language model's pipeline (1F1B, interleaved with virtual stages) runs over microbatch views
+   of the rows, which are leaves of its graph; their gradients gather in one buffer.
+3. The bridge takes that buffer back to the ranks that own the rows, and the encoders run their
+   backward.
+
+Gradients are reduced once, after the third phase. With p stages, m microbatches and E and L the
+ideal times of encoders and language model a step takes about E + L·(1 + (p − 1)/m).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.encoding import Tokens, communicate, encode
+from megatron.core.models.mimo.grad_finalization import no_grad_sync
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.partition.utils import packed_parameters
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+Microbatch = dict[str, object]
+
+
+def colocated_forward_backward_with_pp(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator[Microbatch],
+    model: MimoModel | list[MimoModel],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    pg_collection: ProcessGroupCollection,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    force_all_reduce: bool = False,
+    recompute_encoder_shares: int | None = None,
+) -> list:
+    """Forward and backward over one batch; gradients are final on return.
+
+    ``forward_step_func`` gets an iterator of microbatches without ``modality_inputs``: their place
+    is taken by ``encoder_embeddings``. It hands them to the model as keyword arguments.
+
+    Args:
+        forward_step_func, collect_non_loss_data, first_val_step, forward_only, force_all_reduce: as
+            in Megatron's schedules.
+        data_iterator: of ``num_microbatches`` dicts with MimoModel's keyword arguments. A
+            microbatch is what this rank's language model makes of it, on every stage;
+            its ``modality_inputs`` are the i-th part of what this rank *encodes* of the whole
+            batch: a DP rank encodes and consumes consecutive samples of it, so that rows lie in
+            the order of microbatches on both sides.
+        model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
+        num_microbatches: of a step; with virtual stages a multiple of the pipeline's size.
+        seq_length: tokens of a sequence, padded to what CP and SP divide.
+        micro_batch_size: sequences of a microbatch.
+        pg_collection: the language model's groups.
+        recompute_encoder_shares: keep no encoder activations between phases 1 and 3; run the
+            encoders again in phase 3, this many microbatches' worth at a time. ``None`` keeps all.
+
+    Returns:
+        What the loss function reported of each microbatch on the last stage; else empty.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    mimo, config = chunks[0], get_model_config(chunks[0])
+    schedule = get_forward_backward_func(
+        pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
+    )
+    microbatches = [dict(next(data_iterator)) for _ in range(num_microbatches)]
+    shares = [microbatch.pop("modality_inputs", None) for microbatch in microbatches]
+    for microbatch in microbatches:
+        microbatch["packing_kwargs"] = packed_parameters(microbatch.get("packing_kwargs"))
+    tokens = [Tokens(m["input_ids"], m["packing_kwargs"]) for m in microbatches]
+
+    with torch.set_grad_enabled(not forward_only), no_grad_sync(chunks):
+        rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
+        views = [_views(mimo, name, tensor, tokens) for name, tensor in rows.items()]
+        for number, microbatch in enumerate(microbatches):
+            microbatch["encoder_embeddings"] = {
+                view.name: view.leaves[number] for view in views if view.leaves
+            }
+        with _grad_finalization_deferred(config) as deferred:
+            reports = schedule(
+                forward_step_func=forward_step_func,
+                data_iterator=[iter(microbatches) for _ in chunks],
+                model=chunks,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+                p2p_communicator=P2PCommunicator(pg_collection.pp, config),
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+        trained = [(rows[view.name], view.grad) for view in views if view.grad is not None]
+        if trained:
+            torch.autograd.backward(*map(list, zip(*trained, strict=True)))
+    if deferred.called and config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            chunks,
+            deferred.num_tokens,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+    return reports
+
+
+@dataclass
+class _Views:
+    """One modality's rows, cut into microbatches.
+
+    Attributes:
+        name: of the modality.
+        leaves: ``[rows of the microbatch, H]`` each, a view of the rows without their history;
+            empty on later stages.
+        grad: ``[rows, H]``, where the leaves' gradients gather; None if the rows need none.
+    """
+
+    name: str
+    leaves: list[Tensor]
+    grad: Tensor | None
+
+
+def _views(model: MimoModel, name: str, rows: Tensor, microbatches: list[Tokens]) -> _Views:
+    grad = torch.zeros_like(rows) if rows.requires_grad else None
+    if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
+        return _Views(name, [], grad)
+    token_id = model.special_token_ids[name]
+    counts = torch.stack([(m.input_ids == token_id).sum() for m in microbatches]).tolist()
+    if sum(counts) != len(rows):
+        raise ValueError(
+            f"the batch has {sum(counts)} {name} tokens, but {len(rows)} {name} embeddings"
+        )
+    leaves = list(rows.detach().split(counts))
+    if grad is not None:
+        for leaf, part in zip(leaves, grad.split(counts), strict=True):
+            leaf.requires_grad_().grad = part
+    return _Views(name, leaves, grad)
+
+
+@dataclass
+class _Deferred:
+    """What the pipeline would have finalized the gradients with."""
+
+    called: bool = False
+    num_tokens: Tensor | None = None
+
+
+@contextlib.contextmanager
+def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferred]:
+    """Note the token count instead of finalizing, and leave synchronization to the caller."""
+    deferred = _Deferred()
+
+    def note(model, num_tokens=None, **_):
+        deferred.called, deferred.num_tokens = True, num_tokens
+
+    changed = {
+        "finalize_model_grads_func": note,
+        "no_sync_func": None,
+        "grad_sync_func": None,
+        "param_sync_func": None,
+    }
+    before = {name: getattr(config, name) for name in changed}
+    for name, value in changed.items():
+        setattr(config, name, value)
+    try:
+        yield deferred
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

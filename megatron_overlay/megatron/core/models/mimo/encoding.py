@@ -1,0 +1,151 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run a colocated MimoModel's encoders, and hand their output over to the language model's ranks.
+
+Both halves take one microbatch or many: the three-phase schedule encodes a whole batch at once, and
+the language model then consumes it microbatch by microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core import tensor_parallel
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.partition.utils import row_owners
+from megatron.core.packed_seq_params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.model.base import MimoModel
+
+ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
+"""Per modality and encoder, the encoder's keyword arguments; None for a modality without input."""
+
+
+class Tokens(NamedTuple):
+    """A microbatch as the language model on this rank sees it: which rows go where.
+
+    Args:
+        input_ids: int64 ``[B, S]``.
+        packed_seq_params: of a packed microbatch, with global ``cu_seqlens``; B is 1.
+    """
+
+    input_ids: Tensor
+    packed_seq_params: PackedSeqParams | None = None
+
+
+def encode(
+    model: MimoModel, shares: Sequence[ModalityInputs | None], recompute: int | None = None
+) -> dict[str, Tensor]:
+    """Run every modality's encoders on this rank's part of the batch.
+
+    Args:
+        model: the MimoModel.
+        shares: inputs, in batch order; tensors of several are concatenated along their first dim.
+        recompute: keep no activations; in the backward run the encoders again, this many shares at
+            a time. ``None`` keeps them.
+
+    Returns:
+        Per modality ``[rows, H]``. One without input has 0 rows if a bridge waits for them, and is
+        left out otherwise. Rows require grad on all ranks or on none.
+
+    Raises:
+        ValueError: shares give an encoder different arguments, or different values of one that is
+            no tensor.
+    """
+    step = recompute or max(len(shares), 1)
+    merged = [_merged(shares[i : i + step]) for i in range(0, len(shares), step)]
+    rows = {}
+    for name, submodule in model.modality_submodules.items():
+        trained = any(p.requires_grad for p in submodule.parameters())
+        parts = [
+            _encode_part(submodule, inputs[name], bool(recompute) and trained)
+            for inputs in merged
+            if inputs.get(name) is not None
+        ]
+        if not parts and (name, MIMO_LANGUAGE_MODULE_KEY) not in model.colocated_comms:
+            continue
+        parts = parts or [model._empty_encoder_output(name).detach()]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows[name] = joined.requires_grad_() if trained and torch.is_grad_enabled() else joined
+    return rows
+
+
+def communicate(
+    model: MimoModel, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
+) -> dict[str, Tensor]:
+    """Hand rows over to the ranks whose first pipeline stage consumes them.
+
+    Collective over all ranks of the model, also those without a row.
+
+    Args:
+        model: the MimoModel.
+        rows: what :func:`encode` returned for the ranks' whole shares.
+        microbatches: all that this rank's language model makes of them, in order.
+
+    Returns:
+        Per modality ``[rows consumed, H]``, in the order of ``microbatches``; 0 rows on later
+        stages. Without a bridge for the modality, what came in.
+    """
+    return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
+
+
+def _communicate(
+    model: MimoModel, name: str, rows: Tensor, microbatches: Sequence[Tokens]
+) -> Tensor:
+    bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
+    if bridge is None:
+        return rows
+    token_id = model.special_token_ids[name]
+    consumed = torch.stack([(tokens.input_ids == token_id).sum() for tokens in microbatches]).sum()
+    owners = [
+        row_owners(tokens.input_ids, token_id, model.partition_adapter, tokens.packed_seq_params)
+        for tokens in microbatches
+    ]
+    return bridge.communicate(
+        rows,
+        bridge.row_counts(len(rows), consumed),
+        None if owners[0] is None else torch.cat(owners),
+    )
+
+
+def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:
+    if not (recompute and torch.is_grad_enabled()):
+        return submodule(encoder_inputs=inputs)
+    anchor = torch.empty(0, requires_grad=True)  # without an input to differentiate: no backward
+    return tensor_parallel.checkpoint(partial(_run, submodule, inputs), False, anchor)
+
+
+def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
+    return submodule(encoder_inputs=inputs)
+
+
+def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
+    """One input for all shares; those without a modality add nothing to it."""
+    found: dict[str, list] = {}
+    for share in shares:
+        for name, inputs in (share or {}).items():
+            if inputs is not None:
+                found.setdefault(name, []).append(inputs)
+    return {name: _joined(inputs, name) for name, inputs in found.items()}
+
+
+def _joined(values: list, what: str):
+    """Concatenate tensors, join dicts key by key, and keep what is the same everywhere."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, dict):
+        if any(value.keys() != first.keys() for value in values):
+            raise ValueError(f"the microbatches give {what} different arguments")
+        return {key: _joined([value[key] for value in values], f"{what}.{key}") for key in first}
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if any(value != first for value in values):
+        raise ValueError(f"the microbatches give {what} different values, and no tensors")
+    return first
