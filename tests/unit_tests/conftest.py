@@ -68,6 +68,15 @@ def _environment_restored() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def _aux_loss_scale_forgotten() -> Iterator[None]:
+    """The first backward with experts fixes its shape: [] outside of a schedule, else [1]."""
+    yield
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
     """End the process, with its stacks, when a test hangs."""

@@ -68,13 +68,17 @@ class RADIOEncoderWrapper(MegatronModule):
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
         """Encode tiles.
 
+        Without any, a blank one is encoded and dropped, so that every parameter gets a gradient of
+        zero and this rank takes part in what its peers do in the backward.
+
         Args:
-            tiles: [n, 3, H, W], pixels in [0, 1].
+            tiles: [n, 3, H, W], pixels in [0, 1]; n may be 0.
 
         Returns:
             [n · tokens_per_tile, output_size]
         """
-        features = self.radio(tiles.to(self.config.params_dtype))
-        patches = features[:, self.preset.class_tokens :]
+        encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
+        features = self.radio(encoded.to(self.config.params_dtype))
+        patches = features[: len(tiles), self.preset.class_tokens :]
         rows = self.preset.tile // self.preset.patch
         return pixel_shuffle(patches, rows, self.preset.pixel_shuffle).flatten(0, 1)

@@ -138,6 +138,21 @@ class ColocatedBridgeCommunicator:
             tensor, self.plan_routes(num_rows, rows_per_sample, row_owner, tensor.device)
         )
 
+    def row_counts(self, produced: int, consumed: Tensor) -> list[int] | None:
+        """``rows_per_sample`` for a batch whose slots differ in rows, which no rank knows alone.
+
+        With fan-out it is collective over ``gather_pg`` and waits for the device.
+
+        Args:
+            produced: rows that this rank has as a source.
+            consumed: rows that it ends with as a destination; int64 scalar.
+        """
+        if self.is_fan_in():
+            return [produced]
+        if self.is_fan_out():
+            return self._gather_slots(consumed.view(1), consumed.device).flatten().tolist()
+        return None
+
     def plan_routes(
         self,
         num_rows: int,

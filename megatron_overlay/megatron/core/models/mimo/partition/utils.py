@@ -105,7 +105,8 @@ class PartitionAdapter:
     ) -> PaddedLengths:
         """Real and padded sample lengths along the sequence dimension.
 
-        Packed boundaries are read on the host, once a batch.
+        Packed boundaries are read on the host, once a batch. Where the loader has padded the
+        samples already (``cu_seqlens_q_padded``), its padding counts as tokens.
 
         Raises:
             ValueError: the packed samples do not cover ``seq_length`` tokens, or TP communication
@@ -116,9 +117,7 @@ class PartitionAdapter:
                 f"TP communication overlap needs sequences of {self.cfg.max_seq_len} tokens, "
                 f"found {seq_length}"
             )
-        samples = (seq_length,)
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            samples = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        samples = _packed_samples(packed_seq_params) or (seq_length,)
         if sum(samples) != seq_length:
             raise ValueError(
                 f"the packed samples have {sum(samples)} tokens, the sequence {seq_length}"
@@ -129,9 +128,11 @@ class PartitionAdapter:
         """Which CP rank holds which padded token."""
         return _zigzag(lengths, self.cfg.cp_size)
 
-    def owners(self, seq_length: int) -> torch.Tensor:
-        """CP rank that holds each token of an unpacked sequence, int64 ``[S]``."""
-        lengths = self.lengths(seq_length)
+    def owners(
+        self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
+    ) -> torch.Tensor:
+        """CP rank that holds each token of a sequence, int64 ``[S]``."""
+        lengths = self.lengths(seq_length, packed_seq_params)
         layout = self.layout(lengths)
         return (layout.places // layout.shard_size)[lengths.valid]
 
@@ -225,21 +226,64 @@ def shard_language_batch(
 
 
 def row_owners(
-    input_ids: torch.Tensor, token_id: int, adapter: PartitionAdapter | None
+    input_ids: torch.Tensor,
+    token_id: int,
+    adapter: PartitionAdapter | None,
+    packed_seq_params: PackedSeqParams | None = None,
 ) -> torch.Tensor | None:
     """CP rank that uses each row of a modality's flat embeddings.
 
     Args:
         input_ids: ``[B, S]``; the modality's rows replace its ``token_id`` tokens in this order.
         adapter: of the language model; None where nothing is sharded.
+        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
 
     Returns:
         int64 ``[rows]``, or None without context parallelism.
     """
     if adapter is None or not adapter.cfg.use_cp:
         return None
-    owners = adapter.owners(input_ids.size(1)).to(input_ids.device)
+    owners = adapter.owners(input_ids.size(1), packed_seq_params).to(input_ids.device)
     return owners.expand_as(input_ids)[input_ids == token_id]
+
+
+def padding_arguments(
+    input_ids: torch.Tensor,
+    adapter: PartitionAdapter,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> dict[str, torch.Tensor]:
+    """What tells a language model's experts which tokens ``adapter`` has added as padding.
+
+    They are routed, but count neither for the load-balancing losses nor for the expert bias.
+
+    Args:
+        input_ids: ``[B, S]``.
+        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
+
+    Returns:
+        ``padding_mask``, bool ``[B, padded/(cp·tp)]`` as the embeddings are sharded, true at
+        padding; nothing where there is none.
+    """
+    lengths = adapter.lengths(input_ids.size(1), packed_seq_params)
+    if lengths.real == lengths.padded:
+        return {}
+    tokens = torch.zeros_like(input_ids, dtype=torch.bool)
+    mask = adapter.shard_tokens(tokens, lengths, pad=True)
+    if adapter.cfg.seq_parallel:
+        mask = mask.chunk(adapter.cfg.sp_size, dim=1)[adapter.cfg.tp_group.rank()]
+    return {"padding_mask": mask}
+
+
+def _packed_samples(packed_seq_params: PackedSeqParams | None) -> tuple[int, ...]:
+    """Tokens of each sample of a packed row, kept on ``packed_seq_params`` once read."""
+    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        return ()
+    kept = vars(packed_seq_params)
+    if "_samples" not in kept:
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+        kept["_samples"] = tuple(bounds.diff().tolist())
+    return kept["_samples"]
 
 
 @lru_cache(maxsize=64)
