@@ -117,7 +117,8 @@ def language_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> Tr
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
-        cross_entropy_loss_fusion=True,
+        # The fused loss rounds the gradient of the logits to bf16, whatever their type.
+        cross_entropy_loss_fusion=dtype is torch.bfloat16,
         cross_entropy_fusion_impl="native",
         **_common(layout, dtype),
     )

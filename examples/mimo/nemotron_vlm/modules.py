@@ -13,6 +13,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 DIMS = ["tp", "cp", "pp", "dp"]
 """Fastest first. PP lies inside DP: so a rank's samples are the same in every module's grid."""
@@ -40,9 +41,10 @@ def make_modules(layouts: Layouts, backend: str) -> dict[str, ModuleGroups]:
 
 
 def prepare_megatron(modules: dict[str, ModuleGroups], seed: int) -> None:
-    """Set up what Megatron keeps per process: its scratch buffer and the RNG tracker."""
+    """Set up what Megatron keeps per process: scratch buffer, MoE metrics and the RNG tracker."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+    destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
     groups = modules[LANGUAGE].groups
     model_parallel_cuda_manual_seed(
         seed,

@@ -32,6 +32,7 @@ from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VL
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -46,6 +47,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -55,7 +57,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 BACKEND = "nccl" if HAVE_CUDA else "gloo"
 SEED = 0
-BATCH = Batch(global_size=16, micro_size=2, seq_length=16)
+BATCH = Batch(global_size=16, micro_size=4, seq_length=16)
 
 PRESET = VLMPreset(
     name="test",
@@ -145,7 +147,8 @@ def _language_params(layouts: Layouts, groups: ProcessGroupCollection) -> dict:
 
 def _nemotron_gpt_config(layout: Layout) -> TransformerConfig:
     """Squared ReLU, sigmoid scores with expert bias and scaling, shared expert, seq aux loss."""
-    return replace(language_config(PRESET, layout, torch.float32), is_hybrid_model=False)
+    config = language_config(PRESET, layout, torch.float32)
+    return replace(config, is_hybrid_model=False, num_layers=2)
 
 
 def _plain_gpt_config(layout: Layout) -> TransformerConfig:
@@ -284,7 +287,7 @@ class Run:
 def initialized(
     build: Build, layouts: Layouts, modules: dict[str, ModuleGroups]
 ) -> Iterator[MimoModel]:
-    """The model with its initial weights; its groups and Megatron's buffer end with the block."""
+    """The model with its initial weights; what Megatron keeps per process ends with the block."""
     prepare_megatron(modules, SEED)
     model = build(layouts, modules).to(Utils.device)
     initialize_weights(model, SEED)
@@ -292,7 +295,21 @@ def initialized(
         yield model
     finally:
         model.destroy()
+        _free_groups(model)
         parallel_state.destroy_global_memory_buffer()
+        destroy_moe_metrics_tracker()
+
+
+def _free_groups(model: MimoModel) -> None:
+    """Let go of groups that outlive their destruction, three threads each under gloo.
+
+    The dispatchers keep the last forward's graph, whose nodes hold DDP's hooks where Python's
+    collector does not see them; the cache of rotary embeddings keeps their CP group.
+    """
+    for module in model.modules():
+        if hasattr(module, "token_dispatcher"):
+            module.token_dispatcher = None
+    RotaryEmbedding.forward.cache_clear()
 
 
 def train(build: Build, layouts: Layouts, modules: dict[str, ModuleGroups], steps: int) -> Run:

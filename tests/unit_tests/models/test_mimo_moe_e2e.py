@@ -5,7 +5,6 @@
 import gc
 
 import pytest
-import torch
 
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -37,10 +36,13 @@ class TestTrainsLikeOneRank:
         self.groups_before = process_groups()
 
     def teardown_method(self, method):
-        gc.collect()
         assert process_groups() == self.groups_before
         assert not parallel_state.is_initialized()
         assert parallel_state._GLOBAL_MEMORY_BUFFER is None
+
+    @classmethod
+    def teardown_class(cls):
+        gc.collect()  # a model is a cycle; it keeps its groups
 
     @pytest.mark.parametrize(
         ("build", "encoder", "language"),
@@ -67,4 +69,5 @@ class TestTrainsLikeOneRank:
             for name, part in run.experts.items():
                 whole = expert_shard(expected.experts[name], part, groups)
                 # Adam's steps are of the size of lr.
-                torch.testing.assert_close(part, whole, rtol=0, atol=RTOL * ADAM.lr, msg=name)
+                error = (part - whole).abs().max().item()
+                assert error <= RTOL * ADAM.lr, name

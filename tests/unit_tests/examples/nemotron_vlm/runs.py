@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.cli import parse_args
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from tests.unit_tests.test_utilities import Utils
 
@@ -36,10 +38,18 @@ ONE_RANK_TIMEOUT_S = 200
 
 
 @contextlib.contextmanager
-def trainer(*arguments: str, source: SampleSource | None = None) -> Iterator[Trainer]:
-    """A trainer for command-line arguments on this world's ranks; its groups end with the block."""
+def trainer(
+    *arguments: str, source: SampleSource | None = None, preset: VLMPreset | None = None
+) -> Iterator[Trainer]:
+    """A trainer for command-line arguments on this world's ranks; its groups end with the block.
+
+    Args:
+        source: of other samples than the arguments say.
+        preset: of another model; the arguments' one must allow the same layouts.
+    """
     Utils.initialize_distributed()
     config = parse_args([*SHORT_RUN, *arguments], Utils.world_size)
+    config = replace(config, preset=preset or config.preset)
     layouts = config.layouts
     source = source or make_source(
         config.data, config.preset.encoder, layouts.batch.seq_length, config.seed

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm import checkpoint
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory, trainer
+from tests.unit_tests.models.mimo_models import PRESET
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 2
@@ -41,7 +42,7 @@ class TestEightRanks:
     def test_training_goes_on_in_another_layout(self, shared_path):
         continued = []
         for number, (encoder, language) in enumerate(LAYOUTS):
-            with trainer("--encoder", encoder, "--language", language) as run:
+            with trainer("--encoder", encoder, "--language", language, preset=PRESET) as run:
                 if number > 0:
                     checkpoint.load(run, shared_path)
                 continued += train(run)

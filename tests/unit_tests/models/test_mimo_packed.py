@@ -1,0 +1,84 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Packed samples of odd lengths train as if each had come alone, whatever the layout."""
+
+import contextlib
+import functools
+
+import pytest
+
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.models.one_step import PROPORTIONAL_STEP, TOLERANCE
+from tests.unit_tests.models.packed_rows import (
+    LENGTHS_AND_TILES,
+    SAMPLES_A_ROW,
+    OddSamples,
+    PackedPlan,
+)
+from tests.unit_tests.models.weights import (
+    Weights,
+    assert_shards_equal,
+    assert_shards_moved_alike,
+    gather_weights,
+)
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+@contextlib.contextmanager
+def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_ROW, rows: int = 8):
+    arguments = (
+        *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP),
+        *("--global-batch-size", str(rows * SAMPLES_A_ROW)),
+        *("--micro-batch-size", str(samples_a_row)),
+    )
+    with trainer(*arguments, source=OddSamples()) as run:
+        run.plan = PackedPlan(run.plan)
+        yield run
+
+
+def without_balancing_loss(run):
+    """That loss treats a row as one sequence, so it depends on packing."""
+    run.model.config.moe_aux_loss_coeff = 0.0
+    return run
+
+
+@functools.cache
+def whole_rows() -> tuple[Weights, Weights, float]:
+    """Weights before and after a step, and its loss, where each rank takes one whole row."""
+    with packed_trainer("dp=8", "dp=8") as run:
+        before = gather_weights(run.model)
+        loss = run.train_step()["loss"]
+        return before, gather_weights(run.model), loss
+
+
+class TestPackedSamples:
+    @requires_world_size(1)
+    def test_a_packed_row_trains_as_its_samples_one_by_one(self):
+        rows = len(LENGTHS_AND_TILES) // SAMPLES_A_ROW
+        with packed_trainer("", "", samples_a_row=1, rows=rows) as run:
+            before = gather_weights(run.model)
+            alone = without_balancing_loss(run).train_step()
+            after = gather_weights(run.model)
+        with packed_trainer("", "", rows=rows) as run:
+            packed = without_balancing_loss(run).train_step()
+            assert_shards_moved_alike(run.model, before, after, TOLERANCE)
+        assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert packed["num_tokens"] == alone["num_tokens"]
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("tp=1,dp=8", "cp=4,dp=2,ep=2", id="fan-in-4-cp-4-ep-2"),
+            pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1", id="fan-in-4-cp-2-tp-2-ep-4"),
+            pytest.param("tp=8,dp=1", "cp=2,dp=4,ep=4", id="fan-out-4-cp-2-ep-4"),
+            pytest.param("tp=4,dp=2", "tp=2,dp=4", id="fan-out-2-cp-1-tp-2"),
+            pytest.param("tp=4,dp=2", "cp=4,dp=2", id="equal-cp-4"),
+        ],
+    )
+    def test_cut_rows_train_as_whole_ones(self, encoder, language):
+        before, after, loss = whole_rows()
+        with packed_trainer(encoder, language) as run:
+            assert_shards_equal(run.model, before)
+            assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
+            assert_shards_moved_alike(run.model, before, after, TOLERANCE)
