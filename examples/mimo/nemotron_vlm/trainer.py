@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
@@ -123,10 +125,16 @@ class Trainer:
         return global_token_count(local, self.language_groups).tolist()
 
     def destroy(self) -> None:
-        """Free every process group of the run; the default group stays."""
+        """Free the model and every process group of the run; the default group stays.
+
+        Collective over all ranks: none closes a group that another still uses.
+        """
+        dist.barrier()
         self.model.destroy()
         for module in self.modules.values():
             module.grid.destroy()
+        del self.model, self.optimizer, self.scheduler, self.modules
+        gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
 
 
 def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> MimoModel:
