@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
@@ -131,11 +133,21 @@ class Trainer:
         return global_token_count(local, self.language_groups).tolist()
 
     def destroy(self) -> None:
-        """Free every process group of the run; the default group stays."""
+        """Free the model and every process group of the run; the default group stays.
+
+        Collective over all ranks: none closes a group that another still uses. Experts' dispatchers
+        keep the last forward's graph, and with it the groups, out of the garbage collector's sight.
+        """
+        dist.barrier()
         for chunk in self.chunks:
             chunk.destroy()
+            for module in chunk.modules():
+                if hasattr(module, "token_dispatcher"):
+                    module.token_dispatcher = None
         for module in self.modules.values():
             module.grid.destroy()
+        del chunk, module, self.chunks, self.optimizer, self.scheduler, self.modules
+        gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
 
 
 def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[MimoModel]:

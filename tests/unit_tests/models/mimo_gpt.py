@@ -223,7 +223,7 @@ def train(
         model.config, ddp_config, model.language_model, pg_collection=language.groups
     )
     model.config.finalize_model_grads_func = finalize_mimo_grads
-    model.config.no_sync_func = partial(no_grad_sync, model)
+    model.config.no_sync_func = partial(no_grad_sync, [model])
     optimizer = get_mimo_optimizer(
         model,
         OptimizerConfig(

@@ -210,7 +210,8 @@ def build_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoM
 
 def build_radio_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoModel:
     """RADIO, projector and the hybrid Mamba-MoE language model, as the training program's."""
-    return build_vlm(PRESET, layouts, modules, layer_specs("local"), torch.float32)
+    (model,) = build_vlm(PRESET, layouts, modules, layer_specs("local"), torch.float32)
+    return model
 
 
 build_plain_moe_gpt: Build = partial(_build_gpt, _plain_gpt_config)
@@ -316,7 +317,7 @@ def train(build: Build, layouts: Layouts, modules: dict[str, ModuleGroups], step
     """Train on random data, with Adam, over the groups of ``modules``."""
     groups = modules[LANGUAGE].groups
     with initialized(build, layouts, modules) as model:
-        wrap_in_ddp(model)
+        wrap_in_ddp([model])
         optimizer = get_mimo_optimizer(model, ADAM)
         run = Run()
         for step in range(steps):

@@ -43,15 +43,15 @@ def arguments(encoder: str, language: str) -> tuple[str, ...]:
 def reference_step(encoder: str) -> tuple[Weights, Weights]:
     """Weights before and after the step, with the language model laid out as its encoder."""
     with trainer(*arguments(encoder, language=encoder)) as run:
-        before = gather_weights(run.model)
+        before = gather_weights(run.chunks)
         assert not run.train_step()["skipped"]
-        return before, gather_weights(run.model)
+        return before, gather_weights(run.chunks)
 
 
 def assert_step_equals_reference(encoder: str, language: str) -> None:
     """Take the step; every shard of encoder and language model moves as the reference's."""
     before, after = reference_step(encoder)
     with trainer(*arguments(encoder, language)) as run:
-        assert_shards_equal(run.model, before)
+        assert_shards_equal(run.chunks, before)
         run.train_step()
-        assert_shards_moved_alike(run.model, before, after, TOLERANCE)
+        assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)

@@ -19,9 +19,9 @@ Weights = dict[str, torch.Tensor]
 """Whole parameters and persistent buffers, on the CPU."""
 
 
-def local_shards(model: MimoModel) -> list[ShardedTensor]:
-    """The parts that this rank holds; their data are the model's own tensors."""
-    state = model.sharded_state_dict()
+def local_shards(chunks: list[MimoModel]) -> list[ShardedTensor]:
+    """The parts that this rank's virtual stages hold; their data are the model's own tensors."""
+    state = [chunk.sharded_state_dict() for chunk in chunks]
     apply_factories(state)
     return [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
 
@@ -34,7 +34,7 @@ def window(part: ShardedTensor) -> tuple[int | slice, ...]:
     return (*part.global_offset[:axes], *slices)
 
 
-def gather_weights(model: MimoModel) -> Weights:
+def gather_weights(chunks: list[MimoModel]) -> Weights:
     """The whole model on every rank; a collective over the world.
 
     Raises:
@@ -42,7 +42,7 @@ def gather_weights(model: MimoModel) -> Weights:
     """
     own = [
         (part.key, part.global_shape, window(part), part.data.detach().cpu())
-        for part in local_shards(model)
+        for part in local_shards(chunks)
         if not any(part.replica_id)
     ]
     by_rank = [None] * dist.get_world_size()
@@ -55,21 +55,21 @@ def gather_weights(model: MimoModel) -> Weights:
     return whole
 
 
-def assert_shards_equal(model: MimoModel, weights: Weights) -> None:
+def assert_shards_equal(chunks: list[MimoModel], weights: Weights) -> None:
     """Every shard of this rank, replicas included, has the bits of its window in ``weights``."""
-    for part in local_shards(model):
+    for part in local_shards(chunks):
         assert torch.equal(part.data.cpu().float(), weights[part.key][window(part)]), part.key
 
 
 def assert_shards_moved_alike(
-    model: MimoModel, before: Weights, after: Weights, tolerance: float
+    chunks: list[MimoModel], before: Weights, after: Weights, tolerance: float
 ) -> None:
     """Every shard of this rank went from ``before`` to ``after``.
 
     Args:
         tolerance: norm of a shard's error, relative to the norm of its parameter's whole move.
     """
-    held = local_shards(model)
+    held = local_shards(chunks)
     wrong = {}
     for part in held:
         error = (part.data.cpu().float() - after[part.key][window(part)]).norm()
