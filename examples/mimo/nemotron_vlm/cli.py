@@ -31,6 +31,7 @@ class RunConfig:
     weight_decay: float
     clip_grad: float
     adam_eps: float
+    recompute_encoder: int
     eval_interval: int
     eval_samples: int
     save: Path | None
@@ -80,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=float, default=0.01)
     add("--clip-grad", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
     add("--adam-eps", type=float, default=1e-5, help="Adam's epsilon")
+    add(
+        "--recompute-encoder",
+        type=int,
+        default=0,
+        metavar="K",
+        help="with a pipeline, keep no encoder activations but run the encoder again in the "
+        "backward, K microbatches' worth at a time; 0 keeps them",
+    )
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
     add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps")
@@ -131,7 +140,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("global_batch_size", "micro_batch_size", "seq_length", "steps", "eval_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
-    for name in ("eval_interval", "save_interval", "warmup_steps", "seed"):
+    for name in ("eval_interval", "save_interval", "warmup_steps", "seed", "recompute_encoder"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
     if not 0 <= args.min_lr <= args.lr:

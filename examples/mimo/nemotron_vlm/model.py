@@ -48,6 +48,9 @@ def _common(layout: Layout, dtype: torch.dtype) -> dict:
         "context_parallel_size": layout.cp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        # Batched, messages of two stages that are both before and after each other would mix.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,

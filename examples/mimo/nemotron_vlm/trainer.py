@@ -87,9 +87,12 @@ class Trainer:
         microbatches = agreed(
             lambda: self.plan.microbatches(self.source, split, step, self.device)
         )
-        schedule = colocated_forward_backward_with_pp
-        if self.config.layouts.language.pp == 1:
-            schedule = forward_backward_no_pipelining
+        schedule = forward_backward_no_pipelining
+        if self.config.layouts.language.pp > 1:
+            schedule = partial(
+                colocated_forward_backward_with_pp,
+                recompute_encoder_shares=self.config.recompute_encoder or None,
+            )
         return schedule(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),

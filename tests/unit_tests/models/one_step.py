@@ -29,9 +29,9 @@ TOLERANCE = 2e-5
 """Relative; fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median parameter."""
 
 
-def arguments(encoder: str, language: str) -> tuple[str, ...]:
-    """Command line of the step; two microbatches of the same samples in every layout."""
-    samples_per_rank = MICROBATCH // parse_layout(language, "language").dp
+def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tuple[str, ...]:
+    """Command line of the step; microbatches of the same samples in every layout."""
+    samples_per_rank = microbatch // parse_layout(language, "language").dp
     return (
         *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP),
         *("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(samples_per_rank)),
@@ -48,10 +48,17 @@ def reference_step(encoder: str) -> tuple[Weights, Weights]:
         return before, gather_weights(run.chunks)
 
 
-def assert_step_equals_reference(encoder: str, language: str) -> None:
-    """Take the step; every shard of encoder and language model moves as the reference's."""
+def assert_step_equals_reference(
+    encoder: str, language: str, *more: str, microbatch: int = MICROBATCH
+) -> None:
+    """Take the step; every shard of encoder and language model moves as the reference's.
+
+    Args:
+        more: command-line arguments that change nothing of the result.
+        microbatch: samples of one, over all ranks.
+    """
     before, after = reference_step(encoder)
-    with trainer(*arguments(encoder, language)) as run:
+    with trainer(*arguments(encoder, language, microbatch), *more) as run:
         assert_shards_equal(run.chunks, before)
         run.train_step()
         assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)

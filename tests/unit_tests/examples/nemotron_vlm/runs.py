@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.cli import parse_args
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.layout import parse_layout
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from tests.unit_tests.test_utilities import Utils
@@ -33,6 +34,9 @@ rounding, until a token's choice between two equal experts falls otherwise, whic
 TOLERANCE = 1e-4
 """Relative, of fp32 losses and gradient norms: sums in another order, ten steps amplified."""
 
+
+SAMPLES = 32
+"""Of a global batch whose trajectory is compared."""
 
 ONE_RANK_TIMEOUT_S = 200
 
@@ -120,3 +124,19 @@ def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
         assert [record[name] for record in records] == pytest.approx(expected, rel=TOLERANCE), name
     assert [r["num_tokens"] for r in records] == [r["num_tokens"] for r in reference]
     assert not any(r["skipped"] for r in records)
+
+
+def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
+    """Train in the layouts, ``language`` with its dp, and on one rank.
+
+    Few microbatches a step, as each costs all its collectives: two, or as many as stages.
+    """
+    layout = parse_layout(language, "language")
+
+    def batch(microbatches: int, dp: int) -> tuple[str, ...]:
+        micro_size = SAMPLES // microbatches // dp
+        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
+
+    arguments = batch(max(2, layout.pp), layout.dp)
+    records = trajectory("--encoder", encoder, "--language", language, *arguments)
+    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1)))

@@ -27,7 +27,7 @@ class ShuffledTiles:
 
 def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:
     with trainer("--micro-batch-size", str(micro_batch_size)) as run:
-        [chunk.train() for chunk in run.chunks]
+        run.chunks[0].train()
         run.run_schedule(_forward_step, "train", 0, forward_only=False)
         return {name: p.main_grad.clone() for name, p in run.chunks[0].named_parameters()}
 

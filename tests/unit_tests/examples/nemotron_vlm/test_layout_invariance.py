@@ -4,33 +4,15 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.layout import parse_layout
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    assert_same_trajectory,
-    one_rank_trajectory,
-    trajectory,
-)
+from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
-
-SAMPLES = 32
-
-
-def check(encoder: str, language: str) -> None:
-    """Two microbatches a step in every layout: each costs all its collectives."""
-
-    def batch(dp: int) -> tuple[str, ...]:
-        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(SAMPLES // 2 // dp))
-
-    dp = parse_layout(language, "language").dp
-    records = trajectory("--encoder", encoder, "--language", language, *batch(dp))
-    assert_same_trajectory(records, one_rank_trajectory(*batch(1)))
 
 
 class TestTwoRanks:
     @requires_world_size(2)
     @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
     def test_trajectory_equals_one_rank(self, encoder):
-        check(encoder, "tp=1,dp=2")
+        assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2")
 
 
 class TestFourRanks:
@@ -46,7 +28,7 @@ class TestFourRanks:
         ],
     )
     def test_trajectory_equals_one_rank(self, encoder, language):
-        check(encoder, language)
+        assert_same_trajectory_as_one_rank(encoder, language)
 
 
 class TestEightRanks:
@@ -64,4 +46,4 @@ class TestEightRanks:
         ],
     )
     def test_trajectory_equals_one_rank(self, encoder, language):
-        check(encoder, language)
+        assert_same_trajectory_as_one_rank(encoder, language)

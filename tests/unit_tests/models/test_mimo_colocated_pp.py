@@ -1,0 +1,28 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights after one step with a pipeline equal those of an equal-DP, PP=1, CP=1 reference."""
+
+import pytest
+
+from tests.unit_tests.models.one_step import assert_step_equals_reference
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+class TestColocatedPipeline:
+    @requires_world_size(8)
+    @pytest.mark.parametrize(
+        ("encoder", "language", "microbatch"),
+        [
+            pytest.param("tp=1,dp=8", "pp=2,dp=4", 8, id="fan-in-2-as-many-as-stages"),
+            pytest.param("tp=2,dp=4", "pp=2,dp=4,ep=2", 4, id="equal-more-than-stages"),
+            pytest.param("tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", 4, id="fan-out-2-virtual-stages"),
+            pytest.param("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", 4, id="fan-in-4-cp-2-ep-2"),
+        ],
+    )
+    def test_shards_equal_the_reference(self, encoder, language, microbatch):
+        assert_step_equals_reference(encoder, language, microbatch=microbatch)
+
+    @requires_world_size(8)
+    def test_recomputing_the_encoder_changes_nothing(self):
+        recompute = ("--recompute-encoder", "1")
+        assert_step_equals_reference("tp=1,dp=8", "pp=2,dp=4", *recompute)

@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks stand in the language model's pipeline when modules share them."""
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config.role import (
+    MIMO_LANGUAGE_MODULE_KEY,
+    ModuleLayout,
+    ModuleStageInfo,
+    RankRole,
+)
+from megatron.core.models.mimo.pipeline_stage import stage_position
+
+DIMS = ["tp", "cp", "pp", "dp"]
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    return {
+        "images": HyperCommGrid([4, 1, 1, 2], DIMS),
+        MIMO_LANGUAGE_MODULE_KEY: HyperCommGrid([1, 2, 2, 2], DIMS),
+    }
+
+
+def role_of(rank: int, grids, monkeypatch, *virtual: int) -> RankRole:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    return RankRole.build(["images"], grids, *virtual)
+
+
+class TestColocatedRole:
+    @pytest.mark.parametrize("rank", range(8))
+    def test_stages_come_from_the_language_models_grid(self, rank, grids, monkeypatch):
+        role = role_of(rank, grids, monkeypatch)
+        first = rank in (0, 1, 4, 5)  # pp is slower than cp=2, faster than dp
+        assert role.mode is ModuleLayout.COLOCATED
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(first, not first)
+        assert role.modules["images"] == ModuleStageInfo(True, True)
+
+    @pytest.mark.parametrize(
+        ("rank", "vp_stage", "expected"),
+        [
+            (0, 0, (True, False)),
+            (0, 1, (False, False)),
+            (2, 0, (False, False)),
+            (2, 1, (False, True)),
+        ],
+    )
+    def test_virtual_stages_count(self, rank, vp_stage, expected, grids, monkeypatch):
+        role = role_of(rank, grids, monkeypatch, vp_stage, 2)
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(*expected)
+
+    def test_without_grids_there_is_one_stage(self, monkeypatch):
+        role = role_of(3, None, monkeypatch)
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(True, True)
+
+    def test_a_grid_without_pp_is_one_stage(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        assert stage_position(HyperCommGrid([2, 4], ["tp", "dp"]), 5) == (True, True)
