@@ -127,13 +127,18 @@ class Trainer:
     def destroy(self) -> None:
         """Free the model and every process group of the run; the default group stays.
 
-        Collective over all ranks: none closes a group that another still uses.
+        Collective over all ranks: none closes a group that another still uses. Experts' dispatchers
+        keep the last forward's graph, and with it the groups, out of the garbage collector's sight.
         """
         dist.barrier()
         self.model.destroy()
+        for module in self.model.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None
         for module in self.modules.values():
             module.grid.destroy()
         del self.model, self.optimizer, self.scheduler, self.modules
+        del module
         gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
 
 
