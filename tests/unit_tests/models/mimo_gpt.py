@@ -38,6 +38,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.models.group_threads import free_groups
 from tests.unit_tests.models.weights import local_shards, window
 from tests.unit_tests.test_utilities import Utils
 
@@ -257,6 +258,7 @@ def train(
         total, tokens = global_token_count(sum(reports), language.groups).tolist()
         yield total / tokens, grad_norm
     model.destroy()
+    free_groups(model)
 
 
 def train_plainly(
@@ -275,3 +277,4 @@ def train_plainly(
         norms = [parameter.grad.norm() for parameter in model.parameters()]
         optimizer.step()
         yield loss.item(), torch.stack(norms).norm().item()
+    free_groups(model)

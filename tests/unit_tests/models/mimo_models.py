@@ -32,7 +32,6 @@ from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VL
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -53,6 +52,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from tests.unit_tests.models.group_threads import free_groups
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 BACKEND = "nccl" if HAVE_CUDA else "gloo"
@@ -296,21 +296,9 @@ def initialized(
         yield model
     finally:
         model.destroy()
-        _free_groups(model)
+        free_groups(model)
         parallel_state.destroy_global_memory_buffer()
         destroy_moe_metrics_tracker()
-
-
-def _free_groups(model: MimoModel) -> None:
-    """Let go of groups that outlive their destruction, three threads each under gloo.
-
-    The dispatchers keep the last forward's graph, whose nodes hold DDP's hooks where Python's
-    collector does not see them; the cache of rotary embeddings keeps their CP group.
-    """
-    for module in model.modules():
-        if hasattr(module, "token_dispatcher"):
-            module.token_dispatcher = None
-    RotaryEmbedding.forward.cache_clear()
 
 
 def train(build: Build, layouts: Layouts, modules: dict[str, ModuleGroups], steps: int) -> Run:

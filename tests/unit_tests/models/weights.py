@@ -40,8 +40,9 @@ def gather_weights(chunks: list[MimoModel]) -> Weights:
     Raises:
         AssertionError: an element of a parameter is on no rank, as its first replica.
     """
+    # Pickled without a clone, a view into DDP's buffer would take all of the buffer along.
     own = [
-        (part.key, part.global_shape, window(part), part.data.detach().cpu())
+        (part.key, part.global_shape, window(part), part.data.detach().cpu().clone())
         for part in local_shards(chunks)
         if not any(part.replica_id)
     ]

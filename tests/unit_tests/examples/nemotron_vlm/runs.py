@@ -25,9 +25,11 @@ from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.layout import parse_layout
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.trainer import Trainer
-from tests.unit_tests.test_utilities import Utils
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
-SHORT_RUN = ("--steps", "10", "--lr", "1e-4", "--adam-eps", "1e-3")
+DEVICE = ("--device", "cuda" if HAVE_CUDA else "cpu")
+
+SHORT_RUN = (*DEVICE, "--steps", "10", "--lr", "1e-4", "--adam-eps", "1e-3")
 """Ten steps. The epsilon is of the gradients' size: with a small one Adam makes full steps of
 rounding, until a token's choice between two equal experts falls otherwise, which is a jump."""
 
