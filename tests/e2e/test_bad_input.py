@@ -20,7 +20,7 @@ class TestBeforeAnyGroupIsMade:
         [
             (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
             (["--global-batch-size", "30"], ["global batch 30", "micro batch × dp = 4·2 = 8"]),
-            (["--language", "pp=2"], ["pp is not there yet"]),
+            (["--language", "vpp=2"], ["vpp=2 needs pp of 2 or more"]),
             (["--placement", "non-colocated"], ["not there yet", "--placement colocated"]),
             (["--steps", "many"], ["--steps", "--help"]),
         ],
