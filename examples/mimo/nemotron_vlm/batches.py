@@ -5,7 +5,8 @@
 The bridge wants consecutive samples on each DP rank of either module, so that their slices line up
 whatever the two DP sizes. Without a pipeline it works once a microbatch: microbatch ``i`` is a run
 of ``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. With
-one it works once a step: each module cuts the whole batch, and a rank's slice into microbatches.
+one it works once a step: each module cuts the whole batch, and a rank's slice into microbatches; an
+encoder's rank may have fewer samples than there are microbatches, and then none in some.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ class BatchPlan:
 
     def indices(self, microbatch: int) -> tuple[range, range]:
         """Indices into the global batch that the encoder and the language model take."""
-        samples = self.layouts.batch.micro_size * self.layouts.language.dp
+        count = self.layouts.num_microbatches
 
         def part(dp_rank: int, dp_size: int) -> range:
             if self.layouts.language.pp == 1:
+                size = self.layouts.batch.global_size // count // dp_size
                 number = microbatch * dp_size + dp_rank
-            else:
-                number = dp_rank * self.layouts.num_microbatches + microbatch
-            size = samples // dp_size
-            return range(number * size, (number + 1) * size)
+                return range(number * size, (number + 1) * size)
+            own = self.layouts.batch.global_size // dp_size
+            first, end = (number * own // count for number in (microbatch, microbatch + 1))
+            return range(dp_rank * own + first, dp_rank * own + end)
 
         return (
             part(self.encoder_dp, self.layouts.encoder.dp),
@@ -95,16 +97,17 @@ def collate(
 
     Returns:
         input_ids, labels, position_ids [b, S] int64; loss_mask [b, S] float32; modality_inputs
-        with the tiles [n, 3, H, W] of the encoder's samples, one after the other.
+        with the tiles [n, 3, H, W] of the encoder's samples, one after the other; None without any.
     """
     stacked = {
         name: torch.stack([getattr(s, name) for s in language_samples]).to(device)
         for name in ("input_ids", "labels", "loss_mask")
     }
     positions = torch.arange(stacked["input_ids"].shape[1], device=device)
-    tiles = torch.cat([s.tiles for s in encoder_samples]).to(device)
+    tiles = [s.tiles for s in encoder_samples if len(s.tiles)]
+    images = {"radio": {"tiles": torch.cat(tiles).to(device)}} if tiles else None
     return {
         **stacked,
         "position_ids": positions.expand_as(stacked["input_ids"]),
-        "modality_inputs": {"images": {"radio": {"tiles": tiles}}},
+        "modality_inputs": {"images": images},
     }

@@ -66,7 +66,12 @@ def check_save_directory(directory: Path, load: Path | None) -> None:
 
 def _identity(trainer: Trainer) -> dict:
     config = trainer.config
-    return {"model": config.preset.name, "seed": config.seed, "data": config.data}
+    return {
+        "model": config.preset.name,
+        "seed": config.seed,
+        "data": config.data,
+        "frozen": sorted(config.freeze),
+    }
 
 
 def _state(trainer: Trainer, is_loading: bool) -> dict:
@@ -132,6 +137,8 @@ def load(trainer: Trainer, directory: Path) -> None:
 def _allocate_optimizer_state(trainer: Trainer) -> None:
     """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill."""
     for module in trainer.optimizer.module_infos.values():
+        if module.optimizer is None:
+            continue
         for optimizer in getattr(module.optimizer, "chained_optimizers", [module.optimizer]):
             optimizer._init_optimizer_states_with_dummy_values()
 

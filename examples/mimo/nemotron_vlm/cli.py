@@ -12,6 +12,9 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 
+PARTS = ("encoder", "projector", "language")
+"""Of the model, as ``--freeze`` names them."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -32,6 +35,7 @@ class RunConfig:
     clip_grad: float
     adam_eps: float
     recompute_encoder: int
+    freeze: tuple[str, ...]
     eval_interval: int
     eval_samples: int
     save: Path | None
@@ -89,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         help="with a pipeline, keep no encoder activations but run the encoder again in the "
         "backward, K microbatches' worth at a time; 0 keeps them",
     )
+    add(
+        "--freeze",
+        type=lambda text: tuple(filter(None, text.split(","))),
+        default=(),
+        metavar="PART[,PART]",
+        help=f"parts that are not trained, of {', '.join(PARTS)}",
+    )
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
     add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps")
@@ -143,6 +154,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("eval_interval", "save_interval", "warmup_steps", "seed", "recompute_encoder"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
+    if unknown := [part for part in args.freeze if part not in PARTS]:
+        raise UserError(f"--freeze {unknown[0]}: no such part; choose from {', '.join(PARTS)}")
+    if set(args.freeze) == set(PARTS):
+        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
     if not 0 <= args.min_lr <= args.lr:
         raise UserError(f"--min-lr {args.min_lr} must lie between 0 and --lr {args.lr}")
     if args.warmup_steps >= args.steps:

@@ -231,7 +231,11 @@ def language_violation(
 def pair_violation(layouts: Layouts) -> str | None:
     """The first rule that the two layouts break together, or None."""
     e, lang = layouts.encoder, layouts.language
-    samples = layouts.batch.micro_size * lang.dp
+    if lang.pp > 1:
+        samples, whose = layouts.batch.global_size, "the global batch"
+    else:
+        samples = layouts.batch.micro_size * lang.dp
+        whose = f"a microbatch (micro batch {layouts.batch.micro_size} × language dp {lang.dp})"
     return _first(
         [
             (
@@ -240,8 +244,7 @@ def pair_violation(layouts: Layouts) -> str | None:
             ),
             (
                 samples % e.dp > 0,
-                f"encoder dp={e.dp} must divide the {samples} samples of a microbatch "
-                f"(micro batch {layouts.batch.micro_size} × language dp {lang.dp})",
+                f"encoder dp={e.dp} must divide the {samples} samples of {whose}",
             ),
         ]
     )

@@ -16,6 +16,7 @@ from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.freezing import freeze, is_trained
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loss import summed_loss
@@ -66,6 +67,7 @@ class Trainer:
         self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
         for chunk in self.chunks:
             initialize_weights(chunk, config.seed)
+        freeze(self.chunks, config.freeze)
         wrap_in_ddp(self.chunks)
         self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
@@ -165,12 +167,14 @@ def _forward_step(microbatches, model: MimoModel):
 
 
 def wrap_in_ddp(chunks: list[MimoModel]) -> None:
-    """Wrap each module in DDP over its own groups, and tell the schedule how to reduce them."""
+    """Wrap what is trained in DDP over its own groups, and tell the schedule how to reduce it."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
     )
 
     def wrapped(module, config):
+        if not is_trained(module):
+            return module
         return DistributedDataParallel(
             config, ddp_config, module, pg_collection=module.pg_collection
         )

@@ -1,26 +1,72 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Context, pipeline and expert parallelism at once: ten steps equal one rank's."""
+"""Every kind of parallelism with every other, on the same ranks: ten steps equal one rank's.
+
+Samples have one to three tiles each.
+"""
+
+import itertools
 
 import pytest
 
+from examples.mimo.nemotron_vlm.layout import Layout, parse_layout
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
 
+LAYOUTS = [
+    # encoder, language model
+    ("tp=1,dp=8", "dp=8,ep=8"),
+    ("tp=1,dp=8", "dp=8,ep=4,etp=2"),
+    ("tp=1,dp=8", "cp=4,dp=2,ep=2"),
+    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2"),
+    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
+    ("tp=1,dp=8", "pp=4,dp=2,ep=2"),
+    ("tp=1,dp=8", "pp=4,dp=2,vpp=2"),
+    ("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1"),
+    ("tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1"),
+    ("tp=1,dp=8", "tp=2,pp=2,dp=2,vpp=2"),
+    ("tp=1,dp=8", "tp=4,pp=2,dp=1,ep=4,etp=1"),
+    ("tp=2,dp=4", "tp=2,dp=4,ep=4"),
+    ("tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1"),
+    ("tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,vpp=2"),
+    ("tp=2,dp=4", "tp=4,cp=2,dp=1"),
+    ("tp=4,dp=2", "tp=2,pp=2,dp=2,ep=2,etp=1,vpp=2"),
+    ("tp=4,dp=2", "tp=2,dp=4,ep=2,etp=1"),
+    ("tp=4,dp=2", "tp=2,cp=2,pp=2,dp=1,ep=2"),
+    ("tp=8,dp=1", "cp=2,dp=4,ep=4"),
+    ("tp=8,dp=1", "cp=8,dp=1,ep=8"),
+    ("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=4"),
+    ("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,vpp=2"),
+    ("tp=8,dp=1", "cp=2,pp=4,dp=1,ep=2"),
+    ("tp=8,dp=1", "pp=2,dp=4,ep=2,etp=2"),
+    ("tp=8,dp=1", "tp=2,pp=2,dp=2,ep=2"),
+    ("tp=8,dp=1", "tp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"),
+]
+
+KINDS = {"tp", "cp", "pp", "vpp", "ep", "etp", "fan-in", "fan-out"}
+
+
+def kinds(encoder: Layout, language: Layout) -> set[str]:
+    """What a pair of layouts has; ``etp``: another one than ``tp``."""
+    has = {axis: getattr(language, axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep")}
+    has["etp"] = language.etp not in (None, language.tp)
+    has["fan-in"], has["fan-out"] = encoder.dp > language.dp, encoder.dp < language.dp
+    return {kind for kind, found in has.items() if found}
+
 
 class TestColocated3D:
+    def test_the_layouts_cover_every_pair_of_kinds_and_the_triple(self):
+        found = [
+            kinds(parse_layout(encoder, "encoder"), parse_layout(language, "language"))
+            for encoder, language in LAYOUTS
+        ]
+        wanted = {frozenset(pair) for pair in itertools.combinations(KINDS, 2)}
+        wanted -= {frozenset({"fan-in", "fan-out"})}
+        wanted |= {frozenset({"cp", "pp", "ep"})}
+        assert not [sorted(group) for group in wanted if not any(group <= f for f in found)]
+        assert len(LAYOUTS) >= 24
+
     @requires_world_size(8)
-    @pytest.mark.parametrize(
-        ("encoder", "language"),
-        [
-            pytest.param("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", id="fan-in-4-cp-2-pp-2-ep-2"),
-            pytest.param("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=4", id="fan-out-2-cp-2-pp-2-ep-4"),
-            pytest.param("tp=8,dp=1", "cp=2,pp=4,dp=1,ep=2", id="equal-cp-2-pp-4-ep-2"),
-            pytest.param(
-                "tp=4,dp=2", "tp=2,pp=2,dp=2,ep=2,etp=1,vpp=2", id="tp-sp-pp-2-vpp-2-ep-2"
-            ),
-            pytest.param("tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1", id="tp-sp-cp-2-pp-2-ep-4"),
-        ],
-    )
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS)
     def test_trajectory_equals_one_rank(self, encoder, language):
         assert_same_trajectory_as_one_rank(encoder, language)

@@ -1,56 +1,68 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Colocated training of an encoder and a GPT whose layouts differ, against plain PyTorch."""
+"""Colocated training of encoders and a GPT whose layouts differ, against plain PyTorch."""
 
 import contextlib
 import functools
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from tests.unit_tests.models.mimo_gpt import Module, Samples, train, train_plainly
+from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
+from tests.unit_tests.models.mimo_gpt_samples import draw
+from tests.unit_tests.models.mimo_gpt_training import Job, Steps, train, train_plainly
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 5
-MICROBATCHES = [Samples.draw(count=8, seed=seed) for seed in (0, 1)]
+
+EVEN = Job([draw({IMAGES: 3}, seed) for seed in range(16)])
+UNEVEN = Job([draw({IMAGES: seed * 5 % 7}, seed) for seed in range(16)])
+"""Zero to six patches a sample."""
+
+TEXT_ONLY_PART = Job([draw({IMAGES: 3 if 4 <= seed < 8 else 0}, seed) for seed in range(16)])
+"""With two microbatches or four, one at least has no image on any rank."""
+
+TEXT_ONLY = Job([draw({IMAGES: 0}, seed) for seed in range(16)])
+TWO_ENCODERS = Job([draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)])
+PACKED = Job([draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)], packed=True)
 
 TOLERANCE = 1e-5
 """Relative, of fp32 losses and gradient norms: sums in another order."""
 
 
 @contextlib.contextmanager
-def modules(encoder: dict[str, int], language: dict[str, int]):
-    """Both modules over the ranks; their groups end with the block."""
+def modules(**layouts: dict[str, int]):
+    """Modules over the ranks, by name; their groups end with the block."""
     Utils.initialize_distributed()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    made = [Module.make(**encoder), Module.make(**language)]
+    made = {name: Module.make(**layout) for name, layout in layouts.items()}
     model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
     yield made
-    for module in made:
+    for module in made.values():
         module.grid.destroy()
 
 
 @functools.cache
-def one_rank_trajectory() -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step on rank 0 alone; the others wait for them."""
-    with modules({}, {}) as (encoder, language):
+def one_rank_trajectory(job: Job) -> Steps:
+    """Of rank 0 alone, in plain PyTorch; the others wait for it."""
+    with modules(**{LANGUAGE: {}, **{name: {} for name in job.modalities}}) as made:
         found = [None]
         if Utils.rank == 0:
-            found = [list(train_plainly(encoder, language, MICROBATCHES, STEPS))]
+            found = [train_plainly(job, made, STEPS)]
         dist.broadcast_object_list(found)
     return found[0]
 
 
-def check(encoder: dict[str, int], language: dict[str, int], packed: bool = False) -> None:
+def check(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
     """The loss goes down, step by step as on one rank."""
-    expected = one_rank_trajectory()
-    with modules(encoder, language) as made:
-        found = list(train(*made, MICROBATCHES, STEPS, packed))
-    losses, norms = zip(*found, strict=True)
-    expected_losses, expected_norms = zip(*expected, strict=True)
+    expected_losses, expected_norms = zip(*one_rank_trajectory(job), strict=True)
+    with modules(**{LANGUAGE: language, **encoders}) as made:
+        losses, norms = zip(*train(job, made, STEPS), strict=True)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
     assert losses[-1] < 0.9 * losses[0]
@@ -60,7 +72,7 @@ class TestOneRank:
     @requires_world_size(1)
     @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
     def test_the_loss_falls_as_in_plain_pytorch(self, packed):
-        check({}, {}, packed)
+        check(replace(EVEN, packed=packed), {}, images={})
 
 
 class TestEightRanks:
@@ -77,4 +89,57 @@ class TestEightRanks:
         ],
     )
     def test_the_loss_falls_as_on_one_rank(self, encoder, language, packed):
-        check(encoder, language, packed)
+        check(replace(EVEN, packed=packed), language, images=encoder)
+
+
+class TestWhatRealBatchesBring:
+    """Each with a pipeline; the first four also without."""
+
+    FAN_IN, FAN_OUT = dict(dp=8), dict(tp=8)
+    PP_2 = dict(pp=2, dp=4)
+    CP_2_PP_2 = dict(cp=2, pp=2, dp=2)
+    VPP_2 = dict(tp=2, pp=2, vpp=2, dp=2)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), PP_2, CP_2_PP_2, VPP_2], ids=str)
+    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+    def test_another_number_of_patches_in_each_sample(self, encoder, language):
+        check(UNEVEN, language, images=encoder)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2, VPP_2], ids=str)
+    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+    def test_a_microbatch_without_images(self, encoder, language):
+        check(replace(TEXT_ONLY_PART, microbatches=4), language, images=encoder)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2], ids=str)
+    def test_a_batch_without_images(self, language):
+        check(TEXT_ONLY, language, images=self.FAN_IN)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [dict(tp=2, cp=2, dp=2), CP_2_PP_2, VPP_2], ids=str)
+    def test_two_encoders_of_different_layouts(self, language):
+        check(TWO_ENCODERS, language, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [PP_2, CP_2_PP_2, VPP_2], ids=str)
+    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+    def test_packed_samples_of_odd_lengths(self, encoder, language):
+        check(PACKED, language, images=encoder)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("language", [PP_2, CP_2_PP_2, VPP_2], ids=str)
+    def test_tied_embeddings(self, language):
+        check(replace(UNEVEN, tied=True), language, images=self.FAN_OUT)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("frozen", [IMAGES, LANGUAGE])
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2, VPP_2], ids=str)
+    def test_a_frozen_module(self, language, frozen):
+        check(replace(UNEVEN, frozen=(frozen,)), language, images=self.FAN_IN)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("microbatches", [1, 4])
+    def test_fewer_microbatches_than_stages_and_more(self, microbatches):
+        check(replace(UNEVEN, microbatches=microbatches), self.CP_2_PP_2, images=self.FAN_IN)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scikit-learn's handwritten digits (real 8×8 scans of the UCI test set) as a reading task.
 
-A sample is a strip of digits, each one image tile, and the question what they are.
+A sample is a strip of one to three digits, each one image tile, and the question what they are.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
+from examples.mimo.nemotron_vlm.data.sample import Sample, most_tiles, reading_task
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
 
+MOST_DIGITS = 3
+"""Of a sample; fewer where the sequence length does not hold as many."""
+
 
 class DigitStrips:
-    """Strips of ``digits_per_sample`` tiles drawn from scikit-learn's digits.
+    """Strips of one to `MOST_DIGITS` tiles drawn from scikit-learn's digits.
 
     Args:
         tile: tile height and width in pixels, a multiple of the scans' 8.
@@ -28,14 +31,7 @@ class DigitStrips:
         seed: of the drawing; the train/test split does not depend on it.
     """
 
-    def __init__(
-        self,
-        tile: int,
-        tokens_per_tile: int,
-        seq_length: int,
-        seed: int,
-        digits_per_sample: int = 2,
-    ) -> None:
+    def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
         scans = load_digits()
@@ -49,13 +45,13 @@ class DigitStrips:
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed
-        self._digits_per_sample = digits_per_sample
+        self._most_digits = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
 
     def sample(self, split: str, step: int, index: int) -> Sample:
         """See `SampleSource`."""
         images, targets = self._splits[split]
         draw = np.random.default_rng([self._seed, split == "test", step, index])
-        chosen = draw.integers(len(images), size=self._digits_per_sample)
+        chosen = draw.integers(len(images), size=draw.integers(1, self._most_digits + 1))
         tiles = images[chosen].expand(-1, 3, -1, -1)
         answer = [int(targets[i]) for i in chosen]
         return reading_task(tiles, answer, self._tokens_per_tile, self._seq_length)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
+from examples.mimo.nemotron_vlm.data.sample import Sample, most_tiles, reading_task
 
 
 class MockStrips:
     """Samples with as many tiles as the sequence length holds; nothing can be learnt from them."""
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
-        self._shape = (max(1, (seq_length - 3) // (tokens_per_tile + 1)), 3, tile, tile)
+        self._shape = (max(1, most_tiles(tokens_per_tile, seq_length)), 3, tile, tile)
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed

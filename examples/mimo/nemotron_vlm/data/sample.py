@@ -38,6 +38,11 @@ class SampleSource(Protocol):
         ...
 
 
+def most_tiles(tokens_per_tile: int, seq_length: int) -> int:
+    """Tiles of one `reading_task`, each with a digit of the answer, that a sequence holds."""
+    return (seq_length - 2) // (tokens_per_tile + 1)
+
+
 def reading_task(
     tiles: torch.Tensor, answer: list[int], tokens_per_tile: int, seq_length: int
 ) -> Sample:

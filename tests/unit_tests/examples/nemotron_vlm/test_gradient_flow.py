@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images teach the model, through every parameter, and whatever the micro batch size."""
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -15,14 +16,16 @@ ONE_MICROBATCH = ("--micro-batch-size", "32")
 
 
 class ShuffledTiles:
-    """The samples of a source with the tiles of other samples."""
+    """The samples of a source with the tiles of other samples that have as many."""
 
     def __init__(self, source):
         self._source = source
 
     def sample(self, split, step, index):
-        other = self._source.sample(split, step + 1000, index)
-        return replace(self._source.sample(split, step, index), tiles=other.tiles)
+        sample = self._source.sample(split, step, index)
+        others = (self._source.sample(split, step + i, index) for i in itertools.count(1000))
+        tiles = next(other.tiles for other in others if len(other.tiles) == len(sample.tiles))
+        return replace(sample, tiles=tiles)
 
 
 def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:

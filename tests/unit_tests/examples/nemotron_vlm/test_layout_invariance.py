@@ -29,21 +29,3 @@ class TestFourRanks:
     )
     def test_trajectory_equals_one_rank(self, encoder, language):
         assert_same_trajectory_as_one_rank(encoder, language)
-
-
-class TestEightRanks:
-    @requires_world_size(8)
-    @pytest.mark.parametrize(
-        ("encoder", "language"),
-        [
-            pytest.param("tp=1,dp=8", "tp=1,dp=8,ep=8", id="ep-8"),
-            pytest.param("tp=2,dp=4", "tp=2,dp=4,ep=4", id="equal-dp-tp-2-ep-4"),
-            pytest.param("tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1", id="ep-8-etp-1"),
-            pytest.param("tp=1,dp=8", "cp=4,dp=2,ep=2", id="fan-in-4-cp-4-ep-2"),
-            pytest.param("tp=8,dp=1", "cp=2,dp=4,ep=4", id="fan-out-4-cp-2-ep-4"),
-            pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1", id="tp-sp-cp-2-ep-4"),
-            pytest.param("tp=8,dp=1", "cp=8,dp=1,ep=8", id="cp-8-ep-8"),
-        ],
-    )
-    def test_trajectory_equals_one_rank(self, encoder, language):
-        assert_same_trajectory_as_one_rank(encoder, language)

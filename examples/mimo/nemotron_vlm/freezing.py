@@ -1,0 +1,37 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the model that are not trained."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from examples.mimo.nemotron_vlm.model import IMAGES
+from megatron.core.models.mimo.model.base import MimoModel
+
+
+def freeze(chunks: list[MimoModel], parts: tuple[str, ...]) -> None:
+    """Take the parameters of ``parts`` out of training, before DDP wraps the modules.
+
+    Args:
+        chunks: the bare model's virtual stages on this rank.
+        parts: of encoder, projector, language.
+    """
+    for chunk in chunks:
+        for part in parts:
+            for module in _modules(chunk, part):
+                module.requires_grad_(False)
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether any of the module's parameters is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _modules(chunk: MimoModel, part: str) -> list[nn.Module]:
+    if part == "language":
+        return [chunk.language_model]
+    if IMAGES not in chunk.modality_submodules:
+        return []
+    images = chunk.modality_submodules[IMAGES]
+    return [images.encoders if part == "encoder" else images.input_projections]

@@ -1,0 +1,193 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train the model of mimo_gpt.py with Megatron, and on one rank in plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.grad_finalization import (
+    ddp_modules,
+    finalize_mimo_grads,
+    global_token_count,
+    no_grad_sync,
+)
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from tests.unit_tests.models.group_threads import free_groups
+from tests.unit_tests.models.mimo_gpt import TOKENS, Module, build
+from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
+from tests.unit_tests.test_utilities import Utils
+
+ADAM = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+
+Steps = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is trained, whatever the layout.
+
+    Args:
+        samples: of every step; the same, so that the loss has to fall.
+        microbatches: that the batch is cut into.
+        packed: whether the samples of a microbatch lie end to end in one row.
+        tied: whether the output layer has the embeddings' weight.
+        frozen: modules that are not trained.
+    """
+
+    samples: Sequence[Sample]
+    microbatches: int = 2
+    packed: bool = False
+    tied: bool = False
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def modalities(self) -> list[str]:
+        """Names of the modalities."""
+        return list(self.samples[0].patches)
+
+    def model(self, modules: dict[str, Module]) -> list[MimoModel]:
+        """The model on this rank, with nothing yet that trains it."""
+        chunks = build(modules, self.tied)
+        for name, chunk in itertools.product(self.frozen, chunks):
+            if name == LANGUAGE:
+                chunk.language_model.requires_grad_(False)
+            elif name in chunk.modality_submodules:
+                chunk.modality_submodules[name].requires_grad_(False)
+        return chunks
+
+
+def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sample]:
+    """Part ``number`` of ``count``, as even as can be."""
+    first, end = (len(samples) * i // count for i in (number, number + 1))
+    return samples[first:end]
+
+
+def _batches(job: Job, modules: dict[str, Module]) -> list[dict[str, object]]:
+    """This rank's microbatches: consecutive samples of each, or of the whole batch (pipeline)."""
+
+    def part(module: Module, number: int) -> Sequence[Sample]:
+        dp = module.groups.dp
+        cuts = [(number, job.microbatches), (dp.rank(), dp.size())]
+        if modules[LANGUAGE].groups.pp.size() > 1:
+            cuts.reverse()
+        samples = job.samples
+        for cut in cuts:
+            samples = _share(samples, *cut)
+        return samples
+
+    return [
+        batch(
+            {name: part(modules[name], number) for name in job.modalities},
+            part(modules[LANGUAGE], number),
+            job.packed,
+        )
+        for number in range(job.microbatches)
+    ]
+
+
+def _loss(output: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total, tokens = (output * loss_mask).sum(), loss_mask.sum()
+    return total, tokens.int(), torch.stack([total.detach(), tokens])
+
+
+def _forward_step(batches, model: MimoModel):
+    output, loss_mask = model(**next(batches))
+    return output, partial(_loss, loss_mask=loss_mask)
+
+
+def _wrap_in_ddp(chunks: list[MimoModel], modules: dict[str, Module]) -> None:
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
+
+    def wrapped(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        if not any(p.requires_grad for p in module.parameters()):
+            return module
+        config, groups = modules[name].config(), modules[name].groups
+        return DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
+
+    for chunk in chunks:
+        for name, module in chunk.modality_submodules.items():
+            chunk.modality_submodules[name] = wrapped(name, module)
+        chunk.language_model = wrapped(LANGUAGE, chunk.language_model)
+        chunk.config.finalize_model_grads_func = finalize_mimo_grads
+        chunk.config.no_sync_func = partial(no_grad_sync, chunks)
+
+
+def train(job: Job, modules: dict[str, Module], steps: int) -> Steps:
+    """Train with Megatron's schedules, DDP and distributed optimizer."""
+    chunks = job.model(modules)
+    _wrap_in_ddp(chunks, modules)
+    optimizer = get_mimo_optimizer(
+        chunks,
+        OptimizerConfig(
+            optimizer="adam",
+            lr=ADAM["lr"],
+            adam_beta1=ADAM["betas"][0],
+            adam_beta2=ADAM["betas"][1],
+            adam_eps=ADAM["eps"],
+            weight_decay=ADAM["weight_decay"],
+            clip_grad=0.0,
+            use_distributed_optimizer=True,
+        ),
+    )
+    groups = modules[LANGUAGE].groups
+    pipelined = groups.pp.size() > 1
+    schedule = (
+        colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
+    )
+    found = []
+    for _ in range(steps):
+        for module in itertools.chain(*ddp_modules(chunks)):
+            module.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = schedule(
+            forward_step_func=_forward_step,
+            data_iterator=iter(_batches(job, modules)),
+            model=chunks,
+            num_microbatches=job.microbatches,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            forward_only=False,
+            pg_collection=groups,
+        )
+        _, grad_norm, _ = optimizer.step()
+        local = sum(reports, torch.zeros(2, device=Utils.device))
+        total, tokens = global_token_count(local, groups).tolist()
+        found.append((total / tokens, grad_norm))
+    for chunk in chunks:
+        chunk.destroy()
+        free_groups(chunk)
+    return found
+
+
+def train_plainly(job: Job, modules: dict[str, Module], steps: int) -> Steps:
+    """The same in plain PyTorch on one rank: mean loss of all tokens, backward, Adam."""
+    (model,) = job.model(modules)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, **ADAM)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = [model(**microbatch) for microbatch in _batches(job, modules)]
+        tokens = sum(loss_mask.sum() for _, loss_mask in outputs)
+        loss = sum((output * loss_mask).sum() for output, loss_mask in outputs) / tokens
+        loss.backward()
+        norms = [p.grad.norm() for p in trained if p.grad is not None]
+        optimizer.step()
+        found.append((loss.item(), torch.stack(norms).norm().item()))
+    free_groups(model)
+    return found
