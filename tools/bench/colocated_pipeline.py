@@ -1,0 +1,322 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Time the three-phase schedule: against T = E + L(1 + (p-1)/m), and against the usual alternative.
+
+The alternative encodes each microbatch on the first stage's ranks, inside the pipeline. E is the
+encoder's forward and backward over a rank's samples, and L a stage's over all microbatches, each
+measured alone in the same run. No gradients are reduced, and no optimizer steps.
+
+Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
+    torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
+On CPU ranks the model is tiny, and the ratios say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from timeline import Recorder, Span, draw
+
+if not torch.cuda.is_available():
+    from megatron.core import cpu_runtime
+
+    cpu_runtime.install()
+
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset, tiny
+from megatron.core.models.mimo import colocated_schedule
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoding import encode
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import unwrap_model
+
+CUDA = torch.cuda.is_available()
+ROUNDS = 5
+MICROBATCHES_A_STAGE = 2
+TILES = 4 if CUDA else 2
+"""Of a sample."""
+
+
+def preset() -> VLMPreset:
+    """ViT-H's width and a dense language model of the real width; on the CPU the tiny one."""
+    if not CUDA:
+        return tiny()
+    return VLMPreset(
+        name="dense",
+        encoder=EncoderPreset(
+            layers=16, hidden=1280, heads=16, ffn=5120, patch=16, tile=512, max_tile=512
+        ),
+        projector_ffn=10752,
+        language=LanguagePreset(
+            pattern="*-" * 8,
+            hidden=2688,
+            heads=32,
+            query_groups=8,
+            kv_channels=128,
+            experts=8,
+            topk=2,
+            expert_ffn=10752,
+            shared_ffn=1,
+            mamba_heads=64,
+            mamba_head_dim=64,
+            mamba_groups=8,
+            mamba_state=128,
+            vocab=1024,
+        ),
+    )
+
+
+class Bench:
+    """One layout: the model on this rank, one batch, and the ways to run them.
+
+    Args:
+        language: its layout, as in the training program; the encoder has one sample stream a rank.
+    """
+
+    def __init__(self, language: str) -> None:
+        world, wanted = dist.get_world_size(), parse_layout(language, "language")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if CUDA else "cpu"
+        micro, length = (2, 4096) if CUDA else (2, 32)
+        dp = world // (wanted.tp * wanted.cp * wanted.pp)
+        self.microbatches = MICROBATCHES_A_STAGE * wanted.pp
+        batch = Batch(micro * dp * self.microbatches, micro, length)
+        self.layouts: Layouts = resolve(
+            parse_layout(f"dp={world}", "encoder"), wanted, batch, world, preset()
+        )
+        self.modules = make_modules(self.layouts, "nccl" if CUDA else "gloo")
+        prepare_megatron(self.modules, seed=0)
+        dtype = torch.bfloat16 if CUDA else torch.float32
+        specs = layer_specs("local")
+        chunks = build_vlm(preset(), self.layouts, self.modules, specs, dtype)
+        self.model: MimoModel = chunks[0].to(self.device).train()
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        self.groups = self.modules[LANGUAGE].groups
+        self.inputs = self._inputs(batch.global_size // world)
+        self.tokens = self._tokens()
+        self.recorder: Recorder | None = None
+
+    def _inputs(self, samples: int) -> dict[str, object]:
+        size = preset().encoder.tile
+        tiles = torch.rand(samples * TILES, 3, size, size, device=self.device)
+        return {IMAGES: {"radio": {"tiles": tiles.to(next(self.model.parameters()).dtype)}}}
+
+    def _tokens(self) -> dict[str, torch.Tensor]:
+        batch = self.layouts.batch
+        ids = torch.full((batch.micro_size, batch.seq_length), 20, device=self.device)
+        ids[:, : TILES * preset().encoder.tokens_per_tile] = IMAGE
+        return {
+            "input_ids": ids,
+            "labels": torch.full_like(ids, 20),
+            "loss_mask": torch.ones(ids.shape, device=self.device),
+            "position_ids": torch.arange(batch.seq_length, device=self.device).expand_as(ids),
+        }
+
+    def encoder_alone(self) -> None:
+        """E."""
+        rows = encode(self.model, [self.inputs])[IMAGES]
+        rows.backward(torch.ones_like(rows))
+
+    def stage_alone(self) -> None:
+        """L: this rank's stage over all microbatches, with no one to wait for."""
+        shape = self._hidden_shape()
+        dtype = next(self.model.parameters()).dtype
+        for _ in range(self.microbatches):
+            self.model.set_input_tensor(
+                [torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)]
+            )
+            output, _ = self.model(**self.tokens, encoder_embeddings=self._leaf_embeddings())
+            output.backward(torch.ones_like(output))
+
+    def _hidden_shape(self) -> tuple[int, ...]:
+        lay, batch = self.layouts.language, self.layouts.batch
+        split = lay.cp * (lay.tp if lay.sequence_parallel else 1)
+        return batch.seq_length // split, batch.micro_size, preset().language.hidden
+
+    def _leaf_embeddings(self) -> dict[str, torch.Tensor]:
+        dtype = next(self.model.parameters()).dtype
+        rows = int((self.tokens["input_ids"] == IMAGE).sum())
+        shape = rows, preset().language.hidden
+        return {IMAGES: torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)}
+
+    def three_phases(self) -> None:
+        """The schedule of this project."""
+        share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
+        inputs = [
+            {IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share
+        ]
+        colocated_schedule.colocated_forward_backward_with_pp(
+            data_iterator=iter([self.tokens | {"modality_inputs": i} for i in inputs]),
+            forward_step_func=self._forward_step,
+            model=self.model,
+            **self._common(),
+        )
+
+    def encoder_in_first_stage(self) -> None:
+        """The usual alternative: the first stage's ranks encode what they read."""
+        schedules.forward_backward_pipelining_without_interleaving(
+            data_iterator=iter([dict(self.tokens) for _ in range(self.microbatches)]),
+            forward_step_func=self._encoding_forward_step,
+            model=[self.model],
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config),
+            **self._common(),
+        )
+
+    def _common(self) -> dict[str, object]:
+        return {
+            "num_microbatches": self.microbatches,
+            "seq_length": self.layouts.batch.seq_length,
+            "micro_batch_size": self.layouts.batch.micro_size,
+            "pg_collection": self.groups,
+            "forward_only": False,
+        }
+
+    def _encoding_forward_step(self, batches, model):
+        microbatch = dict(next(batches))
+        if model.role.is_first_stage(LANGUAGE):
+            samples = self.layouts.batch.micro_size
+            tiles = self.inputs[IMAGES]["radio"]["tiles"]
+            with self._span("encoder forward"):
+                inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * TILES)}}}
+                microbatch["encoder_embeddings"] = self._watched(encode(model, [inputs]))
+        return self._forward_step(iter([microbatch]), model)
+
+    def _forward_step(self, batches, model):
+        with self._span("language forward"):
+            output, loss_mask = model(**next(batches))
+        return output, lambda out: (out.float().sum(), loss_mask.sum().int(), {})
+
+    def _span(self, name: str):
+        return self.recorder.span(name) if self.recorder else contextlib.nullcontext()
+
+    def _watched(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Note when the rows' gradient is there: the encoder's backward begins."""
+        for tensor in rows.values():
+            if self.recorder and tensor.requires_grad:
+                tensor.register_hook(lambda _: setattr(self, "begin", self.recorder.now()))
+        return rows
+
+    def spans(self, run: Callable[[], None]) -> list[list[Span]]:
+        """Run once more and return every rank's spans."""
+        self.recorder, self.begin = Recorder(), None
+        with self._recorded():
+            run()
+        self._end_encoder_backward()
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, self.recorder.spans())
+        self.recorder = None
+        return by_rank
+
+    def _end_encoder_backward(self) -> None:
+        if self.begin is not None:
+            self.recorder.add("encoder backward", self.begin)
+            self.begin = None
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        backward_step = schedules.backward_step
+
+        def backward(*args, **kwargs):
+            begin = self.recorder.now()
+            result = backward_step(*args, **kwargs)
+            self.recorder.add("language backward", begin, end=self.begin)
+            self._end_encoder_backward()
+            return result
+
+        encoding = self.recorder.recorded("encoder forward", colocated_schedule.encode)
+        bridge = self.recorder.recorded("bridge", colocated_schedule.communicate)
+        with (
+            mock.patch.object(schedules, "backward_step", backward),
+            mock.patch.object(
+                colocated_schedule, "encode", lambda *args: self._watched(encoding(*args))
+            ),
+            mock.patch.object(colocated_schedule, "communicate", bridge),
+        ):
+            yield
+
+    def destroy(self) -> None:
+        """Free the groups."""
+        dist.barrier()
+        unwrap_model(self.model).destroy()
+        for module in self.modules.values():
+            module.grid.destroy()
+
+
+def _repeated(tiles: torch.Tensor, count: int) -> torch.Tensor:
+    return tiles[torch.arange(count, device=tiles.device) % len(tiles)]
+
+
+def seconds(run: Callable[[], None], model: MimoModel) -> float:
+    """The fastest of `ROUNDS` runs, each as long as its slowest rank."""
+    found = []
+    for _ in range(ROUNDS + 1):
+        model.zero_grad(set_to_none=True)
+        dist.barrier()
+        marks = Recorder()
+        with marks.span("run"):
+            run()
+        (_, begin, end), *_ = marks.spans()
+        slowest = torch.tensor(end - begin, device="cuda" if CUDA else "cpu")
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found.append(float(slowest))
+    return min(found[1:])
+
+
+def main() -> None:
+    """Print a table; draw the last layout's timeline."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
+    parser.add_argument("--timeline", type=Path, metavar="PNG")
+    args = parser.parse_args()
+    if CUDA:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if CUDA else "gloo")
+    if dist.get_rank() == 0:
+        print(
+            "| language | microbatches | E, ms | L, ms | step, ms | step / T | "
+            "encoder in first stage / step |\n|---|---:|---:|---:|---:|---:|---:|"
+        )
+    for language in args.layouts:
+        bench = Bench(language)
+        e, length, step, other = (
+            seconds(run, bench.model)
+            for run in (
+                bench.encoder_alone,
+                bench.stage_alone,
+                bench.three_phases,
+                bench.encoder_in_first_stage,
+            )
+        )
+        stages = bench.layouts.language.pp
+        model = e + length * (1 + (stages - 1) / bench.microbatches)
+        if dist.get_rank() == 0:
+            print(
+                f"| {language} | {bench.microbatches} | {1e3 * e:.1f} | {1e3 * length:.1f} "
+                f"| {1e3 * step:.1f} | {step / model:.3f} | {other / step:.2f} |",
+                flush=True,
+            )
+        rows = {
+            f"{language}: three phases": bench.spans(bench.three_phases),
+            f"{language}: encoder in the first stage": bench.spans(bench.encoder_in_first_stage),
+        }
+        bench.destroy()
+    if args.timeline and dist.get_rank() == 0:
+        draw(args.timeline, rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

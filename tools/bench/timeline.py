@@ -1,0 +1,111 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Record when a rank does what, and draw it: one row a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+COLOURS = {
+    "encoder forward": "#5b8ff9",
+    "encoder backward": "#1d39c4",
+    "bridge": "#f6bd16",
+    "language forward": "#5ad8a6",
+    "language backward": "#237804",
+}
+"""Of the phases; what stays grey is waiting."""
+
+Span = tuple[str, float, float]
+"""Phase, begin and end in seconds since the recording began."""
+
+
+class Recorder:
+    """Spans of one rank's work, on the device's own clock."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, object, object]] = []
+        dist.barrier()
+        self._begin = self.now()
+
+    @staticmethod
+    def now():
+        """A moment in the current stream, or on the CPU."""
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """The block is phase ``name``."""
+        begin = self.now()
+        yield
+        self.add(name, begin)
+
+    def add(self, name: str, begin, end=None) -> None:
+        """Phase ``name`` went from one moment to another, now if left out."""
+        self._marks.append((name, begin, end or self.now()))
+
+    def recorded(self, name: str, function: Callable) -> Callable:
+        """``function``, each call a phase."""
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            with self.span(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    def spans(self) -> list[Span]:
+        """All, in order."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return [(name, self._since(begin), self._since(end)) for name, begin, end in self._marks]
+
+    def _since(self, mark) -> float:
+        if isinstance(mark, float):
+            return mark - self._begin
+        return self._begin.elapsed_time(mark) / 1e3
+
+
+def draw(path: Path, rows: dict[str, list[list[Span]]]) -> None:
+    """Write a picture of each schedule's spans, by rank, on one time axis.
+
+    Args:
+        rows: by title, each rank's spans.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ranks = len(next(iter(rows.values())))
+    figure, all_axes = plt.subplots(
+        len(rows), 1, sharex=True, figsize=(11, len(rows) * (0.9 + 0.4 * ranks)), squeeze=False
+    )
+    for axes, (title, by_rank) in zip(all_axes.flat, rows.items(), strict=True):
+        for rank, spans in enumerate(by_rank):
+            end = max(end for _, _, end in spans)
+            axes.broken_barh([(0, 1e3 * end)], (rank - 0.4, 0.8), color="#d9d9d9")
+            for name, begin, end in spans:
+                bar = (1e3 * begin, 1e3 * (end - begin))
+                axes.broken_barh(
+                    [bar], (rank - 0.4, 0.8), color=COLOURS[name], edgecolor="white", linewidth=0.4
+                )
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    handles.append(plt.Rectangle((0, 0), 1, 1, color="#d9d9d9"))
+    figure.legend(handles, [*COLOURS, "waiting"], ncols=6, loc="lower center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=110)
