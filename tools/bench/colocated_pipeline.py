@@ -4,7 +4,9 @@
 
 The alternative encodes each microbatch on the first stage's ranks, inside the pipeline. E is the
 encoder's forward and backward over a rank's samples, and L a stage's over all microbatches, each
-measured alone in the same run. No gradients are reduced, and no optimizer steps.
+measured alone in the same run. No gradients are reduced, and no optimizer steps. A second table
+has the peak memory of the step beyond weights and gradients, where the encoder's part is run again
+in phase 3, some microbatches' worth at a time.
 
 Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
     torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
@@ -17,14 +19,15 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from timeline import Recorder, Span, draw
+from timeline import CUDA, Recorder, Span, draw
 
-if not torch.cuda.is_available():
+if not CUDA:
     from megatron.core import cpu_runtime
 
     cpu_runtime.install()
@@ -41,9 +44,9 @@ from megatron.core.models.mimo.encoding import encode
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
-CUDA = torch.cuda.is_available()
 ROUNDS = 5
 MICROBATCHES_A_STAGE = 2
 TILES = 4 if CUDA else 2
@@ -104,6 +107,8 @@ class Bench:
         self.model: MimoModel = chunks[0].to(self.device).train()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
+        # As the schedules do, in whose place stage_alone runs first.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=self.device))
         self.groups = self.modules[LANGUAGE].groups
         self.inputs = self._inputs(batch.global_size // world)
         self.tokens = self._tokens()
@@ -152,7 +157,7 @@ class Bench:
         shape = rows, preset().language.hidden
         return {IMAGES: torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)}
 
-    def three_phases(self) -> None:
+    def three_phases(self, recompute: int | None = None) -> None:
         """The schedule of this project."""
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [
@@ -162,6 +167,7 @@ class Bench:
             data_iterator=iter([self.tokens | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
+            recompute_encoder_shares=recompute,
             **self._common(),
         )
 
@@ -275,6 +281,32 @@ def seconds(run: Callable[[], None], model: MimoModel) -> float:
     return min(found[1:])
 
 
+def peak_bytes(run: Callable[[], None], model: MimoModel) -> int:
+    """Most that a rank has allocated for a run, beyond what it had and keeps."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    most = torch.tensor(torch.cuda.max_memory_allocated() - before, device="cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def print_recompute(bench: Bench, language: str) -> None:
+    """Peak memory and time of the ways to keep or to recompute the encoder's activations."""
+    sizes = [None, *(k for k in (4, 2, 1) if k <= bench.microbatches)]
+    runs = [partial(bench.three_phases, size) for size in sizes]
+    peaks = [peak_bytes(run, bench.model) for run in runs]
+    times = [seconds(run, bench.model) for run in runs]
+    if dist.get_rank() == 0:
+        print("\n| language | recompute | peak, GiB | time / kept |\n|---|---|---:|---:|")
+        for size, peak, time in zip(sizes, peaks, times, strict=True):
+            way = "nothing" if size is None else f"{size} microbatches at a time"
+            print(f"| {language} | {way} | {peak / 2**30:.1f} | {time / times[0]:.2f} |")
+        print(flush=True)
+
+
 def main() -> None:
     """Print a table; draw the last layout's timeline."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -308,6 +340,8 @@ def main() -> None:
                 f"| {1e3 * step:.1f} | {step / model:.3f} | {other / step:.2f} |",
                 flush=True,
             )
+        if CUDA:
+            print_recompute(bench, language)
         rows = {
             f"{language}: three phases": bench.spans(bench.three_phases),
             f"{language}: encoder in the first stage": bench.spans(bench.encoder_in_first_stage),

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+CUDA = torch.cuda.is_available()
+
 COLOURS = {
     "encoder forward": "#5b8ff9",
     "encoder backward": "#1d39c4",
@@ -37,7 +39,7 @@ class Recorder:
     @staticmethod
     def now():
         """A moment in the current stream, or on the CPU."""
-        if not torch.cuda.is_available():
+        if not CUDA:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -66,7 +68,7 @@ class Recorder:
 
     def spans(self) -> list[Span]:
         """All, in order."""
-        if torch.cuda.is_available():
+        if CUDA:
             torch.cuda.synchronize()
         return [(name, self._since(begin), self._since(end)) for name, begin, end in self._marks]
 

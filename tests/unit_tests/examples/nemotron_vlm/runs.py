@@ -128,10 +128,15 @@ def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
     assert not any(r["skipped"] for r in records)
 
 
-def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
+def assert_same_trajectory_as_one_rank(
+    encoder: str, language: str, *more: str, microbatches: int = 2
+) -> None:
     """Train in the layouts, ``language`` with its dp, and on one rank.
 
-    Few microbatches a step, as each costs all its collectives: two, or as many as stages.
+    Args:
+        more: command-line arguments of both runs.
+        microbatches: of a step, each of which costs all its collectives; with a pipeline, as many
+            as stages.
     """
     layout = parse_layout(language, "language")
 
@@ -139,6 +144,7 @@ def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
         micro_size = SAMPLES // microbatches // dp
         return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
 
-    arguments = batch(max(2, layout.pp), layout.dp)
+    count = layout.pp if layout.pp > 1 else microbatches
+    arguments = (*batch(count, layout.dp), *more)
     records = trajectory("--encoder", encoder, "--language", language, *arguments)
-    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1)))
+    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1), *more))

@@ -1,0 +1,52 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen parts stay as they are, in every layout, and the others train as on one rank."""
+
+import pytest
+import torch
+
+from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.errors import UserError
+from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank, trainer
+from tests.unit_tests.test_utilities import requires_world_size
+
+PARTS = ["encoder", "encoder,projector", "language"]
+
+
+def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of its parameters and persistent buffers."""
+    return {n: t.clone() for n, t in module.state_dict().items() if torch.is_tensor(t)}
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("parts", "text"),
+        [("radio", "no such part"), ("encoder,projector,language", "nothing to train")],
+    )
+    def test_refuses(self, parts, text):
+        with pytest.raises(UserError, match=text):
+            parse_args(["--freeze", parts], world_size=1)
+
+
+class TestFreezing:
+    @requires_world_size(1)
+    @pytest.mark.parametrize("parts", PARTS)
+    def test_frozen_parameters_and_buffers_stay(self, parts):
+        with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
+            (chunk,) = run.chunks
+            trained = {
+                name.replace(".module.", ".", 1)  # DDP's, which state_dict leaves out
+                for name, parameter in chunk.named_parameters()
+                if parameter.requires_grad
+            }
+            before = tensors(chunk)
+            run.train_step()
+            moved = {name for name, t in tensors(chunk).items() if not t.equal(before[name])}
+        biases = {name for name in before if name.endswith("expert_bias")}
+        assert biases
+        assert moved == trained | (set() if parts == "language" else biases)
+
+    @requires_world_size(4)
+    @pytest.mark.parametrize("parts", PARTS)
+    def test_the_others_train_as_on_one_rank(self, parts):
+        assert_same_trajectory_as_one_rank("dp=4", "cp=2,pp=2,dp=1,ep=2", "--freeze", parts)
