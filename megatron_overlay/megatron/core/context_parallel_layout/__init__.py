@@ -22,6 +22,11 @@ from megatron.core.context_parallel_layout.attention_plan import (
 )
 from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths, pad_lengths
+from megatron.core.context_parallel_layout.recurrence_plan import (
+    Halo,
+    RecurrencePlan,
+    plan_recurrence,
+)
 from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
 from megatron.core.context_parallel_layout.token_layout import (
     TokenLayout,
@@ -33,7 +38,9 @@ from megatron.core.context_parallel_layout.token_layout import (
 __all__ = [
     "AttentionBlock",
     "AttentionPlan",
+    "Halo",
     "PaddedLengths",
+    "RecurrencePlan",
     "Route",
     "TokenLayout",
     "contiguous_layout",
@@ -41,6 +48,7 @@ __all__ = [
     "gather_tokens",
     "packed_attention_plan",
     "pad_lengths",
+    "plan_recurrence",
     "plan_route",
     "received_tokens",
     "sequence_attention_plan",

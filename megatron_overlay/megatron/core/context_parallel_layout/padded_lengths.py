@@ -38,6 +38,21 @@ class PaddedLengths:
                 f"real={self.real}, padded={self.padded}"
             )
 
+    @classmethod
+    def of_packed(cls, packed_seq_params: PackedSeqParams) -> PaddedLengths:
+        """Lengths of a packed batch, kept on ``packed_seq_params`` once read.
+
+        The first call reads ``cu_seqlens`` back to the host, for all layers of the batch.
+        """
+        kept = vars(packed_seq_params)
+        if "_padded_lengths" not in kept:
+            real = packed_seq_params.cu_seqlens_q
+            padded = packed_seq_params.cu_seqlens_q_padded
+            padded = real if padded is None else padded
+            lengths = (tuple(cu_seqlens.diff().tolist()) for cu_seqlens in (real, padded))
+            kept["_padded_lengths"] = cls(*lengths)
+        return kept["_padded_lengths"]
+
     @property
     def total(self) -> int:
         """Number of tokens, padding included."""

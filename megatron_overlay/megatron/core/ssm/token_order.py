@@ -89,9 +89,7 @@ def packed_zigzag(
     layouts = vars(packed_seq_params).setdefault("_zigzag_layouts", {})
     key = (cp_size, device)
     if key not in layouts:
-        real, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
-        padded = real if padded is None else padded
-        lengths = PaddedLengths(tuple(real.diff().tolist()), tuple(padded.diff().tolist()))
+        lengths = PaddedLengths.of_packed(packed_seq_params)
         layouts[key] = zigzag_layout(lengths, cp_size).to(device)
     return layouts[key]
 
