@@ -21,7 +21,11 @@ from megatron.core.context_parallel_layout.attention_plan import (
     sequence_attention_plan,
 )
 from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
-from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths, pad_lengths
+from megatron.core.context_parallel_layout.padded_lengths import (
+    PaddedLengths,
+    lengths_of_batch,
+    pad_lengths,
+)
 from megatron.core.context_parallel_layout.recurrence_plan import (
     Halo,
     RecurrencePlan,
@@ -46,6 +50,7 @@ __all__ = [
     "contiguous_layout",
     "exchange",
     "gather_tokens",
+    "lengths_of_batch",
     "packed_attention_plan",
     "pad_lengths",
     "plan_recurrence",
