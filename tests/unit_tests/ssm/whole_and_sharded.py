@@ -49,7 +49,9 @@ class Pair:
         layout: of the tokens that the sharded layer is given.
     """
 
-    def __init__(self, ranks: Ranks, make: Callable[[SimpleNamespace, bool], nn.Module], layout: str):
+    def __init__(
+        self, ranks: Ranks, make: Callable[[SimpleNamespace, bool], nn.Module], layout: str
+    ) -> None:
         Utils.initialize_distributed()
         self.size, self.layout_name = ranks.cp, layout
         self.grids = [

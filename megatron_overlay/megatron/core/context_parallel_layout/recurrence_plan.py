@@ -117,9 +117,14 @@ class RecurrencePlan:
         return [0, *(b for b in inside if 0 < b < self.shard_size), self.shard_size]
 
     @cached_property
+    def cu_seqlens_host(self) -> Tensor:
+        """:attr:`bounds` on the host, int32 [samples here + 1]."""
+        return torch.tensor(self.bounds, dtype=torch.int32)
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
-        """:attr:`bounds` on the device, int64 [samples here + 1]."""
-        return torch.tensor(self.bounds).to(self.device, non_blocking=True)
+        """:attr:`bounds` on the device, int32 [samples here + 1]."""
+        return self.cu_seqlens_host.to(self.device, non_blocking=True)
 
     @cached_property
     def seq_idx(self) -> Tensor | None:

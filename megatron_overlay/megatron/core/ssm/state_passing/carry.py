@@ -32,9 +32,7 @@ class StateGather:
         transition: ``[B, H, K, K]`` or ``[B, H, 1, 1]``, of the same dtype.
     """
 
-    def __init__(
-        self, states: Tensor, transition: Tensor | None, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, states: Tensor, transition: Tensor | None, group: dist.ProcessGroup) -> None:
         parts = [states] if transition is None else [states, transition]
         self._shapes = [part.shape for part in parts]
         self._size = group.size()

@@ -33,7 +33,9 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     """
     tokens = mixer.layer_tokens
     if inference_context is not None:
-        raise ValueError(f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}")
+        raise ValueError(
+            f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}"
+        )
     plan = tokens.recurrence(hidden_states, packed)
     groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
     width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp

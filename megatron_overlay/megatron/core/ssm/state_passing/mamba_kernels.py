@@ -59,9 +59,7 @@ def kernel_scan(
 ) -> Tensor:
     """As ``mamba.reference_scan``, on a GPU; D is of fp32 or of the dtype of ``projected``."""
     sizes = _Sizes(chunk_size, headdim, ngroups)
-    return _Scan.apply(
-        projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group
-    )
+    return _Scan.apply(projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group)
 
 
 class _Sizes(NamedTuple):
@@ -83,9 +81,7 @@ class _Tokens(NamedTuple):
         states = (convolved.shape[-1] - inner) // 2
         x, B, C = convolved.split([inner, states, states], dim=-1)
         groups = (sizes.ngroups, -1)
-        return cls(
-            x.unflatten(-1, (heads, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups)
-        )
+        return cls(x.unflatten(-1, (heads, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups))
 
 
 class _Scan(torch.autograd.Function):
@@ -109,9 +105,7 @@ class _Scan(torch.autograd.Function):
         coming = None
         if not plan.is_local:
             coming = StateGather(*_row_alone(states, decay, plan), group)
-        scores = _bmm_chunk_fwd(
-            C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32
-        )
+        scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = transitions = None
         if coming is not None:
             every_state, transitions = coming.wait()
@@ -151,9 +145,7 @@ class _Scan(torch.autograd.Function):
 
         dt = dt.clone()
         decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
-        scores = _bmm_chunk_fwd(
-            C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32
-        )
+        scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, states.dtype)
         # The gate first: the rest needs the gradient of the output before it.
@@ -223,9 +215,7 @@ def _conv_backward(grad, x, past, weight, bias, plan, group, x_grad):
     if not halo.is_empty:
         past_grad = past.new_zeros(past.shape) if head is None else head[1].to(past.dtype)
         going = HaloGradient(past_grad, halo, group)
-    weight_grad, bias_grad = kernel_conv.conv_backward(
-        grad, x, weight, bias, plan.seq_idx, x_grad
-    )
+    weight_grad, bias_grad = kernel_conv.conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
     if head is not None:
         x_grad[:, :reach] += head[0].to(x_grad.dtype)
         weight_grad = weight_grad + head[2].to(weight_grad.dtype)
