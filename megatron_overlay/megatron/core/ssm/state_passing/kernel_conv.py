@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
@@ -86,3 +87,37 @@ def _is_aligned(x: Tensor) -> bool:
 def _channels(x: Tensor) -> Tensor:
     """``[B, S, D]`` to ``[B, D, S]`` with neighbouring channels, as the kernels want them."""
     return (x if _is_aligned(x) else x.contiguous()).transpose(1, 2)
+
+
+class HaloConv(torch.autograd.Function):
+    """``silu(conv(x))`` of ``x [B, S, D]`` whose first window reaches into ``past [B, W - 1, D]``.
+
+    ``past`` is zero where nothing comes before; its gradient then has no meaning.
+    """
+
+    @staticmethod
+    def forward(ctx, x, past, weight, bias, plan: RecurrencePlan):
+        ctx.save_for_backward(x, past, weight, bias)
+        ctx.plan = plan
+        out = conv_without_halo(x, weight, bias, plan.seq_idx)
+        if plan.continues[plan.rank]:
+            mend_head(out, x, past, weight, bias, plan)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, past, weight, bias = ctx.saved_tensors
+        plan, reach = ctx.plan, past.shape[1]
+        x_grad, past_grad = torch.empty_like(x), torch.zeros_like(past)
+        head = None
+        if plan.continues[plan.rank]:
+            grad = grad.clone()
+            head = head_backward(grad, x, past, weight, bias, plan)
+            past_grad = head[1].to(past.dtype)
+        weight_grad, bias_grad = conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
+        if head is not None:
+            x_grad[:, :reach] += head[0].to(x.dtype)
+            weight_grad = weight_grad + head[2].to(weight.dtype)
+            bias_grad = None if bias is None else bias_grad + head[3].to(bias.dtype)
+        return x_grad, past_grad, weight_grad, bias_grad, None
