@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -62,12 +63,27 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """What context parallelism does in the language model's recurrent layers.
+
+    Attributes:
+        mode: ``"state-passing"`` between ranks that have all heads, or ``"head-parallel"``.
+        tokens: ``"contiguous"`` but around attention layers, or ``"zigzag"`` but around recurrent
+            ones; heads are spread from zigzag tokens.
+    """
+
+    mode: str = "state-passing"
+    tokens: str = "contiguous"
+
+
+@dataclass(frozen=True)
 class Layouts:
     """The layouts of both modules over one set of ranks, checked."""
 
     encoder: Layout
     language: Layout
     batch: Batch
+    recurrence: Recurrence = Recurrence()
 
     @property
     def num_microbatches(self) -> int:
@@ -97,7 +113,12 @@ def parse_layout(text: str, module: str) -> Layout:
 
 
 def resolve(
-    encoder: Layout, language: Layout, batch: Batch, world_size: int, preset: VLMPreset
+    encoder: Layout,
+    language: Layout,
+    batch: Batch,
+    world_size: int,
+    preset: VLMPreset,
+    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
@@ -105,14 +126,18 @@ def resolve(
         UserError: naming the numbers, the rule, and the nearest layouts that would work.
     """
     encoder, language = _derive(encoder, world_size), _derive(language, world_size)
+
+    def violation(layout: Layout) -> str | None:
+        return language_violation(layout, world_size, preset, batch, recurrence)
+
     for module, layout, broken in (
         ("encoder", encoder, encoder_violation(encoder, world_size, preset)),
-        ("language", language, language_violation(language, world_size, preset, batch)),
+        ("language", language, violation(language)),
     ):
         if broken:
-            near = _nearest(module, layout, world_size, preset, batch)
+            near = _nearest(module, layout, world_size, preset, violation)
             raise UserError(f"--{module} {layout}: {broken}. {near}")
-    layouts = Layouts(encoder, language, batch)
+    layouts = Layouts(encoder, language, batch, recurrence)
     if broken := pair_violation(layouts):
         raise UserError(
             f"--encoder {encoder} with --language {language}: {broken}. "
@@ -135,12 +160,18 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
     return None
 
 
-def _mamba_cp_sizes(layout: Layout, preset: VLMPreset) -> list[int]:
-    if layout.cp == 1 or "M" not in preset.language.pattern:
+def _mamba_cp_sizes(layout: Layout, preset: VLMPreset, recurrence: Recurrence) -> list[int]:
+    if layout.cp == 1 or "M" not in preset.language.pattern or recurrence.mode == "state-passing":
         return [layout.cp]
     from megatron.core.ssm.head_parallel_limits import fitting_cp_sizes
 
     return fitting_cp_sizes(preset.language.mamba_heads, preset.language.mamba_groups, layout.tp)
+
+
+def _gdn_heads(preset: VLMPreset) -> dict[str, int]:
+    p = preset.language
+    heads = {"GDN key heads": p.gdn_key_heads, "GDN value heads": p.gdn_value_heads}
+    return heads if "G" in p.pattern else {}
 
 
 def _first(rules: list[tuple[bool, str]]) -> str | None:
@@ -171,10 +202,11 @@ def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str
 
 
 def language_violation(
-    layout: Layout, world_size: int, preset: VLMPreset, batch: Batch
+    layout: Layout, world_size: int, preset: VLMPreset, batch: Batch, recurrence: Recurrence
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
+    spread = 1 if recurrence.mode == "state-passing" else lay.cp
     ranks = lay.tp * lay.cp * lay.dp
     samples = batch.micro_size * lay.dp
     multiple = (2 * lay.cp if lay.cp > 1 else 1) * lay.tp
@@ -183,6 +215,7 @@ def language_violation(
         "query groups": p.query_groups,
         "Mamba heads": p.mamba_heads,
         "Mamba groups": p.mamba_groups,
+        **_gdn_heads(preset),
     }
     return _first(
         [
@@ -197,9 +230,18 @@ def language_violation(
                 f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
             ),
             (
-                lay.cp not in _mamba_cp_sizes(lay, preset),
-                f"cp={lay.cp} must be one of {_mamba_cp_sizes(lay, preset)} to split the "
-                f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}",
+                lay.cp not in _mamba_cp_sizes(lay, preset, recurrence),
+                f"cp={lay.cp} must be one of {_mamba_cp_sizes(lay, preset, recurrence)} to split "
+                f"the {p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}; "
+                "--cp-linear state-passing takes any",
+            ),
+            *(
+                (
+                    n % (lay.tp * spread) > 0,
+                    f"tp·cp = {lay.tp * spread} must divide the {n} {what}; "
+                    "--cp-linear state-passing takes any cp",
+                )
+                for what, n in _gdn_heads(preset).items()
             ),
             (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
             (
@@ -269,16 +311,18 @@ def _listing(fitting: list[Layout], wanted: Layout) -> str:
     return "Nearest that fit: " + "  ".join(map(str, near))
 
 
-def _nearest(module: str, wanted: Layout, world: int, preset: VLMPreset, batch: Batch) -> str:
+def _nearest(
+    module: str,
+    wanted: Layout,
+    world: int,
+    preset: VLMPreset,
+    violation: Callable[[Layout], str | None],
+) -> str:
     if module == "encoder":
         fitting = [c for c in _candidates(world, ["tp"]) if not encoder_violation(c, world, preset)]
     else:
         axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
-        fitting = [
-            c
-            for c in _candidates(world, axes)
-            if not language_violation(c, world, preset, batch)
-        ]
+        fitting = [c for c in _candidates(world, axes) if not violation(c)]
     return _listing(fitting, wanted)
 
 
