@@ -128,8 +128,10 @@ def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
     assert not any(r["skipped"] for r in records)
 
 
-def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
-    """Train in the layouts, ``language`` with its dp, and on one rank.
+def assert_same_trajectory_as_one_rank(
+    encoder: str, language: str, *options: str, model: str = "tiny"
+) -> None:
+    """Train in the layouts, ``language`` with its dp, and on one rank, where no option matters.
 
     Few microbatches a step, as each costs all its collectives: two, or as many as stages.
     """
@@ -137,8 +139,9 @@ def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
 
     def batch(microbatches: int, dp: int) -> tuple[str, ...]:
         micro_size = SAMPLES // microbatches // dp
-        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
+        sizes = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
+        return sizes if model == "tiny" else (*sizes, "--model", model)
 
     arguments = batch(max(2, layout.pp), layout.dp)
-    records = trajectory("--encoder", encoder, "--language", language, *arguments)
+    records = trajectory("--encoder", encoder, "--language", language, *arguments, *options)
     assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1)))
