@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, cases, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-HIDDEN, HEADS, GROUPS, SEQUENCE, BATCH = 32, 6, 2, 48, 2
+HIDDEN, HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 32, 6, 16, 2, 48, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard.
 PACKED = (5, 0, 1, 39, 9)
 
@@ -44,7 +44,7 @@ def make_mixer(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> 
         hidden_size=HIDDEN,
         num_attention_heads=4,
         mamba_num_heads=HEADS,
-        mamba_head_dim=8,
+        mamba_head_dim=HEADDIM,
         mamba_num_groups=GROUPS,
         mamba_state_dim=8,
         use_cpu_initialization=True,
@@ -102,10 +102,10 @@ class TestAgainstTransformers:
         modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
         config = modeling.Mamba2Config(
             num_heads=HEADS,
-            head_dim=8,
+            head_dim=HEADDIM,
             hidden_size=HIDDEN,
             state_size=8,
-            expand=HEADS * 8 / HIDDEN,
+            expand=HEADS * HEADDIM // HIDDEN,
             n_groups=GROUPS,
             chunk_size=16,
             num_hidden_layers=1,
