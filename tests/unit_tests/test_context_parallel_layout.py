@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel layouts, the routes between them, and the exchange along a route."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.context_parallel_layout import (
     AttentionPlan,
@@ -24,6 +21,7 @@ from megatron.core.context_parallel_layout import (
     thd_partitioned_indices,
     zigzag_layout,
 )
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CP_SIZES = (1, 2, 3, 4, 5, 8, 16)
@@ -375,26 +373,6 @@ def key_runs(plan):
     return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-class NoHostSync(TorchDispatchMode):
-    """Fails on whatever makes the host wait for a tensor's values."""
-
-    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not any(name in func.name() for name in self.waiting), func.name()
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        # On the CPU, tolist() reads memory without dispatching.
-        self.tolist = patch.object(torch.Tensor, "tolist", side_effect=AssertionError("tolist"))
-        self.tolist.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self.tolist.stop()
-        return super().__exit__(*exception)
-
-
 @requires_world_size(8)
 @pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
 class TestExchangeOnRanks:
@@ -446,7 +424,7 @@ class TestExchangeOnRanks:
         route = plan_route(source, destination, group.rank()).to(Utils.device)
         source = source.to(Utils.device)
         shard = torch.ones(source.shard_size, 3, device=Utils.device, requires_grad=True)
-        with NoHostSync():
+        with no_host_sync():
             moved = exchange(shard, route, group)
             gather_tokens(exchange(moved, route.reversed(), group), source, group).sum().backward()
 

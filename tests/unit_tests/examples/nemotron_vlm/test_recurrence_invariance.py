@@ -19,7 +19,7 @@ HEADS = ("--cp-linear", "head-parallel")
 class TestTwoRanks:
     @pytest.mark.parametrize("options", [CONTIGUOUS, ZIGZAG, HEADS], ids="/".join)
     def test_trajectory_equals_one_rank(self, options):
-        assert_same_trajectory_as_one_rank("tp=2", "cp=2", *options, model="tiny-gdn")
+        assert_same_trajectory_as_one_rank("tp=2", "cp=2,dp=1", *options, model="tiny-gdn")
 
 
 @requires_world_size(4)
