@@ -48,9 +48,10 @@ def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -
     with torch.no_grad():
         # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
         generator = torch.Generator().manual_seed(groups.tp.rank())
-        layer.dt_bias.add_(torch.rand(layer.dt_bias.shape, generator=generator))
+        noise = torch.rand(2, *layer.dt_bias.shape, generator=generator).to(layer.dt_bias.device)
+        layer.dt_bias.add_(noise[0])
         # Decays slow enough that a state outlives a shard.
-        layer.A_log.copy_(torch.rand(layer.A_log.shape, generator=generator) - 4)
+        layer.A_log.copy_(noise[1] - 4)
     return layer.to(Utils.device, dtype)
 
 
@@ -146,7 +147,8 @@ def rule_inputs(tokens: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape):
-        return torch.randn(1, tokens, 3, *shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(1, tokens, 3, *shape, generator=generator, dtype=torch.float64)
+        return drawn.to(Utils.device)
 
     unit = torch.nn.functional.normalize
     return {
@@ -186,10 +188,11 @@ class TestRule:
         lengths = PaddedLengths(lengths, lengths)
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(1, lengths.total, 3, 5, dtype=torch.float64, generator=generator)
+        weight = weight.to(Utils.device)
         inputs = rule_inputs(lengths.total)
         results = []
         for ranks, at in ((size, rank), (1, 0)):
-            plan = plan_recurrence(lengths, ranks, at, torch.device("cpu"))
+            plan = plan_recurrence(lengths, ranks, at, Utils.device)
             own = slice(at * plan.shard_size, (at + 1) * plan.shard_size)
             leaves = [t[:, own].clone().requires_grad_() for t in inputs.values()]
             o = reference_rule(*leaves, plan, dist.group.WORLD)

@@ -129,7 +129,8 @@ def scan_inputs(tokens: int) -> dict[str, torch.Tensor]:
     channels = heads * headdim + 2 * groups * state
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(Utils.device)
 
     return {
         "projected": normal(1, tokens, heads * headdim + channels + heads),
@@ -157,6 +158,7 @@ class TestScan:
         group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
         lengths = PaddedLengths(lengths, lengths)
         weight = torch.randn(1, lengths.total, 12, dtype=torch.float64, generator=seeded())
+        weight = weight.to(Utils.device)
 
         def run(inputs, plan, weight, group):
             leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
@@ -165,7 +167,7 @@ class TestScan:
             return y.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
         inputs = scan_inputs(lengths.total)
-        device = torch.device("cpu")
+        device = Utils.device
         expected, expected_grads = run(
             inputs, plan_recurrence(lengths, 1, 0, device), weight, group=None
         )
