@@ -114,7 +114,7 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
         build_module(spec, config=config, layer_number=number + 1, pg_collection=groups)
         for number in range(options.layers)
     ]
-    return nn.ModuleList(layers).to(device, dtype)
+    return nn.ModuleList(layers).to(device)
 
 
 def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:

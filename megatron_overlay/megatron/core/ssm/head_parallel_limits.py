@@ -63,8 +63,8 @@ def check_gated_delta_net(key_heads: int, value_heads: int, tp_size: int, cp_siz
         raise ValueError(
             f"a gated delta net of {key_heads} key and {value_heads} value heads cannot be spread "
             f"over tp={tp_size}, cp={cp_size}: tp·cp = {tp_size * cp_size} must divide both; "
-            f"cp sizes that fit with tp={tp_size}: {_listing(fitting) or 'none'}; "
-            "state passing takes any"
+            f"cp sizes that fit with tp={tp_size}: {_listing(fitting) or 'none'}"
+            + ("; state passing takes any" if fitting else "")
         )
 
 

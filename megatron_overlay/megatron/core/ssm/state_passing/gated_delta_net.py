@@ -89,7 +89,6 @@ def kernel_rule(query, key, value, g, beta, plan: RecurrencePlan, group) -> Tens
     Its kernels scan the chunks' matrices and states before the states are gathered; a packed
     batch, which they want as one row, and each row of another go one after the other.
     """
-    from fla.ops.cp import FLACPContext
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
 
     if plan.is_local:
@@ -97,6 +96,9 @@ def kernel_rule(query, key, value, g, beta, plan: RecurrencePlan, group) -> Tens
         if plan.seq_idx is not None:
             bounds = {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.cu_seqlens_host}
         return fla_rule(query, key, value, g, beta, **bounds or {})[0]
+    # Older versions have no such module.
+    from fla.ops.cp import FLACPContext
+
     before, after = plan.ranks_before(), plan.ranks_after()
     context = FLACPContext(
         group=group,
