@@ -117,7 +117,8 @@ def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
     past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
-    if x.is_cuda and _has("causal_conv1d"):
+    # The kernels want the channels in groups of 8.
+    if x.is_cuda and x.shape[2] % 8 == 0 and _has("causal_conv1d"):
         from megatron.core.ssm.state_passing.kernel_conv import HaloConv
 
         return HaloConv.apply(x, past, weight, conv.bias, plan)
