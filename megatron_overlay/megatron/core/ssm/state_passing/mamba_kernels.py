@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Mamba-2 scan over contiguous shards on the ``mamba_ssm`` kernels (2.2 to 2.3).
+"""The Mamba-2 scan over contiguous shards on the kernels of ``mamba_ssm`` 2.3.
 
 The kernels of the scan's steps (arXiv 2405.21060, section 6) are called one by one. The neighbours'
 state enters between two of them, chunk states and state passing, and its gradient between the same
