@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, Recurrence, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 
 @dataclass(frozen=True)

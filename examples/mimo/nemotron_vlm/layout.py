@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,6 @@ class Batch:
     global_size: int
     micro_size: int
     seq_length: int
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """What context parallelism does in the language model's recurrent layers.
-
-    Attributes:
-        mode: ``"state-passing"`` between ranks that have all heads, or ``"head-parallel"``.
-        tokens: ``"contiguous"`` but around attention layers, or ``"zigzag"`` but around recurrent
-            ones; heads are spread from zigzag tokens.
-    """
-
-    mode: str = "state-passing"
-    tokens: str = "contiguous"
 
 
 @dataclass(frozen=True)
@@ -160,20 +147,6 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
     return None
 
 
-def _mamba_cp_sizes(layout: Layout, preset: VLMPreset, recurrence: Recurrence) -> list[int]:
-    if layout.cp == 1 or "M" not in preset.language.pattern or recurrence.mode == "state-passing":
-        return [layout.cp]
-    from megatron.core.ssm.head_parallel_limits import fitting_cp_sizes
-
-    return fitting_cp_sizes(preset.language.mamba_heads, preset.language.mamba_groups, layout.tp)
-
-
-def _gdn_heads(preset: VLMPreset) -> dict[str, int]:
-    p = preset.language
-    heads = {"GDN key heads": p.gdn_key_heads, "GDN value heads": p.gdn_value_heads}
-    return heads if "G" in p.pattern else {}
-
-
 def _first(rules: list[tuple[bool, str]]) -> str | None:
     return next((text for broken, text in rules if broken), None)
 
@@ -202,11 +175,14 @@ def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str
 
 
 def language_violation(
-    layout: Layout, world_size: int, preset: VLMPreset, batch: Batch, recurrence: Recurrence
+    layout: Layout,
+    world_size: int,
+    preset: VLMPreset,
+    batch: Batch,
+    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
-    spread = 1 if recurrence.mode == "state-passing" else lay.cp
     ranks = lay.tp * lay.cp * lay.dp
     samples = batch.micro_size * lay.dp
     multiple = (2 * lay.cp if lay.cp > 1 else 1) * lay.tp
@@ -215,7 +191,6 @@ def language_violation(
         "query groups": p.query_groups,
         "Mamba heads": p.mamba_heads,
         "Mamba groups": p.mamba_groups,
-        **_gdn_heads(preset),
     }
     return _first(
         [
@@ -229,20 +204,7 @@ def language_violation(
                 len(p.pattern) % (lay.pp * lay.vpp) > 0,
                 f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
             ),
-            (
-                lay.cp not in _mamba_cp_sizes(lay, preset, recurrence),
-                f"cp={lay.cp} must be one of {_mamba_cp_sizes(lay, preset, recurrence)} to split "
-                f"the {p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}; "
-                "--cp-linear state-passing takes any",
-            ),
-            *(
-                (
-                    n % (lay.tp * spread) > 0,
-                    f"tp·cp = {lay.tp * spread} must divide the {n} {what}; "
-                    "--cp-linear state-passing takes any cp",
-                )
-                for what, n in _gdn_heads(preset).items()
-            ),
+            *recurrence.rules(lay.tp, lay.cp, p),
             (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
             (
                 lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,

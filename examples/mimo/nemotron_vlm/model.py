@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts, Recurrence
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 from megatron.core.activations import squared_relu
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Recurrence, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
