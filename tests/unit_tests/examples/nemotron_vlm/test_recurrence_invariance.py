@@ -30,7 +30,7 @@ class TestFourRanks:
             pytest.param("cp=4,dp=1,ep=2", CONTIGUOUS, id="cp-4-contiguous"),
             pytest.param("tp=2,cp=2,dp=1", CONTIGUOUS, id="sequence-parallel-contiguous"),
             pytest.param("tp=2,cp=2,dp=1", ZIGZAG, id="sequence-parallel-zigzag"),
-            pytest.param("cp=2,pp=2,dp=1", CONTIGUOUS, id="pipeline-contiguous"),
+            pytest.param("cp=2,pp=2,vpp=2,dp=1", CONTIGUOUS, id="virtual-stages-contiguous"),
         ],
     )
     def test_trajectory_equals_one_rank(self, language, options):
