@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, cases, random_rows
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 HIDDEN, HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 32, 6, 16, 2, 48, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard.
@@ -94,9 +94,10 @@ class TestMixerThatPassesStates:
 
 
 @pytest.mark.parametrize("pair", cases((4, Ranks(cp=3), "zigzag", torch.float32)), indirect=True)
+@pytest.mark.skipif(HAVE_CUDA, reason="transformers takes the same kernels where it finds them")
 class TestAgainstTransformers:
     def test_equals_the_mamba_2_of_transformers(self, pair):
-        """To 1e-5, but for rounding in the other implementation's order of terms."""
+        """To 1e-5 in fp32: the other implementation adds the same terms in another order."""
         if not pair:
             return
         modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
