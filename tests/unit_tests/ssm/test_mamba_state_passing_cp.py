@@ -112,7 +112,7 @@ class TestAgainstTransformers:
             num_hidden_layers=1,
         )
         other = modeling.Mamba2Mixer(config, layer_idx=0).eval().to(Utils.device)
-        other.load_state_dict(pair.whole.state_dict(), strict=False)
+        assert not other.load_state_dict(pair.whole.state_dict(), strict=False).missing_keys
         hidden = random_rows(SEQUENCE, BATCH, HIDDEN, seed=1)
         lengths = PaddedLengths((SEQUENCE,), (SEQUENCE,))
         shard = pair.layout(lengths).shard(hidden, pair.rank)

@@ -257,9 +257,8 @@ def _row_alone(states: Tensor, decay: Tensor, plan: RecurrencePlan) -> tuple[Ten
     if plan.seq_idx is not None:
         ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
         weight = weight * (ends == ends[:, -1:]).unsqueeze(1)
-    left = torch.einsum("bhc,bchd->bhd", weight, states.flatten(-2))
     crossed = total[..., -1].exp() * plan.crosses[plan.rank]
-    return left.unflatten(-1, states.shape[-2:]), crossed[..., None, None]
+    return _weighted_sum(weight, states), crossed[..., None, None]
 
 
 def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan) -> Tensor:
@@ -273,5 +272,12 @@ def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan
     if plan.seq_idx is not None:
         ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
         before = before * F.pad(ends[:, :-1] == 0, (1, 0), value=True).unsqueeze(1)
-    found = torch.einsum("bhc,bchd->bhd", before, entered_grad.flatten(-2))
-    return found.unflatten(-1, entered_grad.shape[-2:])
+    return _weighted_sum(before, entered_grad)
+
+
+def _weighted_sum(weight: Tensor, states: Tensor) -> Tensor:
+    """Over chunks: weight ``[B, H, c]``, states ``[B, c, H, P, N]``, to ``[B, H, P, N]``."""
+    # Row by row the product takes views; all rows at once would copy the states.
+    rows = zip(weight, states.flatten(-2), strict=True)
+    summed = torch.stack([torch.einsum("hc,chd->hd", w, s) for w, s in rows])
+    return summed.unflatten(-1, states.shape[-2:])
