@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel layouts, the routes between them, and the exchange along a route."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.context_parallel_layout import (
     AttentionPlan,
@@ -16,12 +13,15 @@ from megatron.core.context_parallel_layout import (
     contiguous_layout,
     exchange,
     gather_tokens,
+    lengths_of_batch,
     pad_lengths,
+    plan_recurrence,
     plan_route,
     received_tokens,
     thd_partitioned_indices,
     zigzag_layout,
 )
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CP_SIZES = (1, 2, 3, 4, 5, 8, 16)
@@ -219,6 +219,120 @@ class TestRoutes:
             )
 
 
+class TestSequenceParallelLayouts:
+    @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))
+    @plans
+    def test_every_tensor_rank_holds_a_run_of_its_shard(self, lengths, cp_size, tp_size):
+        layout = zigzag_layout(pad_lengths(lengths, cp_size, tp_size), cp_size)
+        rows = layout.over_tensor_ranks(tp_size)
+        assert rows.cp_size == cp_size * tp_size
+        together = rows.tokens.view(cp_size, tp_size, -1).flatten(1)
+        assert torch.equal(together, layout.tokens)
+
+    @given(lengths_of_samples, cp_sizes, st.sampled_from((2, 4)))
+    @plans
+    def test_the_exchange_between_them_loses_and_doubles_nothing(self, lengths, cp_size, tp_size):
+        padded = pad_lengths(lengths, cp_size, tp_size)
+        layouts = (zigzag_layout(padded, cp_size), contiguous_layout(padded, cp_size))
+        source, destination = (layout.over_tensor_ranks(tp_size) for layout in layouts)
+        routes = [plan_route(source, destination, r) for r in range(source.cp_size)]
+        moved = exchange_in_one_process(list(source.tokens), routes)
+        assert all(map(torch.equal, moved, destination.tokens))
+
+    def test_refuses_shards_that_do_not_divide(self):
+        layout = zigzag_layout(pad_lengths([4], 2), 2)
+        with pytest.raises(ValueError, match="tp=4 does not divide the 2 tokens of a cp=2 shard"):
+            layout.over_tensor_ranks(4)
+
+
+def sample_of_tokens(padded) -> list[int]:
+    return [number for number, length in enumerate(padded) for _ in range(length)]
+
+
+# Any lengths: a recurrence asks for no multiple but of the whole.
+any_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+def recurrence_plans(lengths, cp_size):
+    """The plans of all ranks, and the sample of each token; the last sample is padded to fit."""
+    total = max(sum(lengths), 1)
+    lengths = [*lengths[:-1], lengths[-1] + max(0, 1 - sum(lengths)) + -total % cp_size]
+    padded = PaddedLengths(tuple(lengths), tuple(lengths))
+    device = torch.device("cpu")
+    plans = [plan_recurrence(padded, cp_size, rank, device) for rank in range(cp_size)]
+    return plans, sample_of_tokens(lengths)
+
+
+class TestRecurrencePlan:
+    @given(any_lengths, cp_sizes)
+    @plans
+    def test_a_state_enters_from_the_ranks_that_hold_earlier_tokens_of_the_sample(
+        self, lengths, cp_size
+    ):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        for plan in ranks:
+            first = plan.rank * plan.shard_size
+            holders = {t // plan.shard_size for t in range(first) if samples[t] == samples[first]}
+            assert set(plan.ranks_before()) == holders
+            last = first + plan.shard_size - 1
+            after = range(last + 1, len(samples))
+            holders = {t // plan.shard_size for t in after if samples[t] == samples[last]}
+            assert set(plan.ranks_after()) == holders
+            assert plan.crosses[plan.rank] == (samples[first] == samples[last])
+        assert ranks[0].is_local == (not any(plan.ranks_before() for plan in ranks))
+
+    @given(any_lengths, cp_sizes)
+    @plans
+    def test_samples_within_a_shard_are_told_apart_from_0_on(self, lengths, cp_size):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        for plan in ranks:
+            own = samples[plan.rank * plan.shard_size :][: plan.shard_size]
+            numbers = {sample: number for number, sample in enumerate(dict.fromkeys(own))}
+            expected = [numbers[sample] for sample in own]
+            if plan.seq_idx is None:
+                assert set(expected) == {0}
+            else:
+                assert plan.seq_idx.tolist() == [expected]
+            counts = plan.cu_seqlens.diff().tolist()
+            assert counts == [expected.count(number) for number in numbers.values()]
+
+    @given(any_lengths, cp_sizes, st.integers(1, 4))
+    @plans
+    def test_the_halo_holds_the_tokens_that_a_window_sees(self, lengths, cp_size, reach):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        size = ranks[0].shard_size
+        kept = ranks[0].halo(reach).kept
+        gathered = [t for r in range(cp_size) for t in range((r + 1) * size - kept, (r + 1) * size)]
+        users = {}
+        for plan in ranks:
+            first, halo = plan.rank * size, plan.halo(reach)
+            for place, seen in enumerate(range(first - reach, first)):
+                is_seen = seen >= 0 and samples[seen] == samples[first]
+                assert bool(halo.valid[place]) == is_seen
+                if is_seen:
+                    assert gathered[halo.take[place]] == seen
+                    users.setdefault(seen, []).append(plan.rank * reach + place)
+        # The adjoint sends each token's gradients back to its owner, each once.
+        returned = {}
+        for plan in ranks:
+            halo = plan.halo(reach)
+            for used_at, token in zip(halo.used_at.tolist(), halo.token.tolist(), strict=True):
+                owned = (plan.rank + 1) * size - kept + token
+                returned.setdefault(owned, []).append(used_at)
+        assert {t: sorted(p) for t, p in returned.items()} == users
+        assert ranks[0].halo(reach).is_empty == (not users)
+
+    def test_refuses_tokens_that_do_not_divide(self):
+        with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):
+            plan_recurrence(PaddedLengths((10,), (10,)), 4, 0, torch.device("cpu"))
+
+    def test_refuses_boundaries_of_another_batch(self):
+        params = pad_lengths([5, 9], cp_size=2).packed_seq_params("cpu")
+        assert lengths_of_batch(params, 20).padded == (8, 12)
+        with pytest.raises(ValueError, match="end at 20, but the CP ranks hold 40 tokens"):
+            lengths_of_batch(params, 40)
+
+
 class TestAttentionPlan:
     @given(lengths_of_samples, cp_sizes, st.booleans())
     @plans
@@ -257,26 +371,6 @@ def key_runs(plan):
     assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
     tokens = plan.key_tokens.tolist()
     return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-class NoHostSync(TorchDispatchMode):
-    """Fails on whatever makes the host wait for a tensor's values."""
-
-    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_to_copy")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not any(name in func.name() for name in self.waiting), func.name()
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self):
-        # On the CPU, tolist() reads memory without dispatching.
-        self.tolist = patch.object(torch.Tensor, "tolist", side_effect=AssertionError("tolist"))
-        self.tolist.start()
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        self.tolist.stop()
-        return super().__exit__(*exception)
 
 
 @requires_world_size(8)
@@ -330,7 +424,7 @@ class TestExchangeOnRanks:
         route = plan_route(source, destination, group.rank()).to(Utils.device)
         source = source.to(Utils.device)
         shard = torch.ones(source.shard_size, 3, device=Utils.device, requires_grad=True)
-        with NoHostSync():
+        with no_host_sync():
             moved = exchange(shard, route, group)
             gather_tokens(exchange(moved, route.reversed(), group), source, group).sum().backward()
 

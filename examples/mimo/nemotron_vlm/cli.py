@@ -11,6 +11,7 @@ from pathlib import Path
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 PARTS = ("encoder", "projector", "language")
 """Of the model, as ``--freeze`` names them."""
@@ -75,6 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--placement", choices=["colocated", "non-colocated"], default="colocated")
     add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
     add("--language", default="", metavar="LAYOUT", help="layout of the language model")
+    add(
+        "--cp-linear",
+        choices=["state-passing", "head-parallel"],
+        default="state-passing",
+        help="context parallelism of Mamba-2 and gated delta net layers: states pass between "
+        "ranks, any cp; or heads are spread, which must divide",
+    )
+    add(
+        "--token-layout",
+        choices=["contiguous", "zigzag"],
+        help="where tokens lie under cp: contiguous but around attention (the default, with state "
+        "passing), or zigzag but around recurrent layers",
+    )
     add("--global-batch-size", type=int, default=32, help="samples a step")
     add("--micro-batch-size", type=int, default=4, help="samples a microbatch and language DP rank")
     add("--seq-length", type=int, default=32, help="tokens a sample, padded")
@@ -138,6 +152,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
             Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
             world_size,
             preset,
+            _recurrence(args),
         ),
         **{
             name: getattr(args, name)
@@ -145,6 +160,17 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
             if name not in ("preset", "layouts")
         },
     )
+
+
+def _recurrence(args: argparse.Namespace) -> Recurrence:
+    is_passing = args.cp_linear == "state-passing"
+    if args.token_layout == "contiguous" and not is_passing:
+        raise UserError(
+            "--token-layout contiguous needs --cp-linear state-passing: heads are spread from "
+            "zigzag tokens"
+        )
+    default = "contiguous" if is_passing else "zigzag"
+    return Recurrence(args.cp_linear, args.token_layout or default)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Layouts:
     encoder: Layout
     language: Layout
     batch: Batch
+    recurrence: Recurrence = Recurrence()
 
     @property
     def num_microbatches(self) -> int:
@@ -97,7 +100,12 @@ def parse_layout(text: str, module: str) -> Layout:
 
 
 def resolve(
-    encoder: Layout, language: Layout, batch: Batch, world_size: int, preset: VLMPreset
+    encoder: Layout,
+    language: Layout,
+    batch: Batch,
+    world_size: int,
+    preset: VLMPreset,
+    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
@@ -105,14 +113,18 @@ def resolve(
         UserError: naming the numbers, the rule, and the nearest layouts that would work.
     """
     encoder, language = _derive(encoder, world_size), _derive(language, world_size)
+
+    def violation(layout: Layout) -> str | None:
+        return language_violation(layout, world_size, preset, batch, recurrence)
+
     for module, layout, broken in (
         ("encoder", encoder, encoder_violation(encoder, world_size, preset)),
-        ("language", language, language_violation(language, world_size, preset, batch)),
+        ("language", language, violation(language)),
     ):
         if broken:
-            near = _nearest(module, layout, world_size, preset, batch)
+            near = _nearest(module, layout, world_size, preset, violation)
             raise UserError(f"--{module} {layout}: {broken}. {near}")
-    layouts = Layouts(encoder, language, batch)
+    layouts = Layouts(encoder, language, batch, recurrence)
     if broken := pair_violation(layouts):
         raise UserError(
             f"--encoder {encoder} with --language {language}: {broken}. "
@@ -133,14 +145,6 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
             f"must equal the {world_size} ranks"
         )
     return None
-
-
-def _mamba_cp_sizes(layout: Layout, preset: VLMPreset) -> list[int]:
-    if layout.cp == 1 or "M" not in preset.language.pattern:
-        return [layout.cp]
-    from megatron.core.ssm.head_parallel_limits import fitting_cp_sizes
-
-    return fitting_cp_sizes(preset.language.mamba_heads, preset.language.mamba_groups, layout.tp)
 
 
 def _first(rules: list[tuple[bool, str]]) -> str | None:
@@ -171,7 +175,11 @@ def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str
 
 
 def language_violation(
-    layout: Layout, world_size: int, preset: VLMPreset, batch: Batch
+    layout: Layout,
+    world_size: int,
+    preset: VLMPreset,
+    batch: Batch,
+    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
@@ -196,11 +204,7 @@ def language_violation(
                 len(p.pattern) % (lay.pp * lay.vpp) > 0,
                 f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
             ),
-            (
-                lay.cp not in _mamba_cp_sizes(lay, preset),
-                f"cp={lay.cp} must be one of {_mamba_cp_sizes(lay, preset)} to split the "
-                f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups at tp={lay.tp}",
-            ),
+            *recurrence.rules(lay.tp, lay.cp, p),
             (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
             (
                 lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
@@ -272,16 +276,18 @@ def _listing(fitting: list[Layout], wanted: Layout) -> str:
     return "Nearest that fit: " + "  ".join(map(str, near))
 
 
-def _nearest(module: str, wanted: Layout, world: int, preset: VLMPreset, batch: Batch) -> str:
+def _nearest(
+    module: str,
+    wanted: Layout,
+    world: int,
+    preset: VLMPreset,
+    violation: Callable[[Layout], str | None],
+) -> str:
     if module == "encoder":
         fitting = [c for c in _candidates(world, ["tp"]) if not encoder_violation(c, world, preset)]
     else:
         axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
-        fitting = [
-            c
-            for c in _candidates(world, axes)
-            if not language_violation(c, world, preset, batch)
-        ]
+        fitting = [c for c in _candidates(world, axes) if not violation(c)]
     return _listing(fitting, wanted)
 
 

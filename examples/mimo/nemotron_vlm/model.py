@@ -15,6 +15,7 @@ from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 from megatron.core.activations import squared_relu
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -89,7 +90,12 @@ def projector_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> T
     )
 
 
-def language_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def language_config(
+    preset: VLMPreset,
+    layout: Layout,
+    dtype: torch.dtype,
+    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+) -> TransformerConfig:
     """The hybrid language model's configuration."""
     p = preset.language
     return TransformerConfig(
@@ -106,6 +112,12 @@ def language_config(preset: VLMPreset, layout: Layout, dtype: torch.dtype) -> Tr
         mamba_head_dim=p.mamba_head_dim,
         mamba_num_groups=p.mamba_groups,
         mamba_state_dim=p.mamba_state,
+        linear_key_head_dim=p.gdn_head_dim,
+        linear_value_head_dim=p.gdn_head_dim,
+        linear_num_key_heads=p.gdn_key_heads,
+        linear_num_value_heads=p.gdn_value_heads,
+        linear_context_parallel=recurrence.mode,
+        hybrid_token_layout=recurrence.tokens,
         num_moe_experts=p.experts,
         moe_router_topk=p.topk,
         moe_ffn_hidden_size=p.expert_ffn,
@@ -164,7 +176,7 @@ def _language_spec(
     groups: ProcessGroupCollection,
     vp_stage: int | None,
 ) -> ModuleSpec:
-    config = language_config(preset, layouts.language, dtype)
+    config = language_config(preset, layouts.language, dtype, layouts.recurrence)
     stage, stages = groups.pp.rank(), groups.pp.size()
     return ModuleSpec(
         module=HybridModel,

@@ -10,7 +10,12 @@ from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.model.base import MimoModel
 
-KINDS = {"M": "Mamba-2 layers", "*": "attention layers", "E": "MoE layers"}
+KINDS = {
+    "M": "Mamba-2 layers",
+    "G": "gated delta nets",
+    "*": "attention layers",
+    "E": "MoE layers",
+}
 
 
 def count_parameters(model: MimoModel, preset: VLMPreset) -> dict[str, tuple[int, int]]:

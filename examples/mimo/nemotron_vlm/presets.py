@@ -8,7 +8,7 @@ A preset is plain data, made by a function, and knows nothing of ranks or device
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class EncoderPreset:
 
 @dataclass(frozen=True)
 class LanguagePreset:
-    """Hybrid Mamba-2 (``M``), attention (``*``) and MoE (``E``) language model."""
+    """Hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention (``*``), MoE
+    (``E``). The sizes of a kind of layer that the pattern lacks do not matter.
+    """
 
     pattern: str
     hidden: int
@@ -54,6 +56,9 @@ class LanguagePreset:
     mamba_groups: int
     mamba_state: int
     vocab: int
+    gdn_key_heads: int = 16
+    gdn_value_heads: int = 32
+    gdn_head_dim: int = 128
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,32 @@ def nano_vl_30b_a3b() -> VLMPreset:
     )
 
 
+def tiny_gdn() -> VLMPreset:
+    """``tiny`` with a gated delta net in the place of every second Mamba-2 layer."""
+    base = tiny()
+    language = replace(
+        base.language, pattern="MEG*MEG*", gdn_key_heads=8, gdn_value_heads=16, gdn_head_dim=8
+    )
+    return replace(base, name="tiny-gdn", language=language)
+
+
+def nano_vl_30b_a3b_gdn() -> VLMPreset:
+    """``nano-vl-30b-a3b`` with every third Mamba-2 layer a gated delta net as wide as Qwen3-Next's.
+
+    No such model is published; it is there to train and to measure one.
+    """
+    base = nano_vl_30b_a3b()
+    symbols, seen = [], 0
+    for symbol in base.language.pattern:
+        seen += symbol == "M"
+        symbols.append("G" if symbol == "M" and seen % 3 == 0 else symbol)
+    language = replace(base.language, pattern="".join(symbols))
+    return replace(base, name="nano-vl-30b-a3b-gdn", language=language)
+
+
 PRESETS: dict[str, Callable[[], VLMPreset]] = {
     "tiny": tiny,
+    "tiny-gdn": tiny_gdn,
     "nano-vl-30b-a3b": nano_vl_30b_a3b,
+    "nano-vl-30b-a3b-gdn": nano_vl_30b_a3b_gdn,
 }

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.unit_tests.test_context_parallel_layout import NoHostSync
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 HEADS, GROUPS, DIM = 6, 2, 8
@@ -215,6 +215,6 @@ class TestContextParallel:
             for x in random_qkv(sum(PACKED), batch=1)
         )
         layer = attention(cp_group=group)
-        with NoHostSync():
+        with no_host_sync():
             packed_call(layer, query, key, value, params).sum().backward()
         assert packed_attention_plan(params, group, Utils.device, is_causal=True) is plan

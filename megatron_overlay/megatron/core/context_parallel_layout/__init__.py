@@ -21,7 +21,16 @@ from megatron.core.context_parallel_layout.attention_plan import (
     sequence_attention_plan,
 )
 from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
-from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths, pad_lengths
+from megatron.core.context_parallel_layout.padded_lengths import (
+    PaddedLengths,
+    lengths_of_batch,
+    pad_lengths,
+)
+from megatron.core.context_parallel_layout.recurrence_plan import (
+    Halo,
+    RecurrencePlan,
+    plan_recurrence,
+)
 from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
 from megatron.core.context_parallel_layout.token_layout import (
     TokenLayout,
@@ -33,14 +42,18 @@ from megatron.core.context_parallel_layout.token_layout import (
 __all__ = [
     "AttentionBlock",
     "AttentionPlan",
+    "Halo",
     "PaddedLengths",
+    "RecurrencePlan",
     "Route",
     "TokenLayout",
     "contiguous_layout",
     "exchange",
     "gather_tokens",
+    "lengths_of_batch",
     "packed_attention_plan",
     "pad_lengths",
+    "plan_recurrence",
     "plan_route",
     "received_tokens",
     "sequence_attention_plan",

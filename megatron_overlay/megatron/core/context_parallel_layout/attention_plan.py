@@ -131,9 +131,6 @@ def packed_attention_plan(
     plans = vars(packed_seq_params).setdefault("_attention_plans", {})
     key = (size, rank, device, is_causal)
     if key not in plans:
-        real = packed_seq_params.cu_seqlens_q
-        padded = packed_seq_params.cu_seqlens_q_padded
-        padded = real if padded is None else padded
-        lengths = PaddedLengths(tuple(real.diff().tolist()), tuple(padded.diff().tolist()))
+        lengths = PaddedLengths.of_packed(packed_seq_params)
         plans[key] = AttentionPlan.make(lengths, size, rank, device, is_causal)
     return plans[key]

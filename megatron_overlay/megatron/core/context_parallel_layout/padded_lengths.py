@@ -38,6 +38,21 @@ class PaddedLengths:
                 f"real={self.real}, padded={self.padded}"
             )
 
+    @classmethod
+    def of_packed(cls, packed_seq_params: PackedSeqParams) -> PaddedLengths:
+        """Lengths of a packed batch, kept on ``packed_seq_params`` once read.
+
+        The first call reads ``cu_seqlens`` back to the host, for all layers of the batch.
+        """
+        kept = vars(packed_seq_params)
+        if "_padded_lengths" not in kept:
+            real = packed_seq_params.cu_seqlens_q
+            padded = packed_seq_params.cu_seqlens_q_padded
+            padded = real if padded is None else padded
+            lengths = (tuple(cu_seqlens.diff().tolist()) for cu_seqlens in (real, padded))
+            kept["_padded_lengths"] = cls(*lengths)
+        return kept["_padded_lengths"]
+
     @property
     def total(self) -> int:
         """Number of tokens, padding included."""
@@ -122,3 +137,22 @@ def pad_lengths(
     if padded:
         padded[-1] += -sum(padded) % (multiple * sequence_parallel_size)
     return PaddedLengths(real, tuple(padded))
+
+
+def lengths_of_batch(packed_seq_params: PackedSeqParams | None, total: int) -> PaddedLengths:
+    """Lengths of the batch of which all CP ranks together hold ``total`` padded tokens.
+
+    Without boundaries it is one sample, a row of B tokens at each place.
+
+    Raises:
+        ValueError: the boundaries describe another number of tokens.
+    """
+    if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
+        return PaddedLengths((total,), (total,))
+    lengths = PaddedLengths.of_packed(packed_seq_params)
+    if lengths.total != total:
+        raise ValueError(
+            f"the cu_seqlens of PackedSeqParams end at {lengths.total}, but the CP ranks "
+            f"hold {total} tokens; they count the tokens of all CP ranks, with padding"
+        )
+    return lengths

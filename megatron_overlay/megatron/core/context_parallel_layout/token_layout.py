@@ -49,6 +49,22 @@ class TokenLayout:
         """The same layout with its index table on ``device``, copied without waiting."""
         return replace(self, tokens=self.tokens.to(device, non_blocking=True))
 
+    def over_tensor_ranks(self, tp_size: int) -> TokenLayout:
+        """The placement under sequence parallelism: each shard cut into ``tp_size`` equal runs.
+
+        Rows are in the order of a tp·cp group whose tp is the fastest: row cp_rank · tp + tp_rank.
+
+        Raises:
+            ValueError: ``tp_size`` does not divide the shards.
+        """
+        if self.shard_size % tp_size:
+            raise ValueError(
+                f"sequence parallelism over tp={tp_size} does not divide the {self.shard_size} "
+                f"tokens of a cp={self.cp_size} shard; pad them with "
+                f"pad_lengths(lengths, {self.cp_size}, {tp_size})"
+            )
+        return replace(self, tokens=self.tokens.reshape(self.cp_size * tp_size, -1))
+
     def shard(self, tensor: Tensor, group_rank: int, dim: int = 0) -> Tensor:
         """Take ``group_rank``'s tokens: ``[..., total, ...]`` to ``[..., total/cp, ...]``.
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which context-parallel sizes Mamba-2 can take when each CP rank scans a share of the heads."""
+"""Which context-parallel sizes a layer can take when each CP rank scans a share of the heads."""
 
 from math import gcd
 
@@ -49,6 +49,23 @@ def check_head_parallel(heads: int, groups: int, tp_size: int, cp_size: int) -> 
         f"{layer} cannot be spread over tp={tp_size}, cp={cp_size}: {rule}; "
         f"cp sizes that fit with tp={tp_size}: {_listing(fitting)}"
     )
+
+
+def check_gated_delta_net(key_heads: int, value_heads: int, tp_size: int, cp_size: int) -> None:
+    """Refuse a layout over which a gated delta net cannot spread its heads.
+
+    Raises:
+        ValueError: naming the numbers, the rule, and the CP sizes that would fit.
+    """
+    common = gcd(key_heads, value_heads)
+    if common % (tp_size * cp_size):
+        fitting = [n for n in range(1, common + 1) if common % (tp_size * n) == 0]
+        raise ValueError(
+            f"a gated delta net of {key_heads} key and {value_heads} value heads cannot be spread "
+            f"over tp={tp_size}, cp={cp_size}: tp·cp = {tp_size * cp_size} must divide both; "
+            f"cp sizes that fit with tp={tp_size}: {_listing(fitting) or 'none'}"
+            + ("; state passing takes any" if fitting else "")
+        )
 
 
 def _listing(sizes: list[int]) -> str:

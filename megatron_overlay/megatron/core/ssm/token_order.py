@@ -14,7 +14,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import PaddedLengths, TokenLayout, zigzag_layout
+from megatron.core.context_parallel_layout import (
+    PaddedLengths,
+    TokenLayout,
+    lengths_of_batch,
+    zigzag_layout,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -62,38 +67,13 @@ def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Ten
 
 
 def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:
-    total, device = tensor.size(0), tensor.device
-    if packed_seq_params is None:
-        return _sequence_zigzag(total, cp_size, device)
-    layout = packed_zigzag(packed_seq_params, cp_size, device)
-    if layout.lengths.total != total:
-        raise ValueError(
-            f"the cu_seqlens of PackedSeqParams end at {layout.lengths.total}, but the CP ranks "
-            f"hold {total} tokens; they count the tokens of all CP ranks, with padding"
-        )
-    return layout
+    lengths = lengths_of_batch(packed_seq_params, tensor.size(0))
+    return _zigzag_of(lengths, cp_size, tensor.device)
 
 
 @lru_cache(maxsize=64)
-def _sequence_zigzag(length: int, cp_size: int, device: torch.device) -> TokenLayout:
-    return zigzag_layout(PaddedLengths((length,), (length,)), cp_size).to(device)
-
-
-def packed_zigzag(
-    packed_seq_params: PackedSeqParams, cp_size: int, device: torch.device
-) -> TokenLayout:
-    """The zigzag layout of a packed batch, kept on ``packed_seq_params`` once made.
-
-    The first call reads ``cu_seqlens`` back to the host, for all layers of the batch.
-    """
-    layouts = vars(packed_seq_params).setdefault("_zigzag_layouts", {})
-    key = (cp_size, device)
-    if key not in layouts:
-        real, padded = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
-        padded = real if padded is None else padded
-        lengths = PaddedLengths(tuple(real.diff().tolist()), tuple(padded.diff().tolist()))
-        layouts[key] = zigzag_layout(lengths, cp_size).to(device)
-    return layouts[key]
+def _zigzag_of(lengths: PaddedLengths, cp_size: int, device: torch.device) -> TokenLayout:
+    return zigzag_layout(lengths, cp_size).to(device)
 
 
 class _Permute(torch.autograd.Function):

@@ -129,12 +129,17 @@ def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
 
 
 def assert_same_trajectory_as_one_rank(
-    encoder: str, language: str, *more: str, microbatches: int = 2
+    encoder: str,
+    language: str,
+    *options: str,
+    common: tuple[str, ...] = (),
+    microbatches: int = 2,
 ) -> None:
     """Train in the layouts, ``language`` with its dp, and on one rank.
 
     Args:
-        more: command-line arguments of both runs.
+        options: command-line arguments of the run in the layouts, which do not matter on one rank.
+        common: those of both runs.
         microbatches: of a step, each of which costs all its collectives; with a pipeline, as many
             as stages.
     """
@@ -142,9 +147,9 @@ def assert_same_trajectory_as_one_rank(
 
     def batch(microbatches: int, dp: int) -> tuple[str, ...]:
         micro_size = SAMPLES // microbatches // dp
-        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
+        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size), *common)
 
     count = layout.pp if layout.pp > 1 else microbatches
-    arguments = (*batch(count, layout.dp), *more)
-    records = trajectory("--encoder", encoder, "--language", language, *arguments)
-    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1), *more))
+    layouts = ("--encoder", encoder, "--language", language)
+    records = trajectory(*layouts, *batch(count, layout.dp), *options)
+    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1)))

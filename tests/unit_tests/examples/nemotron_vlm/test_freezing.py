@@ -49,4 +49,5 @@ class TestFreezing:
     @requires_world_size(4)
     @pytest.mark.parametrize("parts", PARTS)
     def test_the_others_train_as_on_one_rank(self, parts):
-        assert_same_trajectory_as_one_rank("dp=4", "cp=2,pp=2,dp=1,ep=2", "--freeze", parts)
+        frozen = ("--freeze", parts)
+        assert_same_trajectory_as_one_rank("dp=4", "cp=2,pp=2,dp=1,ep=2", common=frozen)

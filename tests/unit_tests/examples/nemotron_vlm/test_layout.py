@@ -8,7 +8,8 @@ import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
-from examples.mimo.nemotron_vlm.presets import PRESETS, tiny
+from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
@@ -48,7 +49,6 @@ class TestRules:
             ("tp=1", "tp=2,dp=2,ep=8", 4, "must divide tp·cp·dp = 4"),
             ("tp=1", "pp=3", 3, "must divide the 8 layers"),
             ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
-            ("tp=1", "cp=3", 3, "cp=3 must be one of [1, 2, 4, 8, 16, 32]"),
             ("tp=1", "cp=32", 32, "sequence length 32 must be a multiple of 64"),
         ],
     )
@@ -57,6 +57,25 @@ class TestRules:
             resolved(encoder, language, world)
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        ("preset", "language", "text"),
+        [
+            (tiny(), "cp=3", "cp=3 must be one of [1, 2, 4, 8, 16, 32] to split the 32 Mamba"),
+            (tiny_gdn(), "cp=16", "tp·cp = 16 must divide the 8 GDN key heads"),
+        ],
+    )
+    def test_only_head_parallel_layers_limit_cp(self, preset, language, text):
+        layout = parse_layout(language, "language")
+        batch = Batch(global_size=32, micro_size=4, seq_length=96)
+        arguments = (Layout(), layout, batch, layout.cp, preset)
+        with pytest.raises(UserError) as refusal:
+            resolve(*arguments, Recurrence("head-parallel", "zigzag"))
+        assert text in str(refusal.value)
+        assert "--cp-linear state-passing takes any" in str(refusal.value)
+        # The encoder's own rule on its samples comes later.
+        with pytest.raises(UserError, match="samples of a microbatch"):
+            resolve(*arguments, Recurrence())
 
     def test_refuses_dp_sizes_that_do_not_divide(self):
         language = replace(tiny().language, mamba_heads=36, mamba_groups=12)

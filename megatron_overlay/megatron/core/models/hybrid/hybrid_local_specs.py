@@ -12,6 +12,7 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -30,7 +31,8 @@ from megatron.core.transformer.transformer_layer import (
 
 
 def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
-    """The stack for the layer symbols `M` (Mamba-2), `*` (attention), `-` (MLP) and `E` (experts).
+    """The stack for the layer symbols `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-`
+    (MLP) and `E` (experts).
 
     Args:
         core_attention: the module between the attention projections.
@@ -39,6 +41,21 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
         module=HybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=_mamba_layer(),
+            gdn_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=SequenceParallelNorm,
+                    self_attention=ModuleSpec(
+                        module=GatedDeltaNet,
+                        submodules=GatedDeltaNetSubmodules(
+                            in_proj=ColumnParallelLinear,
+                            out_norm=SequenceParallelNorm,
+                            out_proj=RowParallelLinear,
+                        ),
+                    ),
+                    self_attn_bda=get_bias_dropout_add,
+                ),
+            ),
             attention_layer=ModuleSpec(
                 module=TransformerLayer,
                 submodules=TransformerLayerSubmodules(

@@ -8,10 +8,14 @@ for that key. With `s_i` the running sum of the log decay and `S` the state that
     u_i = beta_i (v_i - exp(s_i) S^T k_i - sum_{j<i} exp(s_i - s_j) (k_i . k_j) u_j)
 
 so all `u` of a chunk solve one unit lower triangular system, linear in S. It is solved once for
-both right-hand sides, and the states then pass from chunk to chunk in a short loop.
+both right-hand sides, and the states then pass from chunk to chunk in a short loop. What a chunk
+does to the state is affine, so what a whole row does is a matrix and a state.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .chunking import chunk_ids, pad_tokens, pairwise_decay, sees, state_ids
@@ -33,8 +37,9 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     chunk_size: int = 64,
+    enter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunked scan with the arguments of the `fla` kernel of this name.
+    """Chunked scan with the arguments of the `fla` kernel of this name, and `enter`.
 
     Args:
         q, k: `[B, S, H, K]`. v: `[B, S, H, V]`.
@@ -46,6 +51,9 @@ def chunk_gated_delta_rule(
         cu_seqlens: boundaries of a packed batch of one row, `[num_sequences + 1]`, without states.
         seq_idx: `[B, S]`: tokens of a packed row with equal index are one sequence, and lie
             together.
+        enter: in place of initial_state, gives it once it is told what the row itself does to a
+            state: what it leaves when none enters, `[B, H, K, V]`, and the matrix that it
+            multiplies one by that does, `[B, H, K, K]`. The tokens are gone through once.
 
     Returns:
         `o [B, S, H, V]` in v's dtype, and with `output_final_state` the state after the last token,
@@ -88,6 +96,8 @@ def chunk_gated_delta_rule(
     kept = from_start[..., -1, None, None]
 
     state = values.new_zeros(*keys.shape[:2], k.shape[-1], values.shape[-1])
+    if enter:
+        initial_state = enter(*_row_alone(keys, kept, written, read))
     if initial_state is not None:
         state = state + initial_state
     outputs = []
@@ -97,6 +107,22 @@ def chunk_gated_delta_rule(
         state = kept[:, :, c] * state + keys[:, :, c] @ update
     o = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2).to(v.dtype)
     return o, state if output_final_state else None
+
+
+def _row_alone(
+    keys: Tensor, kept: Tensor, written: Tensor, read: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What all chunks leave when nothing enters `[B, H, K, V]`, and their matrix `[B, H, K, K]`."""
+    size, width = keys.shape[3], written.shape[-1]
+    identity = torch.eye(size, dtype=keys.dtype, device=keys.device)
+    matrices = kept * identity - keys @ read
+    # Beside each other, both are multiplied by the chunks' matrices, and only the state added to.
+    both = F.pad(identity, (width, 0)).expand(*keys.shape[:2], -1, -1)
+    added = F.pad(keys @ written, (0, size))
+    for c in range(keys.shape[2]):
+        both = matrices[:, :, c] @ both + added[:, :, c]
+    state, matrix = both.split([width, size], dim=-1)
+    return state, matrix
 
 
 def _to_chunks(t: Tensor, size: int) -> Tensor:

@@ -12,6 +12,7 @@ nothing overflows at any length. Memory grows with S * Q and with (S / Q) ** 2, 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,9 @@ def mamba_chunk_scan_combined(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
+    enter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Chunked scan with the arguments of the `mamba_ssm` kernel of this name.
+    """Chunked scan with the arguments of the `mamba_ssm` kernel of this name, and `enter`.
 
     Args:
         x: `[B, S, H, P]`; S need not be a multiple of `chunk_size`.
@@ -49,6 +51,9 @@ def mamba_chunk_scan_combined(
             the first sequence.
         seq_idx: `[B, S]`: tokens of a packed row with equal index are one sequence, and lie
             together.
+        enter: in place of initial_states, gives them once it is told what the row itself does to
+            a state: what it leaves when none enters, `[B, H, P, N]`, and the decay of one that
+            does, `[B, H, 1, 1]`. The tokens are gone through once.
 
     Returns:
         `y [B, S, H, P]` in x's dtype, and with `return_final_states` also the state after the last
@@ -66,8 +71,10 @@ def mamba_chunk_scan_combined(
     ids = None if seq_idx is None else chunk_ids(seq_idx, chunks.size)
 
     y = _within_chunks(chunks, decay, x_dt, keys, queries, ids)
-    if chunks.count > 1 or initial_states is not None or return_final_states:
+    if chunks.count > 1 or initial_states is not None or enter or return_final_states:
         states = _chunk_states(chunks, decay, x_dt, keys, ids)
+        if enter:
+            initial_states = enter(*_row_alone(states, decay, ids))
         boundaries = _pass_states(states, decay, initial_states, ids)
         y = y + _from_entering_states(boundaries[:, :-1], decay, queries, ids)
     y = chunks.to_sequence(y)
@@ -168,6 +175,19 @@ def _pass_states(
     owners = None if ids is None else state_ids(ids)[:, None, None]
     weights = pairwise_decay(total) * sees(owners, total.shape[-1], total.device)
     return torch.einsum("bgrkz,bzgrpn->bkgrpn", weights, sources)
+
+
+def _row_alone(states: Tensor, decay: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What all chunks leave when nothing enters `[B, H, P, N]`, and their decay `[B, H, 1, 1]`."""
+    total = decay[..., -1].cumsum(1)
+    weight = (total[:, -1:] - total).exp()
+    crossed = total[:, -1].exp()
+    if ids is not None:
+        ends = ids[:, :, -1]
+        weight = weight * (ends == ends[:, -1:])[:, :, None, None]
+        crossed = crossed * (ids[:, 0, 0] == ids[:, -1, -1])[:, None, None]
+    left = (states * weight[..., None, None]).sum(1)
+    return left.flatten(1, 2), crossed.flatten(1)[..., None, None]
 
 
 def _from_entering_states(

@@ -1,0 +1,181 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of a recurrence over contiguous shards: whose state and whose last tokens reach a rank."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
+
+
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """The tokens before a rank's first one that a causal window of ``reach`` + 1 tokens sees.
+
+    Every rank offers its last ``kept`` tokens (``reach``, or its whole shard where that is less);
+    they lie one rank after the other in the gathered tensor ``[cp · kept, ...]``.
+
+    Attributes:
+        take: rows of the gathered tensor, int64 [reach]; 0 where there is no token.
+        valid: 1 where the row is a token of the rank's first sample, else 0, int64 [reach].
+        used_at: places, in the ranks' halos laid end to end ``[cp · reach]``, that hold a token
+            of this rank, int64.
+        token: which of this rank's last ``kept`` tokens each of them is, int64.
+        is_empty: no rank needs any token, so that all of them skip the collective.
+    """
+
+    reach: int
+    kept: int
+    take: Tensor
+    valid: Tensor
+    used_at: Tensor
+    token: Tensor
+    is_empty: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrencePlan:
+    """One rank's part in a recurrence over samples that lie contiguously on the CP ranks.
+
+    Plain data, made on the host once per batch; index tensors lie on ``device``.
+
+    Attributes:
+        lengths: samples of the batch. Padding belongs to its sample and follows its tokens.
+        cp_size: number of ranks that hold equal runs of the whole token stream.
+        rank: this one.
+        device: of the tensors of the batch.
+    """
+
+    lengths: PaddedLengths
+    cp_size: int
+    rank: int
+    device: torch.device
+
+    @cached_property
+    def shard_size(self) -> int:
+        """Tokens of each rank."""
+        return self.lengths.total // self.cp_size
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """End of each sample that is not empty."""
+        return [*dict.fromkeys(accumulate(length for length in self.lengths.padded if length))]
+
+    def _sample(self, token: int) -> int:
+        return bisect_right(self._ends, token)
+
+    @cached_property
+    def continues(self) -> tuple[bool, ...]:
+        """By rank: its first token goes on with the sample of the token before it."""
+        firsts = [rank * self.shard_size for rank in range(self.cp_size)]
+        return tuple(t > 0 and self._sample(t - 1) == self._sample(t) for t in firsts)
+
+    @cached_property
+    def crosses(self) -> tuple[bool, ...]:
+        """By rank: its tokens are all of one sample, so a state that enters also leaves."""
+        size = self.shard_size
+        return tuple(
+            self._sample(rank * size) == self._sample((rank + 1) * size - 1)
+            for rank in range(self.cp_size)
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """No sample spans two ranks, so that all of them skip the collectives."""
+        return not any(self.continues)
+
+    def ranks_before(self, rank: int | None = None) -> range:
+        """The ranks, ascending, whose tokens make up the state that enters ``rank``."""
+        first = end = self.rank if rank is None else rank
+        while self.continues[first]:
+            first -= 1
+            if not self.crosses[first]:
+                break
+        return range(first, end)
+
+    def ranks_after(self, rank: int | None = None) -> range:
+        """The ranks, ascending, that the state which leaves ``rank`` enters."""
+        start = last = self.rank if rank is None else rank
+        while last + 1 < self.cp_size and self.continues[last + 1]:
+            last += 1
+            if not self.crosses[last]:
+                break
+        return range(start + 1, last + 1)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Boundaries of the samples within this rank's shard, from 0 to the shard's size."""
+        first = self.rank * self.shard_size
+        inside = (end - first for end in self._ends)
+        return [0, *(b for b in inside if 0 < b < self.shard_size), self.shard_size]
+
+    @cached_property
+    def cu_seqlens_host(self) -> Tensor:
+        """:attr:`bounds` on the host, int32 [samples here + 1]."""
+        return torch.tensor(self.bounds, dtype=torch.int32)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """:attr:`bounds` on the device, int32 [samples here + 1]."""
+        return self.cu_seqlens_host.to(self.device, non_blocking=True)
+
+    @cached_property
+    def seq_idx(self) -> Tensor | None:
+        """Sample of each token, counted from 0 on each rank, int32 [1, S/cp]; None if one only."""
+        if len(self.bounds) == 2:
+            return None
+        lengths = torch.tensor(self.bounds).diff()
+        index = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
+        return index.unsqueeze(0).to(self.device, non_blocking=True)
+
+    def halo(self, reach: int) -> Halo:
+        """What a causal convolution of width ``reach`` + 1 needs from the ranks before."""
+        halos = vars(self).setdefault("_halos", {})
+        if reach not in halos:
+            halos[reach] = self._make_halo(reach)
+        return halos[reach]
+
+    def _make_halo(self, reach: int) -> Halo:
+        size = self.shard_size
+        kept = min(reach, size)
+        take, valid, used_at, token = [0] * reach, [0] * reach, [], []
+        for rank in range(self.cp_size):
+            first = rank * size
+            for place, seen in enumerate(range(first - reach, first)):
+                if seen < 0 or self._sample(seen) != self._sample(first):
+                    continue
+                owner, kept_place = seen // size, seen % size - (size - kept)
+                if rank == self.rank:
+                    take[place], valid[place] = owner * kept + kept_place, 1
+                if owner == self.rank:
+                    used_at.append(rank * reach + place)
+                    token.append(kept_place)
+        indices = (
+            torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+            for values in (take, valid, used_at, token)
+        )
+        return Halo(reach, kept, *indices, is_empty=reach == 0 or self.is_local)
+
+
+@lru_cache(maxsize=64)
+def plan_recurrence(
+    lengths: PaddedLengths, cp_size: int, rank: int, device: torch.device
+) -> RecurrencePlan:
+    """Plan ``rank``'s part; the same batch gives the same plan, with its tensors.
+
+    Raises:
+        ValueError: the tokens do not divide over the ranks, or leave a rank without any.
+    """
+    if lengths.total % cp_size or lengths.total < cp_size:
+        raise ValueError(
+            f"a recurrence over cp={cp_size} needs a padded total that is a multiple of {cp_size} "
+            f"and not 0, got {lengths.total}; pad the last sample"
+        )
+    return RecurrencePlan(lengths, cp_size, rank, device)

@@ -1,0 +1,61 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the gated delta net takes from `fla`, under its names and with its arguments."""
+
+import functools
+import importlib.util
+import logging
+
+import torch
+from torch import Tensor
+
+from megatron.core.utils import log_single_rank
+
+from .causal_conv1d import causal_conv1d_fn
+from .gated_delta_rule import chunk_gated_delta_rule
+from .packing import seq_idx_from_cu_seqlens
+
+__all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm", "stand_in_for_fla"]
+
+logger = logging.getLogger(__name__)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Depthwise causal convolution of `x [B, S, D]` with `weight [D, W]`, without states."""
+    seq_idx = None if cu_seqlens is None else seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1])
+    y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation=activation)
+    return y.transpose(1, 2), None
+
+
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(sum(x^2) + eps)` along `dim`, computed in fp32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
+
+
+@functools.cache
+def stand_in_for_fla() -> None:
+    """Says once that gated delta nets are built on the reference ops.
+
+    Raises:
+        ImportError: `fla` is installed, so its kernels were wanted, but they do not import.
+    """
+    if importlib.util.find_spec("fla") is not None:
+        raise ImportError(
+            "fla is installed, but its kernels cannot be imported: repair it, or uninstall "
+            "it to train on the reference ops"
+        )
+    log_single_rank(
+        logger,
+        logging.WARNING,
+        "fla is not installed: gated delta nets run on the PyTorch reference ops, which are as "
+        "exact, but slow on a GPU",
+    )

@@ -1,0 +1,122 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The scan over ranks of a linear recurrence whose tokens lie contiguously on them.
+
+What rank r does to a state is affine, ``leaving_r = T_r entering_r + S_r``: S_r is what its tokens
+leave when nothing enters, T_r the transition of all of them. One all-gather of (S, T), whose size
+does not depend on the sequence length, lets every rank work out the state that enters it. The
+adjoint is the same scan the other way: with g_r the gradient of ``entering_r`` by the rank's own
+outputs alone, that of ``leaving_r`` is ``g_{r+1} + T_{r+1}^T (that of leaving_{r+1})``.
+
+States are ``[B, H, K, V]``. A transition is a matrix ``[B, H, K, K]`` that acts from the left, or
+one decay a head, ``[B, H, 1, 1]``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.context_parallel_layout import RecurrencePlan
+
+
+class StateGather:
+    """An all-gather of states, and of transitions where given, under way over the CP ranks.
+
+    Start it, launch whatever does not need the result, then ``wait``.
+
+    Args:
+        states: ``[B, H, K, V]``.
+        transition: ``[B, H, K, K]`` or ``[B, H, 1, 1]``, of the same dtype.
+    """
+
+    def __init__(self, states: Tensor, transition: Tensor | None, group: dist.ProcessGroup) -> None:
+        parts = [states] if transition is None else [states, transition]
+        self._shapes = [part.shape for part in parts]
+        self._size = group.size()
+        own = torch.cat([part.flatten() for part in parts])
+        self._gathered = own.new_empty(self._size * own.numel())
+        self._work = dist.all_gather_into_tensor(self._gathered, own, group=group, async_op=True)
+
+    def wait(self) -> list[Tensor]:
+        """What was given, of all ranks: ``[cp, B, H, …]`` each. Blocks the stream, not the host."""
+        self._work.wait()
+        parts = self._gathered.view(self._size, -1).split(
+            [shape.numel() for shape in self._shapes], dim=1
+        )
+        pairs = zip(parts, self._shapes, strict=True)
+        return [part.unflatten(1, shape) for part, shape in pairs]
+
+
+def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) -> Tensor | None:
+    """The state that enters this rank, ``[B, H, K, V]``; None where its first sample begins here.
+
+    Args:
+        states: S of all ranks, ``[cp, B, H, K, V]``.
+        transitions: T of all ranks, ``[cp, B, H, K, K]`` or ``[cp, B, H, 1, 1]``.
+    """
+    entering = None
+    for rank in plan.ranks_before():
+        carried = 0 if entering is None else _apply(transitions[rank], entering)
+        entering = states[rank] + carried
+    return entering
+
+
+def leaving_gradient(grads: Tensor, transitions: Tensor, plan: RecurrencePlan) -> Tensor | None:
+    """Gradient of the state that leaves this rank; None where it enters no other.
+
+    Args:
+        grads: g of all ranks, ``[cp, B, H, K, V]``: of the entering state, by own outputs alone.
+        transitions: as for :func:`entering_state`.
+    """
+    leaving = None
+    for rank in reversed(plan.ranks_after()):
+        carried = 0 if leaving is None else _apply(transitions[rank].mT, leaving)
+        leaving = grads[rank] + carried
+    return leaving
+
+
+def carry_state(
+    state: Tensor, transition: Tensor, plan: RecurrencePlan, group: dist.ProcessGroup
+) -> Tensor:
+    """The state that enters this rank, zero where none does; a collective over ``group``.
+
+    Args:
+        state: what this rank's tokens leave when nothing enters, ``[B, H, K, V]``.
+        transition: of all its tokens, ``[B, H, K, K]`` or ``[B, H, 1, 1]``.
+    """
+    if plan.is_local:
+        return torch.zeros_like(state)
+    return _CarryState.apply(state, transition, plan, group)
+
+
+class _CarryState(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, state, transition, plan, group):
+        states, transitions = StateGather(state, transition, group).wait()
+        entering = entering_state(states, transitions, plan)
+        if entering is None:
+            entering = torch.zeros_like(state)
+        ctx.save_for_backward(transitions, entering)
+        ctx.plan, ctx.group = plan, group
+        return entering
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        transitions, entering = ctx.saved_tensors
+        (grads,) = StateGather(grad, None, ctx.group).wait()
+        leaving = leaving_gradient(grads, transitions, ctx.plan)
+        if leaving is None:
+            return torch.zeros_like(grad), torch.zeros_like(transitions[0]), None, None
+        if transitions.shape[-2:] == (1, 1):
+            transition_grad = (leaving * entering).sum((-2, -1), keepdim=True)
+        else:
+            transition_grad = leaving @ entering.mT
+        return leaving, transition_grad, None, None
+
+
+def _apply(transition: Tensor, state: Tensor) -> Tensor:
+    return transition * state if transition.shape[-2:] == (1, 1) else transition @ state

@@ -1,0 +1,137 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta net over contiguous shards: every rank has all heads of its own tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel_layout import RecurrencePlan
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.ops.reference import causal_conv1d_fn, chunk_gated_delta_rule
+from megatron.core.ssm.state_passing.carry import carry_state
+from megatron.core.ssm.state_passing.conv_halo import exchange_halo
+
+
+def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
+    """A training forward of upstream's ``GatedDeltaNet``, ``[S/(cp·sp), B, H]``; a collective.
+
+    Args:
+        layer: with ``layer_tokens``; its parameters are those of one TP rank, whole over CP.
+        packed: of a packed batch, with the global ``cu_seqlens``; B is 1.
+
+    Returns:
+        Output and bias, as the layer's own forward.
+
+    Raises:
+        ValueError: for inference, or tokens that do not divide over the ranks.
+    """
+    tokens = layer.layer_tokens
+    if inference_context is not None:
+        raise ValueError(
+            f"inference takes cp=1; this gated delta net passes states over cp={tokens.cp_size}"
+        )
+    plan = tokens.recurrence(hidden_states, packed)
+    heads = layer.num_value_heads // layer.tp_size
+    widths = [2 * layer.qk_dim_local_tp + layer.v_dim_local_tp, layer.v_dim_local_tp, heads, heads]
+    projected = tokens.project_in(hidden_states, packed, layer.in_proj, sum(widths)).transpose(0, 1)
+    batch, length = projected.shape[:2]
+    qkv, gate, beta, alpha = projected.split(widths, dim=-1)
+    qkv = _convolve(qkv, layer.conv1d, plan, tokens.cp_group)
+    query, key, value, gate, beta, alpha = layer._prepare_qkv_for_gated_delta_rule(
+        qkv, gate.reshape(batch, length, heads, -1), beta, alpha, batch, length
+    )
+    g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
+    has_kernels = query.is_cuda and _has("fla")
+    rule = kernel_rule if has_kernels else reference_rule
+    y = layer._apply_gated_norm(rule(query, key, value, g, beta, plan, tokens.cp_group), gate)
+    y = y.reshape(batch, length, -1).transpose(0, 1).contiguous()
+    return tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
+
+
+def reference_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: RecurrencePlan,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The rule over this rank's tokens in plain PyTorch; a collective.
+
+    Args:
+        query, key: ``[B, S/cp, H, K]``. value: ``[B, S/cp, H, V]``.
+        g: log decay. beta: writing strength. Both ``[B, S/cp, H]``.
+
+    Returns:
+        ``[B, S/cp, H, V]``.
+    """
+    return chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        seq_idx=plan.seq_idx,
+        enter=lambda state, matrix: carry_state(state, matrix, plan, group),
+    )[0]
+
+
+def kernel_rule(query, key, value, g, beta, plan: RecurrencePlan, group) -> Tensor:
+    """As :func:`reference_rule`, on the ``fla`` kernels (0.4.2 on).
+
+    Its kernels scan the chunks' matrices and states before the states are gathered; a packed
+    batch, which they want as one row, and each row of another go one after the other.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
+
+    if plan.is_local:
+        bounds = None
+        if plan.seq_idx is not None:
+            bounds = {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.cu_seqlens_host}
+        return fla_rule(query, key, value, g, beta, **bounds or {})[0]
+    # Older versions have no such module.
+    from fla.ops.cp import FLACPContext
+
+    before, after = plan.ranks_before(), plan.ranks_after()
+    context = FLACPContext(
+        group=group,
+        cu_seqlens=plan.cu_seqlens,
+        cu_seqlens_cpu=plan.cu_seqlens_host,
+        is_first_rank=not before,
+        pre_num_ranks=len(before),
+        is_last_rank=not after,
+        post_num_ranks=len(after),
+    )
+    rows = zip(*(t.split(1) for t in (query, key, value, g, beta)), strict=True)
+    return torch.cat([fla_rule(*row, cp_context=context)[0] for row in rows])
+
+
+def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -> Tensor:
+    """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
+    weight = conv.weight.squeeze(1)
+    past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
+    # The kernels want the channels in groups of 8.
+    if x.is_cuda and x.shape[2] % 8 == 0 and _has("causal_conv1d"):
+        from megatron.core.ssm.state_passing.kernel_conv import HaloConv
+
+        return HaloConv.apply(x, past, weight, conv.bias, plan)
+    return causal_conv1d_fn(
+        x.transpose(1, 2),
+        weight,
+        conv.bias,
+        plan.seq_idx,
+        initial_states=past.transpose(1, 2),
+        activation="silu",
+    ).transpose(1, 2)
+
+
+@cache
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,119 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of a layer on their way between attention's zigzag layout and contiguous shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel_layout import (
+    PaddedLengths,
+    RecurrencePlan,
+    Route,
+    contiguous_layout,
+    exchange,
+    lengths_of_batch,
+    plan_recurrence,
+    plan_route,
+    zigzag_layout,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.state_passing.options import ZIGZAG
+
+Projection = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+class LayerTokens:
+    """Moves tokens for one layer, or for a stack of them.
+
+    Args:
+        config: TransformerConfig.
+        pg_collection: groups ``tp`` and ``cp``; with sequence parallelism also ``tp_cp``.
+    """
+
+    def __init__(self, config, pg_collection) -> None:
+        self.cp_group = pg_collection.cp
+        self.tp_size = pg_collection.tp.size()
+        self.cp_size = self.cp_group.size()
+        self.is_zigzag = config.hybrid_token_layout == ZIGZAG
+        self.hidden_size = config.hidden_size
+        self.sp_size = self.tp_size if config.sequence_parallel else 1
+        self._hidden_group = self.cp_group
+        if self.sp_size > 1 and self.cp_size > 1:
+            self._hidden_group = getattr(pg_collection, "tp_cp", None)
+            wanted = self.cp_group.rank() * self.tp_size + pg_collection.tp.rank()
+            if self._hidden_group is None or self._hidden_group.rank() != wanted:
+                raise ValueError(
+                    "state passing with sequence parallelism needs a tp_cp group in which tp is "
+                    f"the fastest: rank {wanted} of {self.tp_size * self.cp_size} here, found "
+                    f"{self._hidden_group and self._hidden_group.rank()}"
+                )
+
+    def lengths(self, hidden: Tensor, packed: PackedSeqParams | None) -> PaddedLengths:
+        """Lengths of the batch whose shard is ``hidden [S/(cp·sp), B, H]``."""
+        return lengths_of_batch(packed, hidden.size(0) * self.cp_size * self.sp_size)
+
+    def recurrence(self, hidden: Tensor, packed: PackedSeqParams | None) -> RecurrencePlan:
+        """Plan of a recurrence over the batch whose shard is ``hidden [S/(cp·sp), B, H]``."""
+        lengths = self.lengths(hidden, packed)
+        return plan_recurrence(lengths, self.cp_size, self.cp_group.rank(), hidden.device)
+
+    def to_contiguous(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        """Zigzag to contiguous, ``[S/(cp·sp), B, …]``; a collective."""
+        route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
+        return exchange(hidden, route, self._hidden_group)
+
+    def to_zigzag(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        """The inverse of :meth:`to_contiguous`, bit for bit."""
+        route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
+        return exchange(hidden, route.reversed(), self._hidden_group)
+
+    def project_in(
+        self, hidden: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
+    ) -> Tensor:
+        """``hidden [S/(cp·sp), B, H]`` to its projection ``[S/cp, B, width]``, contiguous.
+
+        Where tokens change ranks, the smaller of the two travels.
+        """
+        if not self.is_zigzag:
+            return projection(hidden)[0]
+        if self._hidden_is_smaller(width):
+            return projection(self.to_contiguous(hidden, packed))[0]
+        route = _route(self.lengths(hidden, packed), self.cp_group, 1, hidden.device)
+        return exchange(projection(hidden)[0], route, self.cp_group)
+
+    def project_out(
+        self, y: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """``y [S/cp, B, width]``, contiguous, to ``[S/(cp·sp), B, H]``, and the bias."""
+        if not self.is_zigzag:
+            return projection(y)
+        if self._hidden_is_smaller(width):
+            out, bias = projection(y)
+            return self.to_zigzag(out, packed), bias
+        lengths = lengths_of_batch(packed, y.size(0) * self.cp_size)
+        route = _route(lengths, self.cp_group, 1, y.device)
+        return projection(exchange(y, route.reversed(), self.cp_group))
+
+    def _hidden_is_smaller(self, width: int) -> bool:
+        return self.hidden_size <= width * self.sp_size
+
+    def _hidden_route(self, lengths: PaddedLengths, device: torch.device) -> Route:
+        return _route(lengths, self._hidden_group, self.sp_size, device)
+
+
+def _route(lengths: PaddedLengths, group, sp_size: int, device: torch.device) -> Route:
+    return _cached_route(lengths, group.size() // sp_size, sp_size, group.rank(), device)
+
+
+@lru_cache(maxsize=64)
+def _cached_route(
+    lengths: PaddedLengths, cp_size: int, sp_size: int, rank: int, device: torch.device
+) -> Route:
+    layouts = (zigzag_layout(lengths, cp_size), contiguous_layout(lengths, cp_size))
+    source, destination = (layout.over_tensor_ranks(sp_size) for layout in layouts)
+    return plan_route(source, destination, rank).to(device)

@@ -1,0 +1,124 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Mamba-2 mixer over contiguous shards: every rank has all heads of its own tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel_layout import RecurrencePlan
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.ops.reference import causal_conv1d_fn, mamba_chunk_scan_combined
+from megatron.core.ssm.state_passing.carry import carry_state
+from megatron.core.ssm.state_passing.conv_halo import exchange_halo
+
+
+def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
+    """A training forward of upstream's ``MambaMixer``, ``[S/(cp·sp), B, H]``; a collective.
+
+    Args:
+        mixer: with ``layer_tokens``; its parameters are those of one TP rank, whole over CP.
+        packed: of a packed batch, with the global ``cu_seqlens``; B is 1.
+
+    Returns:
+        Output and bias, as the mixer's own forward.
+
+    Raises:
+        ValueError: for inference, or tokens that do not divide over the ranks.
+    """
+    tokens = mixer.layer_tokens
+    if inference_context is not None:
+        raise ValueError(
+            f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}"
+        )
+    plan = tokens.recurrence(hidden_states, packed)
+    groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
+    width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp
+    projected = tokens.project_in(hidden_states, packed, mixer.in_proj, width)
+    scan = _kernels() if projected.is_cuda else None
+    y = (scan or reference_scan)(
+        projected.transpose(0, 1),
+        mixer.conv1d.weight.squeeze(1),
+        mixer.conv1d.bias,
+        mixer.dt_bias.float(),
+        -torch.exp(mixer.A_log.float()),
+        mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,
+        mixer.chunk_size,
+        mixer.headdim,
+        groups,
+        plan,
+        tokens.cp_group,
+    )
+    y = y.transpose(0, 1).contiguous()
+    if mixer.rmsnorm:
+        y = mixer.norm(y)
+    return tokens.project_out(y, packed, mixer.out_proj, inner)
+
+
+def reference_scan(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    headdim: int,
+    ngroups: int,
+    plan: RecurrencePlan,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Convolution, scan and gate of this rank's tokens in plain PyTorch; a collective.
+
+    Args:
+        projected: z, x, B, C and dt beside each other, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
+        conv_weight: ``[H·P + 2·G·N, W]``. conv_bias: ``[H·P + 2·G·N]`` or None.
+        dt_bias, A: ``[H]``, A negative. D: ``[H]`` or ``[H, P]``.
+        ngroups: G; headdim: P.
+
+    Returns:
+        ``[B, S/cp, H·P]``, gated and not yet normed.
+    """
+    inner, heads = A.shape[0] * headdim, A.shape[0]
+    z, xBC, dt = projected.split([inner, conv_weight.shape[0], heads], dim=-1)
+    past = exchange_halo(xBC, plan.halo(conv_weight.shape[1] - 1), group)
+    xBC = causal_conv1d_fn(
+        xBC.transpose(1, 2),
+        conv_weight,
+        conv_bias,
+        plan.seq_idx,
+        initial_states=past.transpose(1, 2),
+        activation="silu",
+    ).transpose(1, 2)
+    states = (conv_weight.shape[0] - inner) // 2
+    x, B, C = xBC.split([inner, states, states], dim=-1)
+    y = mamba_chunk_scan_combined(
+        x.unflatten(-1, (heads, headdim)),
+        dt,
+        A,
+        B.unflatten(-1, (ngroups, -1)),
+        C.unflatten(-1, (ngroups, -1)),
+        chunk_size,
+        D=D,
+        z=z.unflatten(-1, (heads, headdim)),
+        dt_bias=dt_bias,
+        dt_softplus=True,
+        seq_idx=plan.seq_idx,
+        enter=lambda state, decay: carry_state(state, decay, plan, group),
+    )
+    return y.flatten(-2)
+
+
+@cache
+def _kernels():
+    """The scan on the GPU kernels, or None where they are not installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("mamba_ssm", "causal_conv1d")):
+        return None
+    from megatron.core.ssm.state_passing.mamba_kernels import kernel_scan
+
+    return kernel_scan

@@ -1,0 +1,283 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Mamba-2 scan over contiguous shards on the kernels of ``mamba_ssm`` 2.3.
+
+The kernels of the scan's steps (arXiv 2405.21060, section 6) are called one by one. The neighbours'
+state enters between two of them, chunk states and state passing, and its gradient between the same
+two on the way back, so a rank goes through its tokens as often as without context parallelism. The
+collectives run beside kernels that do not need their result.
+
+Memory is that of upstream's fused path: the projection and the output before the gate are kept,
+the convolution and the states are computed again in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
+from mamba_ssm.ops.triton.ssd_chunk_scan import (
+    _chunk_scan_bwd_dC,
+    _chunk_scan_bwd_dcb,
+    _chunk_scan_bwd_ddAcs_stable,
+    _chunk_scan_bwd_dstates,
+    _chunk_scan_bwd_dz,
+    _chunk_scan_fwd,
+)
+from mamba_ssm.ops.triton.ssd_chunk_state import (
+    _chunk_cumsum_bwd,
+    _chunk_cumsum_fwd,
+    _chunk_state_bwd_db,
+    _chunk_state_fwd,
+)
+from mamba_ssm.ops.triton.ssd_combined import _chunk_scan_chunk_state_bwd_dx
+from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd, _state_passing_fwd
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.context_parallel_layout import RecurrencePlan
+from megatron.core.ssm.state_passing import kernel_conv
+from megatron.core.ssm.state_passing.carry import StateGather, entering_state, leaving_gradient
+from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
+
+
+def kernel_scan(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    headdim: int,
+    ngroups: int,
+    plan: RecurrencePlan,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """As ``mamba.reference_scan``, on a GPU; D is of fp32 or of the dtype of ``projected``."""
+    sizes = _Sizes(chunk_size, headdim, ngroups)
+    return _Scan.apply(projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group)
+
+
+class _Sizes(NamedTuple):
+    chunk: int
+    headdim: int
+    ngroups: int
+
+
+class _Tokens(NamedTuple):
+    """Views of the projection, and of the convolution's output or gradient, by head or group."""
+
+    x: Tensor
+    B: Tensor
+    C: Tensor
+
+    @classmethod
+    def of(cls, convolved: Tensor, heads: int, sizes: _Sizes) -> _Tokens:
+        inner = heads * sizes.headdim
+        states = (convolved.shape[-1] - inner) // 2
+        x, B, C = convolved.split([inner, states, states], dim=-1)
+        groups = (sizes.ngroups, -1)
+        return cls(x.unflatten(-1, (heads, -1)), B.unflatten(-1, groups), C.unflatten(-1, groups))
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group):
+        seq_idx, heads = plan.seq_idx, A.shape[0]
+        widths = [heads * sizes.headdim, conv_weight.shape[0], heads]
+        z, xBC, dt = projected.split(widths, dim=-1)
+        halo = plan.halo(conv_weight.shape[1] - 1)
+        coming = None if halo.is_empty else HaloGather(xBC, halo, group)
+        convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
+        past = None if coming is None else coming.wait()
+        if plan.continues[plan.rank]:
+            kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+        x, B, C = _Tokens.of(convolved, heads, sizes)
+
+        decay, steps = _chunk_cumsum_fwd(
+            dt.clone(), A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True
+        )
+        states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
+        coming = None
+        if not plan.is_local:
+            coming = StateGather(*_row_alone(states, decay, plan), group)
+        scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
+        entering = transitions = None
+        if coming is not None:
+            every_state, transitions = coming.wait()
+            entering = entering_state(every_state, transitions, plan)
+            # The gathered states, cp times a state, need not outlive this call.
+            transitions = transitions.contiguous()
+        passed = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
+        z = z.unflatten(-1, (heads, -1))
+        out, ungated = _chunk_scan_fwd(
+            scores, x, steps, decay, C, passed, D=D, z=z, seq_idx=seq_idx
+        )
+        ctx.save_for_backward(
+            projected, conv_weight, conv_bias, dt_bias, A, D, ungated, past, entering, transitions
+        )
+        ctx.sizes, ctx.plan, ctx.group = sizes, plan, group
+        return out.flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (projected, conv_weight, conv_bias, dt_bias, A, D, ungated, past, entering, transitions) = (
+            ctx.saved_tensors
+        )
+        sizes, plan, group, heads = ctx.sizes, ctx.plan, ctx.group, A.shape[0]
+        seq_idx = plan.seq_idx
+        widths = [heads * sizes.headdim, conv_weight.shape[0], heads]
+        z, xBC, dt = projected.split(widths, dim=-1)
+        projected_grad = torch.empty_like(projected)
+        z_grad, xBC_grad, dt_grad = projected_grad.split(widths, dim=-1)
+
+        convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
+        if plan.continues[plan.rank]:
+            kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+        x, B, C = _Tokens.of(convolved, heads, sizes)
+        convolved_grad = torch.empty_like(convolved)
+        dx, dB, dC = _Tokens.of(convolved_grad, heads, sizes)
+
+        dt = dt.clone()
+        decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
+        scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
+        states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
+        states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, states.dtype)
+        # The gate first: the rest needs the gradient of the output before it.
+        grad = grad.contiguous().unflatten(-1, (heads, -1))
+        by_head = (heads, -1)
+        _, grad, D_grad = _chunk_scan_bwd_dz(
+            x, z.unflatten(-1, by_head), ungated, grad, sizes.chunk, has_ddAcs=False, D=D,
+            dz=z_grad.unflatten(-1, by_head),
+        )  # fmt: skip
+
+        entered_grad = _chunk_scan_bwd_dstates(C, decay, grad, seq_idx=seq_idx, dtype=states.dtype)
+        coming = None
+        if not plan.is_local:
+            coming = StateGather(_entering_gradient(entered_grad, decay, plan), None, group)
+        scores_grad = _chunk_scan_bwd_dcb(
+            x, steps, decay, grad, seq_idx=seq_idx, ngroups=sizes.ngroups
+        )
+        decay_grad = _chunk_scan_bwd_ddAcs_stable(x, steps, decay, grad, scores)
+        leaving = None
+        if coming is not None:
+            leaving = leaving_gradient(*coming.wait(), transitions, plan)
+        states_grad, chunk_decay_grad, _, states = _state_passing_bwd(
+            states.flatten(-2),
+            decay[..., -1],
+            entered_grad.flatten(-2),
+            dfinal_states=None if leaving is None else leaving.flatten(-2),
+            seq_idx=seq_idx,
+            has_initial_states=entering is not None,
+            dstates_dtype=x.dtype,
+            states_dtype=x.dtype,
+            chunk_size=sizes.chunk,
+        )
+        states_grad, states = (t.unflatten(-1, (sizes.headdim, -1)) for t in (states_grad, states))
+
+        _, steps_grad, _ = _chunk_scan_chunk_state_bwd_dx(
+            x, steps, decay, B, scores, grad, states_grad, D=D, seq_idx=seq_idx, dx=dx
+        )
+        from_states, decay_grad_after = _chunk_state_bwd_db(
+            x, steps, decay, states_grad, seq_idx=seq_idx, B=B, ngroups=sizes.ngroups
+        )
+        to_states, decay_grad_before = _chunk_scan_bwd_dC(
+            states, decay, grad, seq_idx=seq_idx, C=C, ngroups=sizes.ngroups
+        )
+        _bmm_chunk_bwd(C, scores_grad, residual=from_states, out=dB)
+        _bmm_chunk_bwd(B, scores_grad.transpose(-1, -2), residual=to_states, out=dC)
+        # A decay's sum runs on to the end of its chunk, where the state takes it along.
+        decay_grad_before[..., -1] += chunk_decay_grad
+        decay_grad += decay_grad_after + decay_grad_before.flip(-1).cumsum(-1).flip(-1)
+        _, A_grad, dt_bias_grad = _chunk_cumsum_bwd(
+            decay_grad, steps_grad, dt, A, dt_bias=dt_bias, dt_softplus=True, ddt=dt_grad
+        )
+
+        weight_grad, bias_grad = _conv_backward(
+            convolved_grad, xBC, past, conv_weight, conv_bias, plan, group, xBC_grad
+        )
+        return (
+            projected_grad, weight_grad, bias_grad, dt_bias_grad, A_grad, D_grad, None, None, None
+        )  # fmt: skip
+
+
+def _conv_backward(grad, x, past, weight, bias, plan, group, x_grad):
+    halo, reach = plan.halo(weight.shape[1] - 1), weight.shape[1] - 1
+    head = None
+    if plan.continues[plan.rank]:
+        head = kernel_conv.head_backward(grad, x, past, weight, bias, plan)
+    going = None
+    if not halo.is_empty:
+        past_grad = past.new_zeros(past.shape) if head is None else head[1].to(past.dtype)
+        going = HaloGradient(past_grad, halo, group)
+    weight_grad, bias_grad = kernel_conv.conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
+    if head is not None:
+        x_grad[:, :reach] += head[0].to(x_grad.dtype)
+        weight_grad = weight_grad + head[2].to(weight_grad.dtype)
+        bias_grad = None if bias is None else bias_grad + head[3].to(bias_grad.dtype)
+    if going is not None:
+        going.add_to(x_grad)
+    return weight_grad, bias_grad
+
+
+def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Tensor:
+    """The state that enters each chunk, ``[B, c, H, P, N]``."""
+    passed, _ = _state_passing_fwd(
+        states.flatten(-2),
+        decay[..., -1],
+        initial_states=None if entering is None else entering.flatten(-2),
+        seq_idx=seq_idx,
+        chunk_size=chunk_size,
+        out_dtype=dtype,
+    )
+    return passed.unflatten(-1, states.shape[-2:])
+
+
+def _chunk_ends(seq_idx: Tensor, chunk_size: int) -> Tensor:
+    """Sample of each chunk's last token, ``[1, c]``."""
+    ends = seq_idx[:, chunk_size - 1 :: chunk_size]
+    is_ragged = seq_idx.shape[1] % chunk_size
+    return torch.cat([ends, seq_idx[:, -1:]], dim=1) if is_ragged else ends
+
+
+def _row_alone(states: Tensor, decay: Tensor, plan: RecurrencePlan) -> tuple[Tensor, Tensor]:
+    """What all chunks leave when nothing enters, ``[B, H, P, N]``, and their decay.
+
+    Args:
+        states: what each chunk alone leaves, ``[B, c, H, P, N]``.
+        decay: running sums of the log decay in each chunk, ``[B, H, c, Q]``.
+    """
+    total = decay[..., -1].cumsum(-1)
+    weight = (total[..., -1:] - total).exp()
+    if plan.seq_idx is not None:
+        ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
+        weight = weight * (ends == ends[:, -1:]).unsqueeze(1)
+    crossed = total[..., -1].exp() * plan.crosses[plan.rank]
+    return _weighted_sum(weight, states), crossed[..., None, None]
+
+
+def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan) -> Tensor:
+    """Gradient of the state that enters the rank, by its own outputs alone, ``[B, H, P, N]``.
+
+    Args:
+        entered_grad: of the state that enters each chunk, ``[B, c, H, P, N]``.
+        decay: running sums of the log decay in each chunk, ``[B, H, c, Q]``.
+    """
+    before = F.pad(decay[..., :-1, -1].cumsum(-1), (1, 0)).exp()
+    if plan.seq_idx is not None:
+        ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
+        before = before * F.pad(ends[:, :-1] == 0, (1, 0), value=True).unsqueeze(1)
+    return _weighted_sum(before, entered_grad)
+
+
+def _weighted_sum(weight: Tensor, states: Tensor) -> Tensor:
+    """Over chunks: weight ``[B, H, c]``, states ``[B, c, H, P, N]``, to ``[B, H, P, N]``."""
+    # Row by row the product takes views; all rows at once would copy the states.
+    rows = zip(weight, states.flatten(-2), strict=True)
+    summed = torch.stack([torch.einsum("hc,chd->hd", w, s) for w, s in rows])
+    return summed.unflatten(-1, states.shape[-2:])

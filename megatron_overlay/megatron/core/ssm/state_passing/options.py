@@ -1,0 +1,47 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The two options of TransformerConfig that state passing has; imports nothing of Megatron."""
+
+HEAD_PARALLEL, STATE_PASSING = "head-parallel", "state-passing"
+ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
+
+
+def check_options(config) -> None:
+    """Refuse what is no option, or does not go together.
+
+    Raises:
+        ValueError: naming the options and what they may be.
+    """
+    for name, known in (
+        ("linear_context_parallel", (HEAD_PARALLEL, STATE_PASSING)),
+        ("hybrid_token_layout", (ZIGZAG, CONTIGUOUS)),
+    ):
+        if getattr(config, name) not in known:
+            raise ValueError(f"{name} must be one of {known}, not {getattr(config, name)!r}")
+    if config.hybrid_token_layout == CONTIGUOUS and not passes_states(config):
+        raise ValueError(
+            f"hybrid_token_layout={CONTIGUOUS!r} needs linear_context_parallel={STATE_PASSING!r}, "
+            f"not {config.linear_context_parallel!r}: heads are spread from zigzag tokens"
+        )
+
+
+def passes_states(config) -> bool:
+    """Whether recurrent layers pass states between ranks, rather than spread their heads."""
+    return config.linear_context_parallel == STATE_PASSING
+
+
+def head_parallel_size(config, cp_size: int) -> int:
+    """Over how many ranks a recurrent layer spreads its heads, beside TP."""
+    return 1 if passes_states(config) else cp_size
+
+
+class OneRank:
+    """Stands for the CP group where a layer keeps all heads: it spreads them over one rank."""
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1
+
+    def rank(self) -> int:
+        """This rank among them."""
+        return 0

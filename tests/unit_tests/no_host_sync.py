@@ -1,0 +1,49 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A guard within which nothing may make the host wait for a tensor's values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.unit_tests.test_utilities import HAVE_CUDA
+
+
+class _RefuseWaiting(TorchDispatchMode):
+    waiting = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "repeat_interleave.Tensor",
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        waits = any(name in func.name() for name in self.waiting)
+        # A change of dtype does not wait; a copy to another device may.
+        moves = "_to_copy" in func.name() and kwargs.get("device") is not None
+        assert not (waits or moves), func.name()
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def no_host_sync() -> Iterator[None]:
+    """On a GPU, CUDA reports every synchronisation; on a CPU, the operations that cause them do."""
+    if HAVE_CUDA:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return
+    # On the CPU, tolist() reads memory without dispatching.
+    tolist = patch.object(torch.Tensor, "tolist", side_effect=AssertionError("tolist"))
+    with _RefuseWaiting(), tolist:
+        yield

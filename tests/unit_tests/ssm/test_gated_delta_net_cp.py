@@ -1,0 +1,204 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta net over CP ranks, both ways, against the same layer on whole samples."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, plan_recurrence
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
+from megatron.core.ssm.state_passing.gated_delta_net import reference_rule
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
+from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, cases, random_rows
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+HIDDEN, SEQUENCE, BATCH = 32, 48, 2
+# Odd, empty, below 2·cp, and longer than a shard.
+PACKED = (5, 0, 1, 139, 9)
+
+
+def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -> GatedDeltaNet:
+    model_parallel_cuda_manual_seed(
+        7, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank()
+    )
+    torch.manual_seed(7)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=2 * heads,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        linear_context_parallel=mode,
+        hybrid_token_layout=layout,
+    )
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
+    )
+    layer = GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
+    with torch.no_grad():
+        # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
+        generator = torch.Generator().manual_seed(groups.tp.rank())
+        noise = torch.rand(2, *layer.dt_bias.shape, generator=generator).to(layer.dt_bias.device)
+        layer.dt_bias.add_(noise[0])
+        # Decays slow enough that a state outlives a shard.
+        layer.A_log.copy_(noise[1] - 4)
+    return layer.to(Utils.device, dtype)
+
+
+@pytest.fixture
+def pair(request):
+    """The layers and the dtype; None on an idle rank, which has only helped to make groups."""
+    (ranks, layout, dtype), (mode, heads) = request.param, request.node.cls.mode
+
+    def make(groups, shards):
+        return make_layer(groups, mode, layout if shards else "zigzag", dtype, heads)
+
+    pair = Pair(ranks, make, layout)
+    pair.dtype = dtype
+    yield pair if pair.is_member else None
+    pair.destroy()
+
+
+def call(layer, hidden, packed_seq_params):
+    return layer(hidden, attention_mask=None, packed_seq_params=packed_seq_params)[0]
+
+
+class _EqualsOneRank:
+    def test_a_plain_batch_equals_one_rank(self, pair):
+        if pair:
+            length = SEQUENCE if SEQUENCE % (2 * pair.size) == 0 else 10 * pair.size
+            hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
+
+    def test_packed_samples_equal_each_sample_alone(self, pair):
+        if pair:
+            hidden = random_rows(sum(PACKED), 1, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(call, hidden, pad_lengths(PACKED, pair.size), packed=True)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    # 2 key heads: no cp of 3 or more divides them.
+    cases(
+        (2, Ranks(cp=2), "zigzag", torch.float32),
+        (2, Ranks(cp=2), "contiguous", torch.float64),
+        (4, Ranks(cp=3), "contiguous", torch.float32),
+        (4, Ranks(cp=4), "zigzag", torch.float64),
+        (4, Ranks(cp=2, tp=2), "zigzag", torch.float32),
+        (8, Ranks(cp=5), "zigzag", torch.float32),
+        (8, Ranks(cp=8), "contiguous", torch.float64),
+    ),
+    indirect=True,
+)
+class TestStatePassing(_EqualsOneRank):
+    mode = ("state-passing", 2)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    cases(
+        (2, Ranks(cp=2), "zigzag", torch.float32),
+        (4, Ranks(cp=4), "zigzag", torch.float32),
+        (4, Ranks(cp=2, tp=2), "zigzag", torch.float32),
+    ),
+    indirect=True,
+)
+class TestHeadParallel(_EqualsOneRank):
+    mode = ("head-parallel", 4)
+
+    def test_a_length_that_does_not_halve_is_refused(self, pair):
+        """It divides by cp, so every rank has as many tokens, and nothing else would notice."""
+        if pair:
+            hidden = random_rows(5, BATCH, HIDDEN, seed=1)
+            with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
+                call(pair.sharded, hidden, None)
+
+    def test_packed_lengths_that_do_not_halve_are_refused(self, pair):
+        if pair:
+            lengths = PaddedLengths((pair.size, 3 * pair.size), (pair.size, 3 * pair.size))
+            hidden = random_rows(4, 1, HIDDEN, seed=1)
+            with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
+                call(pair.sharded, hidden, lengths.packed_seq_params(Utils.device))
+
+
+class TestLimits:
+    def test_heads_that_do_not_divide_are_refused_with_what_fits(self):
+        with pytest.raises(ValueError) as refusal:
+            check_gated_delta_net(key_heads=16, value_heads=32, tp_size=2, cp_size=3)
+        assert str(refusal.value) == (
+            "a gated delta net of 16 key and 32 value heads cannot be spread over tp=2, cp=3: "
+            "tp·cp = 6 must divide both; cp sizes that fit with tp=2: 1, 2, 4, 8; "
+            "state passing takes any"
+        )
+
+
+def rule_inputs(tokens: int) -> dict[str, torch.Tensor]:
+    """fp64 inputs of a whole batch of one row; decays that outlive several shards."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        drawn = torch.randn(1, tokens, 3, *shape, generator=generator, dtype=torch.float64)
+        return drawn.to(Utils.device)
+
+    unit = torch.nn.functional.normalize
+    return {
+        "query": unit(normal(4), dim=-1),
+        "key": unit(normal(4), dim=-1),
+        "value": normal(5),
+        "g": -normal().abs() / 8,
+        "beta": normal().sigmoid(),
+    }
+
+
+@requires_world_size(4)
+class TestRule:
+    """The reference rule in fp64, to 1e-10, where nothing goes through fp32."""
+
+    @pytest.mark.parametrize(
+        "lengths", [(24,), (5, 1, 0, 17, 1), (6, 3, 3, 12), (280,), (70, 1, 209)], ids=str
+    )
+    def test_output_and_every_gradient_equal_one_rank(self, lengths):
+        found, expected, names = self._run(lengths)
+        for name, a, b in zip(names, found, expected, strict=True):
+            assert_close(a, b, 1e-10, name)
+
+    @pytest.mark.skipif(HAVE_CUDA, reason="transformers takes fla's kernels where it finds them")
+    def test_equals_the_gated_delta_rule_of_transformers(self):
+        """To 1e-5: that one computes in fp32."""
+        modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        inputs = rule_inputs(280)
+        expected, _ = modeling.torch_chunk_gated_delta_rule(**inputs)
+        (found, *_), _, _ = self._run((280,))
+        own = slice(dist.get_rank() * 70, (dist.get_rank() + 1) * 70)
+        assert_close(found, expected[:, own], 1e-5, "output")
+
+    def _run(self, lengths):
+        """Output and gradients of this rank's tokens: over four ranks, and over one."""
+        Utils.initialize_distributed()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        lengths = PaddedLengths(lengths, lengths)
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(1, lengths.total, 3, 5, dtype=torch.float64, generator=generator)
+        weight = weight.to(Utils.device)
+        inputs = rule_inputs(lengths.total)
+        results = []
+        for ranks, at in ((size, rank), (1, 0)):
+            plan = plan_recurrence(lengths, ranks, at, Utils.device)
+            own = slice(at * plan.shard_size, (at + 1) * plan.shard_size)
+            leaves = [t[:, own].clone().requires_grad_() for t in inputs.values()]
+            o = reference_rule(*leaves, plan, dist.group.WORLD)
+            (o * weight[:, own]).sum().backward()
+            results.append([o.detach(), *(leaf.grad for leaf in leaves)])
+        own = slice(rank * lengths.total // size, (rank + 1) * lengths.total // size)
+        found, whole = results
+        return found, [t[:, own] for t in whole], ["output", *inputs]
