@@ -10,6 +10,7 @@ from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS, SEPARATE
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 
 
@@ -68,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         help="layers: Megatron's own, or Transformer Engine's (GPU only)",
     )
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters")
-    add("--placement", choices=["colocated", "non-colocated"], default="colocated")
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        default=COLOCATED,
+        help="both modules on all ranks, or the encoder on the first ranks and the language model "
+        "on the others",
+    )
     add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
     add("--language", default="", metavar="LAYOUT", help="layout of the language model")
     add("--global-batch-size", type=int, default=32, help="samples a step")
@@ -110,8 +117,8 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)
-    if args.placement == "non-colocated":
-        raise UserError("--placement non-colocated is not there yet; use --placement colocated")
+    if args.placement == SEPARATE and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     if args.device == "cpu" and args.transformer_impl == "transformer_engine":
         raise UserError("--transformer-impl transformer_engine needs --device cuda")
     preset = PRESETS[args.model]()
@@ -127,6 +134,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
             Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
             world_size,
             preset,
+            args.placement,
         ),
         **{
             name: getattr(args, name)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel layouts of the modules: parsing, the rules they must keep, and what would fit instead.
+"""Parallel layouts of the modules: the rules they must keep, and what would fit instead.
 
 Pure arithmetic: no process, no device. Every rank reaches the same verdict from the same text.
 """
@@ -9,114 +9,54 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout_axes import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE, ranks_of_modules
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of one module's axes; ``dp`` 0 means: whatever fills the ranks.
-
-    ``ep`` and ``etp`` factor the same ranks as tp·cp·dp, inside one pipeline stage.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 0
-    ep: int = 1
-    etp: int = 0
-    vpp: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks that the module spans."""
-        return self.tp * self.cp * self.pp * self.dp
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """MoE with TP trains only with sequence parallelism, so TP always brings it."""
-        return self.tp > 1
-
-    @property
-    def expt_dp(self) -> int:
-        """Replicas of an expert."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
-
-    def __str__(self) -> str:
-        shown = {f.name: getattr(self, f.name) for f in fields(self)}
-        if shown["etp"] in (0, shown["tp"]):
-            del shown["etp"]
-        return ",".join(f"{k}={v}" for k, v in shown.items() if v != 1 or k in ("tp", "dp"))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples a step, samples a microbatch of one language DP rank, and tokens a sample."""
-
-    global_size: int
-    micro_size: int
-    seq_length: int
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The layouts of both modules over one set of ranks, checked."""
-
-    encoder: Layout
-    language: Layout
-    batch: Batch
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of a step; one takes ``micro_size`` samples on each language DP rank."""
-        return self.batch.global_size // (self.batch.micro_size * self.language.dp)
-
-
-def parse_layout(text: str, module: str) -> Layout:
-    """Read ``tp=2,dp=4``.
-
-    Raises:
-        UserError: on unknown, repeated or non-positive sizes.
-    """
-    names = [f.name for f in fields(Layout)]
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in names or not value.isdigit() or int(value) < 1:
-            raise UserError(
-                f"--{module} {text}: '{part}' is not AXIS=SIZE with an axis of "
-                f"{', '.join(names)} and a size of 1 or more; e.g. --{module} tp=2,dp=4"
-            )
-        if name in sizes:
-            raise UserError(f"--{module} {text}: {name} is given twice; give each axis once")
-        sizes[name] = int(value)
-    return Layout(**sizes)
+__all__ = ["Batch", "Layout", "Layouts", "parse_layout", "resolve"]
 
 
 def resolve(
-    encoder: Layout, language: Layout, batch: Batch, world_size: int, preset: VLMPreset
+    encoder: Layout,
+    language: Layout,
+    batch: Batch,
+    world_size: int,
+    preset: VLMPreset,
+    placement: str = COLOCATED,
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
     Raises:
         UserError: naming the numbers, the rule, and the nearest layouts that would work.
     """
-    encoder, language = _derive(encoder, world_size), _derive(language, world_size)
-    for module, layout, broken in (
-        ("encoder", encoder, encoder_violation(encoder, world_size, preset)),
-        ("language", language, language_violation(language, world_size, preset, batch)),
+    for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
+    encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
+    layouts = Layouts(encoder, language, batch, placement)
+    for module, layout, ranks, broken in (
+        (
+            "encoder",
+            encoder,
+            for_encoder,
+            encoder_violation(encoder, for_encoder, preset, layouts.separate),
+        ),
+        (
+            "language",
+            language,
+            for_language,
+            language_violation(language, for_language, preset, batch)
+            or _interleaving_violation(layouts),
+        ),
     ):
         if broken:
-            near = _nearest(module, layout, world_size, preset, batch)
+            near = _nearest(module, layout, ranks, preset, batch)
             raise UserError(f"--{module} {layout}: {broken}. {near}")
-    layouts = Layouts(encoder, language, batch)
     if broken := pair_violation(layouts):
         raise UserError(
             f"--encoder {encoder} with --language {language}: {broken}. "
-            f"{_nearest_encoder(layouts, world_size, preset)}"
+            f"{_nearest_encoder(layouts, for_encoder, preset)}"
         )
     return layouts
 
@@ -147,7 +87,15 @@ def _first(rules: list[tuple[bool, str]]) -> str | None:
     return next((text for broken, text in rules if broken), None)
 
 
-def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str | None:
+def _interleaving_violation(layouts: Layouts) -> str | None:
+    if layouts.separate and layouts.language.vpp > 1:
+        return f"vpp={layouts.language.vpp} needs --placement {COLOCATED}"
+    return None
+
+
+def encoder_violation(
+    layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool = False
+) -> str | None:
     """The first rule that this encoder layout breaks, or None."""
     e, p = layout, preset.encoder
     divided = {
@@ -159,9 +107,10 @@ def encoder_violation(layout: Layout, world_size: int, preset: VLMPreset) -> str
     return _first(
         [
             (
-                e.cp * e.pp * e.vpp * e.ep > 1 or e.etp != e.tp,
-                "an encoder takes tp and dp only",
+                e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined),
+                f"an encoder takes tp and dp only (and pp with --placement {SEPARATE})",
             ),
+            (p.layers % e.pp > 0, f"pp={e.pp} must divide the {p.layers} layers"),
             *(
                 (n % e.tp > 0, f"tp={e.tp} must divide the {n} {what}")
                 for what, n in divided.items()
@@ -271,7 +220,10 @@ def _listing(fitting: list[Layout], wanted: Layout) -> str:
 
 def _nearest(module: str, wanted: Layout, world: int, preset: VLMPreset, batch: Batch) -> str:
     if module == "encoder":
-        fitting = [c for c in _candidates(world, ["tp"]) if not encoder_violation(c, world, preset)]
+        axes = ["tp", "pp"] if wanted.pp > 1 else ["tp"]
+        fitting = [
+            c for c in _candidates(world, axes) if not encoder_violation(c, world, preset, True)
+        ]
     else:
         axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
         fitting = [

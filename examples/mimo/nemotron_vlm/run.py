@@ -19,6 +19,7 @@ from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
+from examples.mimo.nemotron_vlm.placement import layout_table
 from examples.mimo.nemotron_vlm.trainer import BACKENDS, Trainer, build_model
 
 READINGS = 12
@@ -80,9 +81,9 @@ def _train(config: RunConfig) -> None:
 def _banner(config: RunConfig) -> str:
     lay = config.layouts
     return (
-        f"{config.preset.name} on {lay.encoder.size} ranks: encoder {lay.encoder} -> language "
-        f"{lay.language}; {lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
-        f"{lay.language.dp} samples a step"
+        f"{config.preset.name} on {dist.get_world_size()} ranks, {lay.placement}; "
+        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
+        f"{lay.language.dp} samples a step\n{layout_table(lay)}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,6 +33,14 @@ from megatron.core.models.mimo.grad_finalization import (
 )
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.separate_schedule import (
+    destroy_bridges,
+    encoders_to_language,
+    finalize_separate_grads,
+    language_total,
+    own_groups,
+    separate_forward_backward,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -59,20 +68,24 @@ class Trainer:
         )
         self.plan = BatchPlan(
             config.layouts,
-            encoder_dp=self.modules[IMAGES].groups.dp.rank(),
-            language_dp=self.modules[LANGUAGE].groups.dp.rank(),
+            encoder_dp=_dp_rank(self.modules[IMAGES]),
+            language_dp=_dp_rank(self.modules[LANGUAGE]),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
         self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
         for chunk in self.chunks:
             initialize_weights(chunk, config.seed)
         wrap_in_ddp(self.chunks)
+        self.communicator = None
+        if config.layouts.separate:
+            self.communicator = encoders_to_language(self.chunks[0])
+            self.chunks[0].config.finalize_model_grads_func = finalize_separate_grads
         self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
 
     @property
     def language_groups(self):
-        """Process groups of the language model."""
+        """Process groups of the language model; None on ranks without it."""
         return self.modules[LANGUAGE].groups
 
     def run_schedule(self, forward_step, split: str, step: int, forward_only: bool) -> list:
@@ -87,13 +100,7 @@ class Trainer:
         microbatches = agreed(
             lambda: self.plan.microbatches(self.source, split, step, self.device)
         )
-        schedule = forward_backward_no_pipelining
-        if self.config.layouts.language.pp > 1:
-            schedule = partial(
-                colocated_forward_backward_with_pp,
-                recompute_encoder_shares=self.config.recompute_encoder or None,
-            )
-        return schedule(
+        return self._schedule()(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),
             model=self.chunks,
@@ -101,8 +108,21 @@ class Trainer:
             seq_length=self.config.layouts.batch.seq_length,
             micro_batch_size=self.config.layouts.batch.micro_size,
             forward_only=forward_only,
-            pg_collection=self.language_groups,
         )
+
+    def _schedule(self) -> Callable[..., list]:
+        if self.config.layouts.separate:
+            groups = {name: module.groups for name, module in self.modules.items()}
+            return partial(
+                separate_forward_backward, communicator=self.communicator, groups=groups
+            )
+        if self.config.layouts.language.pp > 1:
+            return partial(
+                colocated_forward_backward_with_pp,
+                recompute_encoder_shares=self.config.recompute_encoder or None,
+                pg_collection=self.language_groups,
+            )
+        return partial(forward_backward_no_pipelining, pg_collection=self.language_groups)
 
     def train_step(self) -> dict[str, float | int | bool]:
         """One optimizer step; returns its record for the metrics file."""
@@ -133,6 +153,9 @@ class Trainer:
         local = torch.zeros(size, dtype=torch.float64, device=self.device)
         for report in reports:
             local += report
+        if self.config.layouts.separate:
+            groups = own_groups({name: module.groups for name, module in self.modules.items()})
+            return language_total(local, self.chunks[0], groups).tolist()
         return global_token_count(local, self.language_groups).tolist()
 
     def destroy(self) -> None:
@@ -149,8 +172,14 @@ class Trainer:
                     module.token_dispatcher = None
         for module in self.modules.values():
             module.grid.destroy()
+        destroy_bridges()
+        self.communicator = None
         del chunk, module, self.chunks, self.optimizer, self.scheduler, self.modules
         gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
+
+
+def _dp_rank(module: ModuleGroups) -> int | None:
+    return None if module.groups is None else module.groups.dp.rank()
 
 
 def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[MimoModel]:
@@ -179,7 +208,8 @@ def wrap_in_ddp(chunks: list[MimoModel]) -> None:
         for name, module in chunk.modality_submodules.items():
             (encoder,) = module.encoders.values()
             chunk.modality_submodules[name] = wrapped(module, encoder.config)
-        chunk.language_model = wrapped(chunk.language_model, chunk.config)
+        if chunk.language_model is not None:
+            chunk.language_model = wrapped(chunk.language_model, chunk.config)
         chunk.config.finalize_model_grads_func = finalize_mimo_grads
         chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 

@@ -233,7 +233,7 @@ class TestOptimizerInstances(OnFourRanks):
             assert stepped and grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
             assert_weights(model, expected.weights)
 
-    def test_shard_the_state_over_a_part_of_the_ranks(self):
+    def test_hold_the_state_once_each(self):
         sizes = []
         for instances in (1, 2):
             places = {
@@ -244,14 +244,15 @@ class TestOptimizerInstances(OnFourRanks):
                 optimizer = optimizer_of(model)
                 model.fill_gradients()
                 optimizer.step()
-                sizes.append(
-                    sum(
-                        state["exp_avg"].numel()
-                        for leaf in optimizer._leaves
-                        for state in leaf.optimizer.state.values()
-                    )
+                states = [
+                    state for leaf in optimizer._leaves for state in leaf.optimizer.state.values()
+                ]
+                size = torch.tensor(
+                    sum(state["exp_avg"].numel() for state in states), device=Utils.device
                 )
-        assert dist.get_rank() != 0 or sizes[1] > sizes[0]
+                dist.all_reduce(size)
+                sizes.append(size.item())
+        assert sizes[1] == 2 * sizes[0]
 
     def test_that_do_not_divide_the_ranks_are_refused(self):
         places = {IMAGES: Place(dp=4), LANGUAGE: replace(Place(dp=4), instances=3)}
