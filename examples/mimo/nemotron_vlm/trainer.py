@@ -25,6 +25,7 @@ from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
     finalize_mimo_grads,
@@ -79,7 +80,6 @@ class Trainer:
         self.communicator = None
         if config.layouts.separate:
             self.communicator = encoders_to_language(self.chunks[0])
-            self.chunks[0].config.finalize_model_grads_func = finalize_separate_grads
         self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
 
@@ -210,7 +210,10 @@ def wrap_in_ddp(chunks: list[MimoModel]) -> None:
             chunk.modality_submodules[name] = wrapped(module, encoder.config)
         if chunk.language_model is not None:
             chunk.language_model = wrapped(chunk.language_model, chunk.config)
-        chunk.config.finalize_model_grads_func = finalize_mimo_grads
+        separate = chunk.role.mode is ModuleLayout.NON_COLOCATED
+        chunk.config.finalize_model_grads_func = (
+            finalize_separate_grads if separate else finalize_mimo_grads
+        )
         chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 
 
