@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from examples.mimo.nemotron_vlm import progress
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.errors import RunFailed
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loss import summed_loss
@@ -62,6 +65,7 @@ class Trainer:
         self.config = config
         self.source = source
         self.step = 0
+        self.skipped = self._skipped_in_a_row = 0
         self.modules = make_modules(config.layouts, BACKENDS[config.device])
         prepare_megatron(self.modules, config.seed)
         self.device = torch.device(
@@ -97,11 +101,12 @@ class Trainer:
         Raises:
             UserError: on every rank, for bad samples on any; nothing has run by then.
         """
+        progress.note(f"step {step + 1} ({split}), reading samples")
         microbatches = agreed(
             lambda: self.plan.microbatches(self.source, split, step, self.device)
         )
         return self._schedule()(
-            forward_step_func=forward_step,
+            forward_step_func=_noting(forward_step, f"step {step + 1} ({split})"),
             data_iterator=iter(microbatches),
             model=self.chunks,
             num_microbatches=self.config.layouts.num_microbatches,
@@ -124,8 +129,14 @@ class Trainer:
             )
         return partial(forward_backward_no_pipelining, pg_collection=self.language_groups)
 
-    def train_step(self) -> dict[str, float | int | bool]:
-        """One optimizer step; returns its record for the metrics file."""
+    def train_step(self) -> dict[str, float | int | bool | None]:
+        """One optimizer step; returns its record for the metrics file.
+
+        A step with gradients that are not finite is skipped: all ranks keep weights and state.
+
+        Raises:
+            RunFailed: on every rank, after too many skipped steps in a row.
+        """
         started = time.perf_counter()
         for chunk in self.chunks:
             chunk.train()
@@ -133,20 +144,35 @@ class Trainer:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.run_schedule(_forward_step, "train", self.step, forward_only=False)
-        lr = self.optimizer.param_groups[0]["lr"]
+        progress.note(f"step {self.step + 1} (train), optimizer")
+        lr = self.scheduler.get_lr({"max_lr": self.config.lr, "min_lr": self.config.min_lr})
         stepped, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(1)
         self.step += 1
+        self._count_skipped(stepped)
+        if stepped:
+            self.scheduler.step(1)
         loss, tokens = self.total(reports, 2)
+        loss /= max(tokens, 1)
         return {
             "step": self.step,
-            "loss": loss / max(tokens, 1),
+            "loss": loss if math.isfinite(loss) else None,
             "grad_norm": grad_norm,
             "num_tokens": int(tokens),
             "lr": lr,
             "step_time_s": time.perf_counter() - started,
             "skipped": not stepped,
+            "skipped_steps": self.skipped,
         }
+
+    def _count_skipped(self, stepped: bool) -> None:
+        self.skipped += not stepped
+        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
+            raise RunFailed(
+                f"{self._skipped_in_a_row} steps in a row up to step {self.step} had gradients "
+                f"that are not finite, more than --max-skipped-steps "
+                f"{self.config.max_skipped_steps}; lower --lr or look at the data"
+            )
 
     def total(self, reports: list[torch.Tensor], size: int) -> list[float]:
         """Sum reports [size] over microbatches and over all ranks that saw other tokens."""
@@ -176,6 +202,17 @@ class Trainer:
         self.communicator = None
         del chunk, module, self.chunks, self.optimizer, self.scheduler, self.modules
         gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
+
+
+def _noting(forward_step: Callable, where: str) -> Callable:
+    """The forward step, telling the fault watch which microbatch it is at."""
+    numbers = itertools.count()
+
+    def noted(microbatches, model):
+        progress.note(f"{where}, microbatch {next(numbers)}")
+        return forward_step(microbatches, model)
+
+    return noted
 
 
 def _dp_rank(module: ModuleGroups) -> int | None:

@@ -339,27 +339,34 @@ def train(
     with initialized(build, layouts, modules) as model:
         wrap_in_ddp([model])
         optimizer = get_mimo_optimizer(model, ADAM)
-        schedule = partial(forward_backward_no_pipelining, pg_collection=groups)
-        if layouts.separate:
-            schedule = partial(
-                separate_forward_backward,
-                communicator=encoders_to_language(model),
-                groups={name: module.groups for name, module in modules.items()},
-            )
         run = Run()
-        for step in range(steps):
-            batches = microbatches(layouts, modules, step, source)
-            reports = _forward_backward(model, optimizer, layouts, schedule, batches)
-            stepped, grad_norm, _ = optimizer.step()
-            assert stepped
-            loss, tokens = _total(reports, model, modules)
-            run.losses.append(loss / tokens)
-            run.grad_norms.append(grad_norm)
-            if groups is not None:
-                run.experts = run.experts or experts(model, groups)
-    if layouts.separate:
-        destroy_bridges()
+        with _schedule(model, layouts, modules) as schedule:
+            for step in range(steps):
+                batches = microbatches(layouts, modules, step, source)
+                reports = _forward_backward(model, optimizer, layouts, schedule, batches)
+                stepped, grad_norm, _ = optimizer.step()
+                assert stepped
+                loss, tokens = _total(reports, model, modules)
+                run.losses.append(loss / tokens)
+                run.grad_norms.append(grad_norm)
+                if groups is not None:
+                    run.experts = run.experts or experts(model, groups)
     return run
+
+
+@contextlib.contextmanager
+def _schedule(model: MimoModel, layouts: Layouts, modules: dict[str, ModuleGroups]):
+    if not layouts.separate:
+        yield partial(forward_backward_no_pipelining, pg_collection=modules[LANGUAGE].groups)
+        return
+    try:
+        yield partial(
+            separate_forward_backward,
+            communicator=encoders_to_language(model),
+            groups={name: module.groups for name, module in modules.items()},
+        )
+    finally:
+        destroy_bridges()
 
 
 def _forward_backward(model, optimizer, layouts, schedule, batches: list[dict]) -> list:
