@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch.distributed as dist
 
@@ -172,7 +173,7 @@ def _read_state(state: dict, found: Path) -> dict:
         return dist_checkpointing.load(
             state, str(found), strict=StrictHandling.RAISE_UNEXPECTED
         )
-    except (CheckpointingException, OSError, ValueError, KeyError) as error:
+    except (CheckpointingException, UnpicklingError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--load {found} does not fit this model: {reason}") from error
 

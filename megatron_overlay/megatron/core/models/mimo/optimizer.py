@@ -179,20 +179,16 @@ class MimoOptimizer(MegatronOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
     ) -> dict[str, dict]:
-        """Optimizer states by module name, for a distributed checkpoint.
+        """Optimizer states of this rank's modules by name, for a distributed checkpoint.
 
         Whatever a module's ranks share is saved as sharded objects of the module. The common part
         of a checkpoint is rank 0's, which does not hold every module.
         """
         return {
-            name: (
-                sharded_optimizer_state(
-                    name, info, model_sharded_state_dict, is_loading, **kwargs
-                )
-                if name in self._optimizers
-                else {}
+            name: sharded_optimizer_state(
+                name, self.module_infos[name], model_sharded_state_dict, is_loading, **kwargs
             )
-            for name, info in self.module_infos.items()
+            for name in self._optimizers
         }
 
     def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
