@@ -17,7 +17,7 @@ from tests.e2e.launch import CHECKOUT, kill, run, start
 ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 
-FAULT_TIMEOUT_S = 12
+FAULT_TIMEOUT_S = 20
 LIMIT_S = 60
 """From the fault to the end of every rank."""
 
@@ -35,19 +35,19 @@ FAULTS = [
     ("kill", ENCODER, "step 3 (train), microbatch 1", GONE),
     ("kill", LANGUAGE, "step 3 (train), microbatch 1", GONE),
     ("kill", LANGUAGE, "step 3 (train), optimizer", GONE),
-    ("kill", ENCODER, "saving step 4", GONE),
-    ("kill", LANGUAGE, "saving step 4", GONE),
+    ("kill", ENCODER, "saving step 4, writing", GONE),
+    ("kill", LANGUAGE, "saving step 4, writing", GONE),
     ("stop", ENCODER, "step 3 (train), microbatch 1", GONE),
     ("stop", LANGUAGE, "step 3 (train), microbatch 1", GONE),
     ("stop", LANGUAGE, "step 3 (train), optimizer", GONE),
-    ("stop", LANGUAGE, "saving step 4", GONE),
+    ("stop", LANGUAGE, "saving step 4, writing", GONE),
     ("raise", ENCODER, "step 3 (train), optimizer", SAID),
     ("raise", LANGUAGE, "step 3 (train), microbatch 1", SAID),
     ("raise", LANGUAGE, "step 3 (train), reading samples", SAID),
     ("hang", ENCODER, "step 3 (train), microbatch 1", "hangs: no progress"),
     ("hang", LANGUAGE, "step 3 (train), microbatch 1", "hangs: no progress"),
-    ("hang", LANGUAGE, "saving step 4", "hangs: no progress"),
-    ("disk", LANGUAGE, "saving step 4", "File too large"),
+    ("hang", LANGUAGE, "saving step 4, publishing", "hangs: no progress"),
+    ("disk", LANGUAGE, "saving step 4, writing", "File too large"),
 ]
 
 

@@ -15,6 +15,7 @@ from pickle import UnpicklingError
 
 import torch.distributed as dist
 
+from examples.mimo.nemotron_vlm import progress
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.checkpoint_record import (
     Record,
@@ -82,6 +83,7 @@ class CheckpointWriter:
             partial.mkdir(parents=True)
         dist.barrier()
         record = Record.of(trainer.config, trainer.step, trainer.skipped)
+        progress.note(f"saving step {trainer.step}, writing", patience=2)
         request = dist_checkpointing.save(
             _state(trainer, is_loading=False)
             | {"scheduler": trainer.scheduler.state_dict(), "rng": _random_state()},
@@ -114,6 +116,7 @@ def save(trainer: Trainer, directory: Path) -> None:
 
 def _publish(partial: Path, final: Path, record: Record) -> None:
     """Give a checkpoint its name, once every rank has written its part; collective."""
+    progress.note(f"saving step {record.step}, publishing")
     dist.barrier()
     if dist.get_rank() == 0:
         record.write(partial)

@@ -128,10 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--fault-timeout",
         type=float,
-        default=40.0,
+        default=30.0,
         metavar="SECONDS",
-        help="end the run when a rank makes no progress for so long, or shows no sign of life for "
-        "half of it",
+        help="end the run when a rank is at one microbatch for so long (twice as long at writing a "
+        "checkpoint), or shows no sign of life for half of it",
     )
     add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one a step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
