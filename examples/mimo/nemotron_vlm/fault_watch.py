@@ -56,7 +56,6 @@ class FaultWatch:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"fault-watch/{attempt}", store)
         self._beat(0)
-        dist.barrier()  # now every rank has a sign of life to look at
         threading.Thread(target=self._watch_others, daemon=True).start()
         threading.Thread(target=self._watch_store, daemon=True).start()
 
@@ -124,6 +123,8 @@ class FaultWatch:
 
     def _look_at_next(self) -> None:
         other = (self.rank + 1) % self.ranks
+        if not self._store.check([f"beat/{other}"]):
+            return  # it is still starting
         beat = self._store.get(f"beat/{other}").decode()
         if beat != self._seen[0] or beat == "done":
             self._seen = (beat, time.monotonic())
@@ -141,6 +142,8 @@ class FaultWatch:
             return
         beats = {}
         for rank in range(self.ranks):
+            if not self._store.check([f"beat/{rank}"]):
+                continue
             text = self._store.get(f"beat/{rank}").decode()
             if text != "done":
                 beats[rank] = json.loads(text)

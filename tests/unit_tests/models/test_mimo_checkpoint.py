@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm import checkpoint
+from examples.mimo.nemotron_vlm import run as program
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
@@ -191,6 +192,16 @@ class TestRefusals:
                 damage(copy)
             dist.barrier()
             self.assert_refused(copy.parent, text)
+
+    def test_rank_0_says_which_is_the_newest(self, saved, monkeypatch):
+        """A rank that sees another directory, or a late one, loads what the others load."""
+        if dist.get_rank() > 0:
+            monkeypatch.setattr(checkpoint, "newest", lambda directory: None)
+        with self.run() as run:
+            checkpoint.load(run, saved)
+            assert run.step == 1
+            config = replace(run.config, save=saved, restart_from_latest=True)
+            assert program._restarted(config).load == saved
 
     def test_of_another_shape(self, saved):
         wider = replace(PRESET, projector_ffn=64)

@@ -128,17 +128,23 @@ def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
     assert not any(r["skipped"] for r in records)
 
 
-def assert_same_trajectory_as_one_rank(encoder: str, language: str) -> None:
+def assert_same_trajectory_as_one_rank(
+    encoder: str, language: str, *more: str, samples: int = SAMPLES
+) -> None:
     """Train in the layouts, ``language`` with its dp, and on one rank.
 
     Few microbatches a step, as each costs all its collectives: two, or as many as stages.
+
+    Args:
+        more: command-line arguments of the run in the layouts alone, which change no result.
+        samples: of the global batch.
     """
     layout = parse_layout(language, "language")
 
     def batch(microbatches: int, dp: int) -> tuple[str, ...]:
-        micro_size = SAMPLES // microbatches // dp
-        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size))
+        micro_size = samples // microbatches // dp
+        return ("--global-batch-size", str(samples), "--micro-batch-size", str(micro_size))
 
     arguments = batch(max(2, layout.pp), layout.dp)
-    records = trajectory("--encoder", encoder, "--language", language, *arguments)
+    records = trajectory("--encoder", encoder, "--language", language, *arguments, *more)
     assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1)))
