@@ -47,7 +47,7 @@ FAULTS = [
     ("hang", ENCODER, "step 3 (train), microbatch 1", "hangs: no progress"),
     ("hang", LANGUAGE, "step 3 (train), microbatch 1", "hangs: no progress"),
     ("hang", LANGUAGE, "saving step 4, publishing", "hangs: no progress"),
-    ("disk", LANGUAGE, "saving step 4, writing", "File too large"),
+    ("disk", LANGUAGE, "saving step 4, writing", "could not be written"),
 ]
 
 

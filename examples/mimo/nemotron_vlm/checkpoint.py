@@ -8,12 +8,15 @@ them. ``run.json`` is read, and all files are hashed, before any state is touche
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.nemotron_vlm import progress
 from examples.mimo.nemotron_vlm.agreement import agreed
@@ -24,7 +27,7 @@ from examples.mimo.nemotron_vlm.checkpoint_record import (
     layout_signature,
     newest,
 )
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -84,14 +87,15 @@ class CheckpointWriter:
         dist.barrier()
         record = Record.of(trainer.config, trainer.step, trainer.skipped)
         progress.note(f"saving step {trainer.step}, writing", patience=2)
-        request = dist_checkpointing.save(
-            _state(trainer, is_loading=False)
-            | {"scheduler": trainer.scheduler.state_dict(), "rng": _random_state()},
-            str(partial),
-            async_sharded_save=self._queue is not None,
-            async_strategy="mcore",
-            verify_integrity=True,
-        )
+        with _failed_writes_named(self._directory):
+            request = dist_checkpointing.save(
+                _state(trainer, is_loading=False)
+                | {"scheduler": trainer.scheduler.state_dict(), "rng": _random_state()},
+                str(partial),
+                async_sharded_save=self._queue is not None,
+                async_strategy="mcore",
+                verify_integrity=True,
+            )
         if request is None:
             _publish(partial, final, record)
         else:
@@ -100,13 +104,32 @@ class CheckpointWriter:
 
     def poll(self) -> None:
         """Publish what has been written on all ranks; collective, and does not wait."""
-        if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=False)
+        self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Wait until the last save is whole; collective."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
         if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=True)
+            with _failed_writes_named(self._directory):
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+
+@contextlib.contextmanager
+def _failed_writes_named(directory: Path) -> Iterator[None]:
+    """Megatron tells all ranks when one could not write; only rank 0 knows which."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [
+            f"rank {rank}: {' '.join(str(failure[0]).split())}"
+            for rank, failure in error.failures.items()
+        ]
+        raise RunFailed(
+            f"--save {directory}: a checkpoint could not be written, by {'; '.join(reasons)} (is "
+            "the disk full?); the ones before are whole"
+        ) from error
 
 
 def save(trainer: Trainer, directory: Path) -> None:
@@ -176,9 +199,16 @@ def _read_state(state: dict, found: Path) -> dict:
         return dist_checkpointing.load(
             state, str(found), strict=StrictHandling.RAISE_UNEXPECTED
         )
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise _unfit(found, causes[0]) from error
     except (CheckpointingException, UnpicklingError, OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"--load {found} does not fit this model: {reason}") from error
+        raise _unfit(found, error) from error
+
+
+def _unfit(found: Path, error: BaseException) -> UserError:
+    reason = " ".join(str(error).split())[:600]
+    return UserError(f"--load {found} does not fit this model: {reason}")
 
 
 def _allocate_optimizer_state(trainer: Trainer) -> None:
