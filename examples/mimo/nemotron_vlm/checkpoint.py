@@ -212,8 +212,16 @@ def _unfit(found: Path, error: BaseException) -> UserError:
 
 
 def _allocate_optimizer_state(trainer: Trainer) -> None:
-    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill."""
+    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill.
+
+    The step is one of length 0: weights stay as they are, should the checkpoint be refused.
+    """
     for module in trainer.optimizer.module_infos.values():
-        if module.optimizer is not None:
-            for optimizer in leaves(module.optimizer):
-                optimizer._init_optimizer_states_with_dummy_values()
+        for optimizer in leaves(module.optimizer) if module.optimizer else []:
+            groups = optimizer.optimizer.param_groups
+            settings = [(group["lr"], group["weight_decay"]) for group in groups]
+            for group in groups:
+                group["lr"] = group["weight_decay"] = 0.0
+            optimizer._init_optimizer_states_with_dummy_values()
+            for group, (lr, weight_decay) in zip(groups, settings, strict=True):
+                group["lr"], group["weight_decay"] = lr, weight_decay

@@ -14,6 +14,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -65,11 +66,19 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(reader) -> Metadata:
+class SafeFileSystemReader(FileSystemReader):
+    """PyTorch's reader, but for the metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See :func:`read_metadata`."""
+        return read_metadata(self)
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
     """The metadata of a checkpoint.
 
     Args:
-        reader: PyTorch's ``FileSystemReader`` of it.
+        reader: of it.
 
     Raises:
         CheckpointingException: it names anything but the classes of metadata, or is no metadata.
