@@ -17,7 +17,7 @@ from tests.e2e.launch import CHECKOUT, kill, run, start
 ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 
-FAULT_TIMEOUT_S = 20
+FAULT_TIMEOUT_S = 30
 LIMIT_S = 60
 """From the fault to the end of every rank."""
 
