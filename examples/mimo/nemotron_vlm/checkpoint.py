@@ -31,7 +31,8 @@ from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import verify_integrity_manifest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -194,8 +195,22 @@ def _verify(found: Path) -> None:
         raise damaged(found, error) from error
 
 
+def _check_shapes(state: dict, found: Path) -> None:
+    """Megatron compares them too, but has cleared the embeddings by then."""
+    saved = dist_checkpointing.load_tensors_metadata(str(found))
+    for part in nested_values(state):
+        if not isinstance(part, ShardedTensor) or part.allow_shape_mismatch:
+            continue
+        if part.key in saved and saved[part.key].global_shape != part.global_shape:
+            raise CheckpointingException(
+                f"{part.key} has shape {tuple(saved[part.key].global_shape)} there and "
+                f"{tuple(part.global_shape)} here"
+            )
+
+
 def _read_state(state: dict, found: Path) -> dict:
     try:
+        _check_shapes(state, found)
         return dist_checkpointing.load(
             state, str(found), strict=StrictHandling.RAISE_UNEXPECTED
         )
