@@ -18,7 +18,7 @@ ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.mimo.nemotron_vlm.cli import parse_args  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import EXIT_CODE, UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.errors import EXIT_CODE, FAILED, RunFailed, UserError  # noqa: E402
 
 ALONE = {
     "RANK": "0",
@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
         from examples.mimo.nemotron_vlm.run import run
 
         run(config)
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE
+        return EXIT_CODE if isinstance(error, UserError) else FAILED
     return 0
 
 

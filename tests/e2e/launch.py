@@ -37,8 +37,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(ranks: int, *arguments: str) -> list[subprocess.Popen]:
-    """Start the ranks and return at once."""
+def start(ranks: int, *arguments: str, program: tuple[str, ...] = (SCRIPT,)) -> list:
+    """Start the ranks and return at once.
+
+    Args:
+        program: what Python runs, in place of the training program.
+    """
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
@@ -48,7 +52,7 @@ def start(ranks: int, *arguments: str) -> list[subprocess.Popen]:
     }
     return [
         subprocess.Popen(
-            [sys.executable, SCRIPT, *map(str, arguments)],
+            [sys.executable, *map(str, (*program, *arguments))],
             cwd=CHECKOUT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -67,9 +71,11 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run(ranks: int, *arguments: str, timeout_s: float = 150) -> list[Ended]:
+def run(
+    ranks: int, *arguments: str, timeout_s: float = 150, program: tuple[str, ...] = (SCRIPT,)
+) -> list[Ended]:
     """Run the program to its end on every rank."""
-    processes = start(ranks, *arguments)
+    processes = start(ranks, *arguments, program=program)
     try:
         ends = []
         for process in processes:

@@ -21,7 +21,10 @@ class TestBeforeAnyGroupIsMade:
             (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
             (["--global-batch-size", "30"], ["global batch 30", "micro batch × dp = 4·2 = 8"]),
             (["--language", "vpp=2"], ["vpp=2 needs pp of 2 or more"]),
-            (["--placement", "non-colocated"], ["not there yet", "--placement colocated"]),
+            (
+                ["--placement", "non-colocated", "--encoder", "dp=2"],
+                ["need ranks of their own, 2 and 0 of 2"],
+            ),
             (["--steps", "many"], ["--steps", "--help"]),
         ],
     )

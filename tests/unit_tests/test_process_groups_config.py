@@ -56,9 +56,9 @@ class RecordedGroups:
         self.patches.stop()
 
 
-def fields_of(rank: int, *args, **kwargs) -> dict:
+def fields_of(rank: int, *args, instances: int = 1, **kwargs) -> dict:
     with RecordedGroups(rank):
-        return groups_from_grid(make_grid(*args, **kwargs))
+        return groups_from_grid(make_grid(*args, **kwargs), instances)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,14 @@ class TestFields:
         groups = fields_of(0, tp=2, dp=2, expert=[1, 4, 1])
         assert set(groups) == ALL_FIELDS
         assert {name for name, group in groups.items() if group is None} == ALWAYS_NONE
+
+    def test_optimizer_instances_split_the_data_parallel_ranks(self):
+        groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
+        assert groups["intra_dp_cp"] == [5, 7]
+        assert groups["intra_expt_dp"] == [5]
+        assert groups["inter_dist_opt"] == [1, 5]
+        assert groups["intra_dist_opt"] == [4, 5, 6, 7]
+        assert groups["dp_cp"] == [1, 3, 5, 7]
 
     def test_ranks_of_each_field_with_pp_outermost(self):
         groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])

@@ -3,10 +3,11 @@
 """Which samples of the global batch a rank's modules take, microbatch by microbatch.
 
 The bridge wants consecutive samples on each DP rank of either module, so that their slices line up
-whatever the two DP sizes. Without a pipeline it works once a microbatch: microbatch ``i`` is a run
-of ``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. With
-one it works once a step: each module cuts the whole batch, and a rank's slice into microbatches; an
-encoder's rank may have fewer samples than there are microbatches, and then none in some.
+whatever the two DP sizes. Between ranks of their own, and without a pipeline, it works once a
+microbatch: microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples, which
+each module cuts into equal slices. On shared ranks with a pipeline it works once a step: each
+module cuts the whole batch, and a rank's slice into microbatches; an encoder's rank may have fewer
+samples than there are microbatches, and then none in some.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ class BatchPlan:
 
     Args:
         layouts: of both modules.
-        encoder_dp: this rank's DP coordinate in the encoder's grid.
+        encoder_dp: this rank's DP coordinate in the encoder's grid; None if it is not in there.
         language_dp: likewise in the language model's grid.
         tokens_per_tile: image tokens that a sample has for each of its tiles.
     """
 
     layouts: Layouts
-    encoder_dp: int
-    language_dp: int
+    encoder_dp: int | None
+    language_dp: int | None
     tokens_per_tile: int
 
     def indices(self, microbatch: int) -> tuple[range, range]:
-        """Indices into the global batch that the encoder and the language model take."""
+        """Indices into the global batch that the encoder and the language model take here."""
         count = self.layouts.num_microbatches
 
-        def part(dp_rank: int, dp_size: int) -> range:
-            if self.layouts.language.pp == 1:
+        def part(dp_rank: int | None, dp_size: int) -> range:
+            if dp_rank is None:
+                return range(0)
+            if self.layouts.separate or self.layouts.language.pp == 1:
                 size = self.layouts.batch.global_size // count // dp_size
                 number = microbatch * dp_size + dp_rank
                 return range(number * size, (number + 1) * size)
@@ -95,17 +98,26 @@ def collate(
 ) -> Microbatch:
     """Stack samples into MimoModel's keyword arguments.
 
+    Args:
+        encoder_samples: empty on ranks without the encoder.
+        language_samples: empty on ranks without the language model, where the tokens are those of
+            the encoder's samples.
+
     Returns:
         input_ids, labels, position_ids [b, S] int64; loss_mask [b, S] float32; modality_inputs
-        with the tiles [n, 3, H, W] of the encoder's samples, one after the other; None without any.
+        with the tiles [n, 3, H, W] of the encoder's samples, one after the other; None without
+        samples.
     """
+    samples = language_samples or encoder_samples
     stacked = {
-        name: torch.stack([getattr(s, name) for s in language_samples]).to(device)
+        name: torch.stack([getattr(s, name) for s in samples]).to(device)
         for name in ("input_ids", "labels", "loss_mask")
     }
     positions = torch.arange(stacked["input_ids"].shape[1], device=device)
-    tiles = [s.tiles for s in encoder_samples if len(s.tiles)]
-    images = {"radio": {"tiles": torch.cat(tiles).to(device)}} if tiles else None
+    images = None
+    if encoder_samples:
+        tiles = torch.cat([s.tiles for s in encoder_samples]).to(device)
+        images = {"radio": {"tiles": tiles}}
     return {
         **stacked,
         "position_ids": positions.expand_as(stacked["input_ids"]),

@@ -1,28 +1,45 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Save and resume a run with Megatron's distributed checkpoints.
+"""Save and resume a run with Megatron's distributed checkpoints, in any layout.
 
-A checkpoint is written as ``step_00000200.partial`` and renamed once it is whole, so a save that
-was cut short is never the newest. ``run.json`` says which run it belongs to and is read before
-any state is touched; file hashes are checked before anything is loaded.
+Weights and optimizer state are saved by global name and index, and loaded by whichever ranks need
+them. ``run.json`` is read, and all files are hashed, before any state is touched.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from examples.mimo.nemotron_vlm import progress
 from examples.mimo.nemotron_vlm.agreement import agreed
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.checkpoint_record import (
+    Record,
+    check_save_directory,
+    damaged,
+    layout_signature,
+    newest,
+)
+from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.trainer import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import verify_integrity_manifest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.mimo.optimizer import leaves
+from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
+
+__all__ = ["CheckpointWriter", "check_save_directory", "load", "newest", "save"]
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -30,48 +47,6 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 """The optimizer's state by parameter, so that it can be loaded in another layout."""
-
-WHOLE = re.compile(r"step_(\d{8})")
-
-
-def newest(directory: Path) -> Path | None:
-    """The whole checkpoint of the highest step under ``directory``."""
-    if not directory.is_dir():
-        return None
-    named = (path for path in directory.iterdir() if WHOLE.fullmatch(path.name))
-    whole = [path for path in named if (path / "run.json").exists()]
-    return max(whole, default=None)
-
-
-def check_save_directory(directory: Path, load: Path | None) -> None:
-    """Refuse a directory that cannot be written, or that holds another run's checkpoints.
-
-    Raises:
-        UserError: naming the fact and the fix.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--save {directory}: cannot write there ({error.strerror})") from error
-    found = newest(directory)
-    if found and (load is None or load.resolve() != directory.resolve()):
-        raise UserError(
-            f"--save {directory} already holds {found.name}: "
-            f"go on from it with --load {directory}, or choose another directory"
-        )
-
-
-def _identity(trainer: Trainer) -> dict:
-    config = trainer.config
-    return {
-        "model": config.preset.name,
-        "seed": config.seed,
-        "data": config.data,
-        "frozen": sorted(config.freeze),
-    }
 
 
 def _state(trainer: Trainer, is_loading: bool) -> dict:
@@ -83,80 +58,183 @@ def _state(trainer: Trainer, is_loading: bool) -> dict:
     return {**chunks, "optimizer": optimizer}
 
 
+def _random_state() -> ShardedObject:
+    """Of this rank; only the same rank of the same layout has a use for it."""
+    ranks = (dist.get_world_size(),)
+    return ShardedObject("rng", _get_all_rng_states(), ranks, (dist.get_rank(),))
+
+
+class CheckpointWriter:
+    """Saves a run's states, one after the other.
+
+    Args:
+        directory: for the checkpoints.
+        asynchronous: write in the background, while training goes on; a checkpoint is whole after
+            a later call of :meth:`poll`, the next :meth:`save`, or :meth:`finish`.
+    """
+
+    def __init__(self, directory: Path, asynchronous: bool = False) -> None:
+        self._directory = directory
+        self._queue = AsyncCallsQueue() if asynchronous else None
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the run's state; collective. Whole on return, unless asynchronous."""
+        self.finish()
+        final = self._directory / f"step_{trainer.step:08d}"
+        partial = final.with_name(final.name + ".partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        record = Record.of(trainer.config, trainer.step, trainer.skipped)
+        progress.note(f"saving step {trainer.step}, writing", patience=2)
+        with _failed_writes_named(self._directory):
+            request = dist_checkpointing.save(
+                _state(trainer, is_loading=False)
+                | {"scheduler": trainer.scheduler.state_dict(), "rng": _random_state()},
+                str(partial),
+                async_sharded_save=self._queue is not None,
+                async_strategy="mcore",
+                verify_integrity=True,
+            )
+        if request is None:
+            _publish(partial, final, record)
+        else:
+            request.add_finalize_fn(lambda: _publish(partial, final, record))
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Publish what has been written on all ranks; collective, and does not wait."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait until the last save is whole; collective."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
+        if self._queue is not None:
+            with _failed_writes_named(self._directory):
+                self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+
+@contextlib.contextmanager
+def _failed_writes_named(directory: Path) -> Iterator[None]:
+    """Megatron tells all ranks when one could not write; only rank 0 knows which."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [
+            f"rank {rank}: {' '.join(str(failure[0]).split())}"
+            for rank, failure in error.failures.items()
+        ]
+        raise RunFailed(
+            f"--save {directory}: a checkpoint could not be written, by {'; '.join(reasons)} (is "
+            "the disk full?); the ones before are whole"
+        ) from error
+
+
 def save(trainer: Trainer, directory: Path) -> None:
     """Write the run's state; whole on return, on every rank."""
-    final = directory / f"step_{trainer.step:08d}"
-    partial = final.with_name(final.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = _state(trainer, is_loading=False) | {"scheduler": trainer.scheduler.state_dict()}
-    dist_checkpointing.save(
-        state, str(partial), async_strategy="mcore", verify_integrity=True
-    )
+    CheckpointWriter(directory).save(trainer)
+
+
+def _publish(partial: Path, final: Path, record: Record) -> None:
+    """Give a checkpoint its name, once every rank has written its part; collective."""
+    progress.note(f"saving step {record.step}, publishing")
     dist.barrier()
     if dist.get_rank() == 0:
-        record = {"step": trainer.step, **_identity(trainer)}
-        with (partial / "run.json").open("w") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
+        record.write(partial)
+        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync_directory(directory)
+        handle = os.open(final.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     dist.barrier()
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load(trainer: Trainer, directory: Path) -> None:
-    """Go on from the newest whole checkpoint under ``directory``.
+    """Go on from the newest whole checkpoint under ``directory``; collective.
 
     Raises:
         UserError: on every rank, before any state is touched, if there is none, it is damaged, or
-            it belongs to another run.
+            it belongs to another run or model.
     """
-    found = newest(directory)
-    agreed(lambda: _check(trainer, directory, found))
+    chosen = [newest(directory)]
+    dist.broadcast_object_list(chosen)
+    (found,) = chosen
+    record = agreed(lambda: _read_record(trainer, directory, found))
+    agreed(lambda: _verify(found))
     _allocate_optimizer_state(trainer)
     state = _state(trainer, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(found))
+    if record.layout == layout_signature(trainer.config):
+        state["rng"] = _random_state()
+    loaded = agreed(lambda: _read_state(state, found))
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
-    trainer.step = json.loads((found / "run.json").read_text())["step"]
+    if "rng" in state:
+        _set_all_rng_states(*loaded["rng"])
+    trainer.step, trainer.skipped = record.step, record.skipped
+
+
+def _read_record(trainer: Trainer, directory: Path, found: Path | None) -> Record:
+    if found is None:
+        raise UserError(f"--load {directory}: no whole checkpoint there (step_NNNNNNNN/run.json)")
+    record = Record.read(found)
+    record.check_same_run(trainer.config, found)
+    return record
+
+
+def _verify(found: Path) -> None:
+    try:
+        verify_integrity_manifest(str(found))
+    except (CheckpointingException, OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(found, error) from error
+
+
+def _check_shapes(state: dict, found: Path) -> None:
+    """Megatron compares them too, but has cleared the embeddings by then."""
+    saved = dist_checkpointing.load_tensors_metadata(str(found))
+    for part in nested_values(state):
+        if not isinstance(part, ShardedTensor) or part.allow_shape_mismatch:
+            continue
+        if part.key in saved and saved[part.key].global_shape != part.global_shape:
+            raise CheckpointingException(
+                f"{part.key} has shape {tuple(saved[part.key].global_shape)} there and "
+                f"{tuple(part.global_shape)} here"
+            )
+
+
+def _read_state(state: dict, found: Path) -> dict:
+    try:
+        _check_shapes(state, found)
+        return dist_checkpointing.load(state, str(found), strict=StrictHandling.RAISE_UNEXPECTED)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise _unfit(found, causes[0]) from error
+    except (CheckpointingException, UnpicklingError, OSError, ValueError, KeyError) as error:
+        raise _unfit(found, error) from error
+
+
+def _unfit(found: Path, error: BaseException) -> UserError:
+    reason = " ".join(str(error).split())[:600]
+    return UserError(f"--load {found} does not fit this model: {reason}")
 
 
 def _allocate_optimizer_state(trainer: Trainer) -> None:
-    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill."""
+    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill.
+
+    The step is one of length 0: weights stay as they are, should the checkpoint be refused.
+    """
     for module in trainer.optimizer.module_infos.values():
-        if module.optimizer is None:
-            continue
-        for optimizer in getattr(module.optimizer, "chained_optimizers", [module.optimizer]):
+        for optimizer in leaves(module.optimizer) if module.optimizer else []:
+            groups = optimizer.optimizer.param_groups
+            settings = [(group["lr"], group["weight_decay"]) for group in groups]
+            for group in groups:
+                group["lr"] = group["weight_decay"] = 0.0
             optimizer._init_optimizer_states_with_dummy_values()
-
-
-def _check(trainer: Trainer, directory: Path, found: Path | None) -> None:
-    if found is None:
-        raise UserError(f"--load {directory}: no whole checkpoint there (step_NNNNNNNN/run.json)")
-    try:
-        record = json.loads((found / "run.json").read_text())
-        wanted = _identity(trainer)
-        for name, value in wanted.items():
-            if record[name] != value:
-                raise UserError(
-                    f"--load {found} is of a run with {name} {record[name]}, this one has {value}"
-                )
-        verify_integrity_manifest(str(found))
-    except (CheckpointingException, OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"--load {found} is damaged: {reason}; remove it to go on from the one before"
-        ) from error
+            for group, (lr, weight_decay) in zip(groups, settings, strict=True):
+                group["lr"], group["weight_decay"] = lr, weight_decay

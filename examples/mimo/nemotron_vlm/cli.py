@@ -10,6 +10,7 @@ from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS, SEPARATE
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
@@ -41,7 +42,11 @@ class RunConfig:
     eval_samples: int
     save: Path | None
     load: Path | None
+    restart_from_latest: bool
+    async_save: bool
     save_interval: int
+    max_skipped_steps: int
+    fault_timeout: float
     metrics_out: Path | None
     report: Path | None
     dry_run: bool
@@ -73,7 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         help="layers: Megatron's own, or Transformer Engine's (GPU only)",
     )
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters")
-    add("--placement", choices=["colocated", "non-colocated"], default="colocated")
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        default=COLOCATED,
+        help="both modules on all ranks, or the encoder on the first ranks and the language model "
+        "on the others",
+    )
     add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
     add("--language", default="", metavar="LAYOUT", help="layout of the language model")
     add(
@@ -121,6 +132,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", type=Path, metavar="DIR", help="directory for checkpoints")
     add("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
     add("--save-interval", type=int, default=0, metavar="K", help="save every K steps")
+    add(
+        "--async-save",
+        action="store_true",
+        help="write checkpoints in the background, while training goes on",
+    )
+    add(
+        "--restart-from-latest",
+        action="store_true",
+        help="go on from the newest whole checkpoint in --save, if there is one; with torchrun's "
+        "--max-restarts a run that lost a rank goes on by itself",
+    )
+    add(
+        "--max-skipped-steps",
+        type=int,
+        default=10,
+        metavar="K",
+        help="end the run after more than K steps in a row with gradients that are not finite",
+    )
+    add(
+        "--fault-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="end the run when a rank is at one microbatch for so long (twice as long at writing a "
+        "checkpoint), or shows no sign of life for half of it",
+    )
     add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one a step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
     add("--dry-run", action="store_true", help="build on the meta device, print parameter counts")
@@ -135,8 +172,8 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)
-    if args.placement == "non-colocated":
-        raise UserError("--placement non-colocated is not there yet; use --placement colocated")
+    if args.placement == SEPARATE and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     if args.device == "cpu" and args.transformer_impl == "transformer_engine":
         raise UserError("--transformer-impl transformer_engine needs --device cuda")
     preset = PRESETS[args.model]()
@@ -152,6 +189,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
             Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
             world_size,
             preset,
+            args.placement,
             _recurrence(args),
         ),
         **{
@@ -190,5 +228,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--warmup-steps {args.warmup_steps} must be below --steps {args.steps}")
     if args.save_interval and not args.save:
         raise UserError("--save-interval needs --save DIR")
+    if args.restart_from_latest and (args.load or not args.save):
+        raise UserError("--restart-from-latest needs --save DIR, and takes the place of --load")
+    if args.async_save and not args.save:
+        raise UserError("--async-save needs --save DIR")
+    if args.max_skipped_steps < 0:
+        raise UserError("--max-skipped-steps must be 0 or more")
+    if args.fault_timeout < 4:
+        raise UserError("--fault-timeout must be 4 seconds or more")
     if args.report and not args.metrics_out:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")

@@ -54,7 +54,8 @@ def read_samples(trainer: Trainer, count: int) -> list[Reading]:
 def _read(trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
     for chunk in trainer.chunks:
         chunk.eval()
-    forward_step = partial(_forward_step, tp_group=trainer.language_groups.tp)
+    groups = trainer.language_groups
+    forward_step = partial(_forward_step, tp_group=None if groups is None else groups.tp)
     return trainer.run_schedule(forward_step, "test", step, forward_only=True)
 
 

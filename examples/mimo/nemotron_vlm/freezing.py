@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 
 from examples.mimo.nemotron_vlm.model import IMAGES
@@ -24,13 +25,16 @@ def freeze(chunks: list[MimoModel], parts: tuple[str, ...]) -> None:
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether any of the module's parameters is trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())
+    """Whether any parameter of the module is trained, on any stage of its pipeline; collective."""
+    is_here = any(parameter.requires_grad for parameter in module.parameters())
+    everywhere = [is_here] * module.pg_collection.pp.size()
+    dist.all_gather_object(everywhere, is_here, group=module.pg_collection.pp)
+    return any(everywhere)
 
 
 def _modules(chunk: MimoModel, part: str) -> list[nn.Module]:
     if part == "language":
-        return [chunk.language_model]
+        return [] if chunk.language_model is None else [chunk.language_model]
     if IMAGES not in chunk.modality_submodules:
         return []
     images = chunk.modality_submodules[IMAGES]

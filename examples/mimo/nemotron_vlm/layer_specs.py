@@ -34,9 +34,7 @@ def _local() -> LayerSpecs:
     return LayerSpecs(
         vit_layer=local.vit_local_layer_spec(ContextParallelAttention),
         projector_norm=SequenceParallelNorm,
-        projector_mlp=MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-        ),
+        projector_mlp=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         hybrid_stack=local.get_hybrid_local_stack_spec(ContextParallelAttention),
     )
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+SHOWN = ("loss", "eval_accuracy")
+"""In the progress bar."""
+
 
 class MetricsWriter:
     """Writes records as they come.
@@ -28,14 +31,17 @@ class MetricsWriter:
             total=total_steps, initial=first_step, disable=quiet, unit="step", mininterval=1.0
         )
 
-    def write(self, record: dict[str, float | int | bool]) -> None:
-        """Append one step's record; `step` counts from 1, and is in every record."""
+    def write(self, record: dict[str, float | int | bool | None]) -> None:
+        """Append one step's record; `step` counts from 1, and is in every record.
+
+        None stands for a number that is not finite.
+        """
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._board.add_scalar(name, value, record["step"])
-        shown = {k: f"{record[k]:.3g}" for k in ("loss", "eval_accuracy") if k in record}
+        shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 

@@ -16,13 +16,13 @@ from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
 from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.vision_stage import VisionStage
 from megatron.core.activations import squared_relu
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -34,13 +34,13 @@ IMAGES = "images"
 
 @dataclass(frozen=True)
 class ModuleGroups:
-    """One module's grid and the process groups made from it."""
+    """One module's grid and the process groups made from it; None on ranks outside the grid."""
 
     grid: HyperCommGrid
-    groups: ProcessGroupCollection
+    groups: ProcessGroupCollection | None
 
 
-def _common(layout: Layout, dtype: torch.dtype) -> dict:
+def _common(layout: Layout, dtype: torch.dtype, separate: bool = False) -> dict:
     return {
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
@@ -52,6 +52,7 @@ def _common(layout: Layout, dtype: torch.dtype) -> dict:
         # Batched, messages of two stages that are both before and after each other would mix.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        "variable_seq_lengths": separate,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -95,8 +96,9 @@ def language_config(
     layout: Layout,
     dtype: torch.dtype,
     recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+    separate: bool = False,
 ) -> TransformerConfig:
-    """The hybrid language model's configuration."""
+    """The hybrid language model's configuration; with ranks of its own it tells shapes ahead."""
     p = preset.language
     return TransformerConfig(
         num_layers=len(p.pattern),
@@ -135,7 +137,7 @@ def language_config(
         # The fused loss rounds the gradient of the logits to bf16, whatever their type.
         cross_entropy_loss_fusion=dtype is torch.bfloat16,
         cross_entropy_fusion_impl="native",
-        **_common(layout, dtype),
+        **_common(layout, dtype, separate),
     )
 
 
@@ -162,7 +164,7 @@ def _vision_spec(
         },
     )
     return ModuleSpec(
-        module=VisionModalitySubmodules,
+        module=VisionStage,
         params={"pg_collection": groups},
         submodules={"encoders": {"radio": radio}, "input_projections": [projector]},
     )
@@ -173,10 +175,12 @@ def _language_spec(
     layouts: Layouts,
     dtype: torch.dtype,
     specs: LayerSpecs,
-    groups: ProcessGroupCollection,
+    groups: ProcessGroupCollection | None,
     vp_stage: int | None,
 ) -> ModuleSpec:
-    config = language_config(preset, layouts.language, dtype, layouts.recurrence)
+    config = language_config(preset, layouts.language, dtype, layouts.recurrence, layouts.separate)
+    if groups is None:
+        return ModuleSpec(module=HybridModel, params={"config": config})
     stage, stages = groups.pp.rank(), groups.pp.size()
     return ModuleSpec(
         module=HybridModel,

@@ -34,8 +34,11 @@ def make_grid(layout: Layout, backend: str, rank_offset: int = 0) -> HyperCommGr
 def make_modules(layouts: Layouts, backend: str) -> dict[str, ModuleGroups]:
     """Make every process group of the run, in the same order on every rank."""
     modules = {}
-    for name, layout in ((IMAGES, layouts.encoder), (LANGUAGE, layouts.language)):
-        grid = make_grid(layout, backend)
+    for name, layout, first in (
+        (IMAGES, layouts.encoder, 0),
+        (LANGUAGE, layouts.language, layouts.language_offset),
+    ):
+        grid = make_grid(layout, backend, first)
         modules[name] = ModuleGroups(grid, ProcessGroupCollection.from_hyper_comm_grid(grid))
     return modules
 
@@ -45,7 +48,7 @@ def prepare_megatron(modules: dict[str, ModuleGroups], seed: int) -> None:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
-    groups = modules[LANGUAGE].groups
+    groups = modules[LANGUAGE].groups or modules[IMAGES].groups
     model_parallel_cuda_manual_seed(
         seed,
         tp_rank=groups.tp.rank(),

@@ -75,9 +75,7 @@ def tiny() -> VLMPreset:
     """CPU size; encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8 all divide it."""
     return VLMPreset(
         name="tiny",
-        encoder=EncoderPreset(
-            layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16
-        ),
+        encoder=EncoderPreset(layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16),
         projector_ffn=128,
         language=LanguagePreset(
             pattern="MEM*MEM*",

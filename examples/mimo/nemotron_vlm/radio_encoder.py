@@ -39,7 +39,8 @@ class RADIOEncoderWrapper(MegatronModule):
         config: of the ViT; sequence parallelism must be off.
         layer_spec: of its transformer layers.
         preset: image geometry.
-        pg_collection: the encoder's process groups.
+        pg_collection: the encoder's process groups. Of a pipeline, the first stage embeds the
+            patches, and the last one shuffles.
     """
 
     def __init__(
@@ -64,21 +65,35 @@ class RADIOEncoderWrapper(MegatronModule):
             force_cpe_eval_mode=True,
             pg_collection=pg_collection,
         )
+        stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
+        self.is_first_stage, self.is_last_stage = stage == 0, stage == stages - 1
+        if not self.is_first_stage:
+            del self.radio.embedder, self.radio.class_token, self.radio.position_embeddings
+            self.radio.decoder.pre_process = False
 
-    def forward(self, tiles: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tiles: torch.Tensor, hidden_states: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Encode tiles.
 
         Without any, a blank one is encoded and dropped, so that every parameter gets a gradient of
         zero and this rank takes part in what its peers do in the backward.
 
         Args:
-            tiles: [n, 3, H, W], pixels in [0, 1]; n may be 0.
+            tiles: [n, 3, H, W], pixels in [0, 1]; n may be 0. Later stages read only n.
+            hidden_states: [n or 1, patches and class tokens, hidden], of the stage before.
 
         Returns:
-            [n · tokens_per_tile, output_size]
+            [n · tokens_per_tile, output_size], or hidden states for the next stage.
         """
-        encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
-        features = self.radio(encoded.to(self.config.params_dtype))
+        if self.is_first_stage:
+            encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
+            features = self.radio(encoded.to(self.config.params_dtype))
+        else:
+            self.radio.decoder.set_input_tensor(hidden_states.transpose(0, 1).contiguous())
+            features = self.radio.decoder(None, attention_mask=None).transpose(0, 1)
+        if not self.is_last_stage:
+            return features.contiguous()
         patches = features[: len(tiles), self.preset.class_tokens :]
         rows = self.preset.tile // self.preset.patch
         return pixel_shuffle(patches, rows, self.preset.pixel_shuffle).flatten(0, 1)

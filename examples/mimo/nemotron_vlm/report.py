@@ -47,7 +47,8 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
 
 def _curve(axes, records: list[dict], names: dict[str, str], title: str) -> None:
     for key, label in names.items():
-        points = [(record["step"], record[key]) for record in records if key in record]
+        known = (record for record in records if record.get(key) is not None)
+        points = [(record["step"], record[key]) for record in known]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
     axes.set_title(title)

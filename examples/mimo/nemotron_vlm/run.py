@@ -5,20 +5,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm import checkpoint
+from examples.mimo.nemotron_vlm import checkpoint, progress
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
+from examples.mimo.nemotron_vlm.fault_watch import FaultWatch
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
+from examples.mimo.nemotron_vlm.placement import layout_table
 from examples.mimo.nemotron_vlm.trainer import BACKENDS, Trainer, build_model
 
 READINGS = 12
@@ -34,9 +37,16 @@ def run(config: RunConfig) -> None:
     dist.init_process_group(BACKENDS[config.device])
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    watch = FaultWatch(config.fault_timeout) if dist.get_world_size() > 1 else None
     try:
         _dry_run(config) if config.dry_run else _train(config)
+    except Exception as error:
+        if watch and not isinstance(error, UserError | RunFailed):
+            watch.end_after(error)
+        raise
     finally:
+        if watch:
+            watch.stop()
         dist.destroy_process_group()
 
 
@@ -49,19 +59,25 @@ def _dry_run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> None:
+    config = _restarted(config)
     source = make_source(
         config.data, config.preset.encoder, config.layouts.batch.seq_length, config.seed
     )
     agreed(lambda: _check_outputs(config))
+    progress.note("building the model", patience=3)
     trainer = Trainer(config, source)
     if config.load:
+        progress.note(f"loading from {config.load}", patience=3)
         checkpoint.load(trainer, config.load)
+    saver = checkpoint.CheckpointWriter(config.save, config.async_save) if config.save else None
     writer = None
     if dist.get_rank() == 0:
         print(_banner(config), flush=True)
         if config.metrics_out:
             writer = MetricsWriter(config.metrics_out, trainer.step, config.steps, quiet=False)
     while trainer.step < config.steps:
+        if saver:
+            saver.poll()
         record = trainer.train_step()
         last = trainer.step == config.steps
         if config.eval_interval and (last or trainer.step % config.eval_interval == 0):
@@ -69,20 +85,34 @@ def _train(config: RunConfig) -> None:
         if writer:
             writer.write(record)
         due = config.save_interval and trainer.step % config.save_interval == 0
-        if config.save and (last or due):
-            checkpoint.save(trainer, config.save)
+        if saver and (last or due):
+            progress.note(f"saving step {trainer.step}")
+            saver.save(trainer)
+    if saver:
+        progress.note("finishing the last save")
+        saver.finish()
+    progress.note("finishing")
     readings = read_samples(trainer, READINGS) if config.report else []
     if writer:
         writer.close()
         _print_outcome(config, readings)
 
 
+def _restarted(config: RunConfig) -> RunConfig:
+    """With ``--restart-from-latest``, load from where the run before saved, if it did."""
+    if not config.restart_from_latest:
+        return config
+    found = [checkpoint.newest(config.save)]
+    dist.broadcast_object_list(found)
+    return replace(config, load=config.save if found[0] else None)
+
+
 def _banner(config: RunConfig) -> str:
     lay = config.layouts
     return (
-        f"{config.preset.name} on {lay.encoder.size} ranks: encoder {lay.encoder} -> language "
-        f"{lay.language}; {lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
-        f"{lay.language.dp} samples a step"
+        f"{config.preset.name} on {dist.get_world_size()} ranks, {lay.placement}; "
+        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
+        f"{lay.language.dp} samples a step\n{layout_table(lay)}"
     )
 
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from examples.mimo.nemotron_vlm import progress
 from examples.mimo.nemotron_vlm.agreement import agreed
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.errors import RunFailed
 from examples.mimo.nemotron_vlm.freezing import freeze, is_trained
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
@@ -25,6 +29,7 @@ from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
     finalize_mimo_grads,
@@ -33,6 +38,14 @@ from megatron.core.models.mimo.grad_finalization import (
 )
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.separate_schedule import (
+    destroy_bridges,
+    encoders_to_language,
+    finalize_separate_grads,
+    language_total,
+    own_groups,
+    separate_forward_backward,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -53,6 +66,7 @@ class Trainer:
         self.config = config
         self.source = source
         self.step = 0
+        self.skipped = self._skipped_in_a_row = 0
         self.modules = make_modules(config.layouts, BACKENDS[config.device])
         prepare_megatron(self.modules, config.seed)
         self.device = torch.device(
@@ -60,8 +74,8 @@ class Trainer:
         )
         self.plan = BatchPlan(
             config.layouts,
-            encoder_dp=self.modules[IMAGES].groups.dp.rank(),
-            language_dp=self.modules[LANGUAGE].groups.dp.rank(),
+            encoder_dp=_dp_rank(self.modules[IMAGES]),
+            language_dp=_dp_rank(self.modules[LANGUAGE]),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
         self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
@@ -69,12 +83,15 @@ class Trainer:
             initialize_weights(chunk, config.seed)
         freeze(self.chunks, config.freeze)
         wrap_in_ddp(self.chunks)
+        self.communicator = None
+        if config.layouts.separate:
+            self.communicator = encoders_to_language(self.chunks[0])
         self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
 
     @property
     def language_groups(self):
-        """Process groups of the language model."""
+        """Process groups of the language model; None on ranks without it."""
         return self.modules[LANGUAGE].groups
 
     def run_schedule(self, forward_step, split: str, step: int, forward_only: bool) -> list:
@@ -86,28 +103,38 @@ class Trainer:
         Raises:
             UserError: on every rank, for bad samples on any; nothing has run by then.
         """
-        microbatches = agreed(
-            lambda: self.plan.microbatches(self.source, split, step, self.device)
-        )
-        schedule = forward_backward_no_pipelining
-        if self.config.layouts.language.pp > 1:
-            schedule = partial(
-                colocated_forward_backward_with_pp,
-                recompute_encoder_shares=self.config.recompute_encoder or None,
-            )
-        return schedule(
-            forward_step_func=forward_step,
+        progress.note(f"step {step + 1} ({split}), reading samples")
+        microbatches = agreed(lambda: self.plan.microbatches(self.source, split, step, self.device))
+        return self._schedule()(
+            forward_step_func=_noting(forward_step, f"step {step + 1} ({split})"),
             data_iterator=iter(microbatches),
             model=self.chunks,
             num_microbatches=self.config.layouts.num_microbatches,
             seq_length=self.config.layouts.batch.seq_length,
             micro_batch_size=self.config.layouts.batch.micro_size,
             forward_only=forward_only,
-            pg_collection=self.language_groups,
         )
 
-    def train_step(self) -> dict[str, float | int | bool]:
-        """One optimizer step; returns its record for the metrics file."""
+    def _schedule(self) -> Callable[..., list]:
+        if self.config.layouts.separate:
+            groups = {name: module.groups for name, module in self.modules.items()}
+            return partial(separate_forward_backward, communicator=self.communicator, groups=groups)
+        if self.config.layouts.language.pp > 1:
+            return partial(
+                colocated_forward_backward_with_pp,
+                recompute_encoder_shares=self.config.recompute_encoder or None,
+                pg_collection=self.language_groups,
+            )
+        return partial(forward_backward_no_pipelining, pg_collection=self.language_groups)
+
+    def train_step(self) -> dict[str, float | int | bool | None]:
+        """One optimizer step; returns its record for the metrics file.
+
+        A step with gradients that are not finite is skipped: all ranks keep weights and state.
+
+        Raises:
+            RunFailed: on every rank, after too many skipped steps in a row.
+        """
         started = time.perf_counter()
         for chunk in self.chunks:
             chunk.train()
@@ -115,26 +142,44 @@ class Trainer:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.run_schedule(_forward_step, "train", self.step, forward_only=False)
-        lr = self.optimizer.param_groups[0]["lr"]
+        progress.note(f"step {self.step + 1} (train), optimizer")
+        lr = self.scheduler.get_lr({"max_lr": self.config.lr, "min_lr": self.config.min_lr})
         stepped, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(1)
         self.step += 1
+        self._count_skipped(stepped)
+        if stepped:
+            self.scheduler.step(1)
         loss, tokens = self.total(reports, 2)
+        loss /= max(tokens, 1)
         return {
             "step": self.step,
-            "loss": loss / max(tokens, 1),
+            "loss": loss if math.isfinite(loss) else None,
             "grad_norm": grad_norm,
             "num_tokens": int(tokens),
             "lr": lr,
             "step_time_s": time.perf_counter() - started,
             "skipped": not stepped,
+            "skipped_steps": self.skipped,
         }
+
+    def _count_skipped(self, stepped: bool) -> None:
+        self.skipped += not stepped
+        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self.config.max_skipped_steps:
+            raise RunFailed(
+                f"{self._skipped_in_a_row} steps in a row up to step {self.step} had gradients "
+                f"that are not finite, more than --max-skipped-steps "
+                f"{self.config.max_skipped_steps}; lower --lr or look at the data"
+            )
 
     def total(self, reports: list[torch.Tensor], size: int) -> list[float]:
         """Sum reports [size] over microbatches and over all ranks that saw other tokens."""
         local = torch.zeros(size, dtype=torch.float64, device=self.device)
         for report in reports:
             local += report
+        if self.config.layouts.separate:
+            groups = own_groups({name: module.groups for name, module in self.modules.items()})
+            return language_total(local, self.chunks[0], groups).tolist()
         return global_token_count(local, self.language_groups).tolist()
 
     def destroy(self) -> None:
@@ -151,8 +196,25 @@ class Trainer:
                     module.token_dispatcher = None
         for module in self.modules.values():
             module.grid.destroy()
+        destroy_bridges()
+        self.communicator = None
         del chunk, module, self.chunks, self.optimizer, self.scheduler, self.modules
         gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
+
+
+def _noting(forward_step: Callable, where: str) -> Callable:
+    """The forward step, telling the fault watch which microbatch it is at."""
+    numbers = itertools.count()
+
+    def noted(microbatches, model):
+        progress.note(f"{where}, microbatch {next(numbers)}")
+        return forward_step(microbatches, model)
+
+    return noted
+
+
+def _dp_rank(module: ModuleGroups) -> int | None:
+    return None if module.groups is None else module.groups.dp.rank()
 
 
 def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[MimoModel]:
@@ -183,8 +245,12 @@ def wrap_in_ddp(chunks: list[MimoModel]) -> None:
         for name, module in chunk.modality_submodules.items():
             (encoder,) = module.encoders.values()
             chunk.modality_submodules[name] = wrapped(module, encoder.config)
-        chunk.language_model = wrapped(chunk.language_model, chunk.config)
-        chunk.config.finalize_model_grads_func = finalize_mimo_grads
+        if chunk.language_model is not None:
+            chunk.language_model = wrapped(chunk.language_model, chunk.config)
+        separate = chunk.role.mode is ModuleLayout.NON_COLOCATED
+        chunk.config.finalize_model_grads_func = (
+            finalize_separate_grads if separate else finalize_mimo_grads
+        )
         chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 
 

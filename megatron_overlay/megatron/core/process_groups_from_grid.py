@@ -7,6 +7,7 @@ import logging
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import GridError, HyperCommGrid
+from megatron.core.optimizer_instances import instance_groups
 from megatron.core.rank_enumeration import embedding_ranks, position_embedding_ranks
 from megatron.core.utils import log_single_rank
 
@@ -35,27 +36,35 @@ DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
 EXPERT_DIMS = frozenset(("expt_tp", "ep", "expt_dp", "pp"))
 
 
-def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None] | None:
+def groups_from_grid(
+    grid: HyperCommGrid, num_distributed_optimizer_instances: int = 1
+) -> dict[str, dist.ProcessGroup | None] | None:
     """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
     Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
     has already are taken as they are, so a second call returns the same ones and makes none. The
     grid owns them all: after a failure midway, too, ``grid.destroy()`` frees what was made.
 
-    The fields that only several optimizer instances, hierarchical CP or a second all-gather
-    communicator need (``inter_dist_opt``, ``hcp``, ``dp_cp_ag``, ``expt_dp_ag``) are ``None``, and
-    so are the expert fields of a grid without a view along ``expt_tp, ep, expt_dp``. ``embd`` and
-    ``pos_embd`` are ``None`` on pipeline stages that hold no embedding.
+    The fields that only hierarchical CP or a second all-gather communicator need (``hcp``,
+    ``dp_cp_ag``, ``expt_dp_ag``) are ``None``, and so are ``inter_dist_opt`` with one optimizer
+    instance and the expert fields of a grid without a view along ``expt_tp, ep, expt_dp``. ``embd``
+    and ``pos_embd`` are ``None`` on pipeline stages that hold no embedding.
+
+    Args:
+        grid: of the module.
+        num_distributed_optimizer_instances: of its DDP config.
 
     Returns:
         Groups by field; ``None`` on a rank outside the grid, where there is no module.
 
     Raises:
         GridError: (a ``ValueError``) a dim of ``tp, cp, dp, pp`` is missing, another base dim has
-            a size other than 1, or two views have the expert dims.
+            a size other than 1, two views have the expert dims, or the optimizer instances don't
+            divide the data-parallel ranks.
     """
     _check_dims(grid)
     view = _expert_view(grid)
+    instances = _optimizer_instances(grid, view, num_distributed_optimizer_instances)
     before = grid.num_groups
     groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
 
@@ -69,6 +78,9 @@ def groups_from_grid(grid: HyperCommGrid) -> dict[str, dist.ProcessGroup | None]
     groups["intra_dp_cp"] = groups["dp_cp"]
     groups["intra_expt_dp"] = groups["expt_dp"]
     groups.update(dict.fromkeys(("inter_dist_opt", "hcp", "dp_cp_ag", "expt_dp_ag")))
+    for field, rank_enum in instances.items():
+        name = f"{field}/{num_distributed_optimizer_instances}"
+        groups[field] = _get_or_derive(grid, name, rank_enum)
 
     if grid.num_groups > before:
         log_single_rank(
@@ -101,6 +113,15 @@ def _expert_view(grid: HyperCommGrid) -> str | None:
     if len(views) > 1:
         raise GridError(f"views {views} all have the expert dims {sorted(EXPERT_DIMS)}; keep one")
     return views[0] if views else None
+
+
+def _optimizer_instances(
+    grid: HyperCommGrid, view: str | None, number: int
+) -> dict[str, list[list[int]]]:
+    if number == 1:
+        return {}
+    expt_dp = None if view is None else grid.get_rank_enum("expt_dp", view)
+    return instance_groups(grid.get_rank_enum(["cp", "dp"]), expt_dp, number)
 
 
 def _get_or_create(

@@ -146,9 +146,7 @@ def train(job: Job, modules: dict[str, Module], steps: int) -> Steps:
     )
     groups = modules[LANGUAGE].groups
     pipelined = groups.pp.size() > 1
-    schedule = (
-        colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
-    )
+    schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
     found = []
     for _ in range(steps):
         for module in itertools.chain(*ddp_modules(chunks)):

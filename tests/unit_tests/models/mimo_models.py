@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.batches import BatchPlan
-from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
@@ -28,6 +28,7 @@ from examples.mimo.nemotron_vlm.model import (
     projector_config,
 )
 from examples.mimo.nemotron_vlm.modules import make_grid, make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.placement import COLOCATED
 from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
@@ -37,9 +38,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.separate_schedule import (
+    destroy_bridges,
+    encoders_to_language,
+    language_total,
+    own_groups,
+    separate_forward_backward,
+)
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -133,7 +142,9 @@ def _mimo_model(
     return model
 
 
-def _language_params(layouts: Layouts, groups: ProcessGroupCollection) -> dict:
+def _language_params(layouts: Layouts, groups: ProcessGroupCollection | None) -> dict:
+    if groups is None:
+        return {}
     stage, stages = groups.pp.rank(), groups.pp.size()
     return {
         "vocab_size": PRESET.language.vocab,
@@ -180,7 +191,7 @@ def _build_gpt(
     layouts: Layouts,
     modules: dict[str, ModuleGroups],
 ) -> MimoModel:
-    config = make_config(layouts.language)
+    config = replace(make_config(layouts.language), variable_seq_lengths=layouts.separate)
     language = ModuleSpec(
         module=GPTModel,
         params={
@@ -198,7 +209,7 @@ def build_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoM
     language = ModuleSpec(
         module=HybridModel,
         params={
-            "config": language_config(PRESET, layouts.language, torch.float32),
+            "config": language_config(PRESET, layouts.language, torch.float32, layouts.separate),
             "hybrid_stack_spec": layer_specs("local").hybrid_stack,
             "hybrid_layer_pattern": PRESET.language.pattern,
             "position_embedding_type": "none",
@@ -221,10 +232,17 @@ build_nemotron_moe_gpt: Build = partial(_build_gpt, _nemotron_gpt_config)
 """Simple encoder and a GPT with experts as Nemotron has them."""
 
 
-def make_layouts(encoder: str, language: str, world_size: int, batch: Batch = BATCH) -> Layouts:
+def make_layouts(
+    encoder: str,
+    language: str,
+    world_size: int,
+    batch: Batch = BATCH,
+    placement: str = COLOCATED,
+    preset: VLMPreset = PRESET,
+) -> Layouts:
     """Layouts from the program's notation, checked; ``batch.micro_size`` is a DP rank's."""
     parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
-    return resolve(*parsed, batch, world_size, PRESET)
+    return resolve(*parsed, batch, world_size, preset, placement)
 
 
 ONE_RANK = make_layouts("", "", world_size=1, batch=replace(BATCH, micro_size=BATCH.global_size))
@@ -257,15 +275,21 @@ def modules_of_one_rank() -> Iterator[dict[str, ModuleGroups]]:
             grid.destroy()
 
 
-def microbatches(layouts: Layouts, modules: dict[str, ModuleGroups], step: int) -> list[dict]:
+def microbatches(
+    layouts: Layouts,
+    modules: dict[str, ModuleGroups],
+    step: int,
+    source: SampleSource | None = None,
+) -> list[dict]:
     """This rank's microbatches of one step of random data, as MimoModel's arguments."""
+    dp = {name: module.groups and module.groups.dp.rank() for name, module in modules.items()}
     plan = BatchPlan(
         layouts,
-        encoder_dp=modules[IMAGES].groups.dp.rank(),
-        language_dp=modules[LANGUAGE].groups.dp.rank(),
+        encoder_dp=dp[IMAGES],
+        language_dp=dp[LANGUAGE],
         tokens_per_tile=PRESET.encoder.tokens_per_tile,
     )
-    source = make_source("mock", PRESET.encoder, layouts.batch.seq_length, SEED)
+    source = source or make_source("mock", PRESET.encoder, layouts.batch.seq_length, SEED)
     return plan.microbatches(source, "train", step, Utils.device)
 
 
@@ -301,39 +325,69 @@ def initialized(
         destroy_moe_metrics_tracker()
 
 
-def train(build: Build, layouts: Layouts, modules: dict[str, ModuleGroups], steps: int) -> Run:
-    """Train on random data, with Adam, over the groups of ``modules``."""
+def train(
+    build: Build,
+    layouts: Layouts,
+    modules: dict[str, ModuleGroups],
+    steps: int,
+    source: SampleSource | None = None,
+) -> Run:
+    """Train with Adam, over the groups of ``modules``, on random data or those of ``source``."""
     groups = modules[LANGUAGE].groups
     with initialized(build, layouts, modules) as model:
         wrap_in_ddp([model])
         optimizer = get_mimo_optimizer(model, ADAM)
         run = Run()
-        for step in range(steps):
-            loss, grad_norm = _step(model, optimizer, layouts, modules, step)
-            run.losses.append(loss)
-            run.grad_norms.append(grad_norm)
-            run.experts = run.experts or experts(model, groups)
+        with _schedule(model, layouts, modules) as schedule:
+            for step in range(steps):
+                batches = microbatches(layouts, modules, step, source)
+                reports = _forward_backward(model, optimizer, layouts, schedule, batches)
+                stepped, grad_norm, _ = optimizer.step()
+                assert stepped
+                loss, tokens = _total(reports, model, modules)
+                run.losses.append(loss / tokens)
+                run.grad_norms.append(grad_norm)
+                if groups is not None:
+                    run.experts = run.experts or experts(model, groups)
     return run
 
 
-def _step(model: MimoModel, optimizer, layouts, modules, step: int) -> tuple[float, float]:
-    for module in (*model.modality_submodules.values(), model.language_model):
+@contextlib.contextmanager
+def _schedule(model: MimoModel, layouts: Layouts, modules: dict[str, ModuleGroups]):
+    if not layouts.separate:
+        yield partial(forward_backward_no_pipelining, pg_collection=modules[LANGUAGE].groups)
+        return
+    try:
+        yield partial(
+            separate_forward_backward,
+            communicator=encoders_to_language(model),
+            groups={name: module.groups for name, module in modules.items()},
+        )
+    finally:
+        destroy_bridges()
+
+
+def _forward_backward(model, optimizer, layouts, schedule, batches: list[dict]) -> list:
+    held = (*model.modality_submodules.values(), model.language_model)
+    for module in (module for module in held if module is not None):
         module.zero_grad_buffer()
     optimizer.zero_grad()
-    groups = modules[LANGUAGE].groups
-    reports = forward_backward_no_pipelining(
+    return schedule(
         forward_step_func=_forward_step,
-        data_iterator=iter(microbatches(layouts, modules, step)),
+        data_iterator=iter(batches),
         model=[model],
         num_microbatches=layouts.num_microbatches,
         seq_length=layouts.batch.seq_length,
         micro_batch_size=layouts.batch.micro_size,
-        pg_collection=groups,
     )
-    stepped, grad_norm, _ = optimizer.step()
-    assert stepped
-    loss, tokens = global_token_count(torch.stack(reports).sum(0), groups).tolist()
-    return loss / tokens, grad_norm
+
+
+def _total(reports: list[torch.Tensor], model, modules) -> list[float]:
+    total = sum(reports, torch.zeros(2, dtype=torch.float64, device=Utils.device))
+    groups = {name: module.groups for name, module in modules.items()}
+    if model.role.mode is ModuleLayout.NON_COLOCATED:
+        return language_total(total, model, own_groups(groups)).tolist()
+    return global_token_count(total, groups[LANGUAGE]).tolist()
 
 
 def _forward_step(batches: Iterator[dict], model: MimoModel):

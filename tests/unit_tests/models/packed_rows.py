@@ -28,9 +28,7 @@ class OddSamples:
         length, tiles = LENGTHS_AND_TILES[index % len(LENGTHS_AND_TILES)]
         preset = tiny()
         rng = torch.Generator().manual_seed(index)
-        ids = torch.randint(
-            FIRST_TEXT_TOKEN, preset.language.vocab, (length + 1,), generator=rng
-        )
+        ids = torch.randint(FIRST_TEXT_TOKEN, preset.language.vocab, (length + 1,), generator=rng)
         labels = ids[1:].clone()
         first = int(length > tiles * preset.encoder.tokens_per_tile)
         ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE

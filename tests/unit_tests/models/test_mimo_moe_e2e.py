@@ -1,11 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Colocated MIMO models with experts, on the groups of two grids alone, train like one rank."""
+"""MIMO models with experts, on the groups of two grids alone, train like one rank."""
 
 import gc
 
 import pytest
 
+from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from tests.unit_tests.models import mimo_models
@@ -55,16 +56,31 @@ class TestTrainsLikeOneRank:
         ],
     )
     def test_colocated(self, build, encoder, language):
+        self.assert_trains_like_one_rank(build, encoder, language, COLOCATED)
+
+    @pytest.mark.parametrize(
+        ("build", "encoder", "language"),
+        [
+            ("build_nemotron_moe_gpt", "tp=2,dp=2", "tp=2,dp=2,ep=4,etp=1"),
+            ("build_radio_mamba_moe", "tp=1,dp=4", "cp=2,dp=2,ep=2,etp=2"),
+        ],
+    )
+    def test_non_colocated(self, build, encoder, language):
+        self.assert_trains_like_one_rank(build, encoder, language, SEPARATE)
+
+    def assert_trains_like_one_rank(self, build, encoder, language, placement):
         build = getattr(mimo_models, build)
         with modules_of_one_rank() as modules:
             expected = train(build, ONE_RANK, modules, STEPS)
-        layouts = make_layouts(encoder, language, WORLD)
+        layouts = make_layouts(encoder, language, WORLD, placement=placement)
         with modules_of(layouts) as modules:
             run = train(build, layouts, modules, STEPS)
             groups = modules[LANGUAGE].groups
 
             assert run.losses == pytest.approx(expected.losses, rel=RTOL)
             assert run.grad_norms == pytest.approx(expected.grad_norms, rel=RTOL)
+            if groups is None:
+                return
             assert len(run.experts) * groups.ep.size() == len(expected.experts) > 0
             for name, part in run.experts.items():
                 whole = expert_shard(expected.experts[name], part, groups)

@@ -134,6 +134,7 @@ def assert_same_trajectory_as_one_rank(
     *options: str,
     common: tuple[str, ...] = (),
     microbatches: int = 2,
+    samples: int = SAMPLES,
 ) -> None:
     """Train in the layouts, ``language`` with its dp, and on one rank.
 
@@ -142,12 +143,13 @@ def assert_same_trajectory_as_one_rank(
         common: those of both runs.
         microbatches: of a step, each of which costs all its collectives; with a pipeline, as many
             as stages.
+        samples: of the global batch.
     """
     layout = parse_layout(language, "language")
 
     def batch(microbatches: int, dp: int) -> tuple[str, ...]:
-        micro_size = SAMPLES // microbatches // dp
-        return ("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size), *common)
+        micro_size = samples // microbatches // dp
+        return ("--global-batch-size", str(samples), "--micro-batch-size", str(micro_size), *common)
 
     count = layout.pp if layout.pp > 1 else microbatches
     layouts = ("--encoder", encoder, "--language", language)

@@ -29,3 +29,20 @@ class TestFourRanks:
     )
     def test_trajectory_equals_one_rank(self, encoder, language):
         assert_same_trajectory_as_one_rank(encoder, language)
+
+
+class TestEightRanks:
+    @requires_world_size(8)
+    @pytest.mark.parametrize(
+        ("encoder", "language", "samples"),
+        [
+            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=4,etp=1", 32, id="4-and-4"),
+            pytest.param("tp=2,dp=1", "tp=2,dp=3,ep=1", 24, id="2-and-6"),
+            pytest.param("pp=2,dp=2", "cp=2,dp=2,ep=2", 32, id="encoder-pp-2"),
+            pytest.param("tp=1,dp=4", "pp=2,cp=2,dp=1,ep=2", 32, id="pp-2-cp-2-ep-2"),
+        ],
+    )
+    def test_non_colocated_trajectory_equals_one_rank(self, encoder, language, samples):
+        assert_same_trajectory_as_one_rank(
+            encoder, language, "--placement", "non-colocated", samples=samples
+        )

@@ -73,8 +73,16 @@ def finalize_mimo_grads(
         pg_collection: the language model's groups.
         force_all_reduce: as in DDP's ``finish_grad_sync``.
     """
-    modules = ddp_modules(model)
-    for stages in modules:
+    reduce_module_grads(model, force_all_reduce)
+    if num_tokens is not None:
+        total = global_token_count(num_tokens, pg_collection)
+        for stage in itertools.chain(*ddp_modules(model)):
+            stage.scale_gradients(1.0 / total.clamp(min=1))
+
+
+def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) -> None:
+    """Reduce the gradients of each module that this rank holds over the module's own groups."""
+    for stages in ddp_modules(model):
         for stage in stages:
             if stage.ddp_config.overlap_grad_reduce:
                 stage.start_grad_sync()
@@ -84,7 +92,3 @@ def finalize_mimo_grads(
             pg_collection=unwrap_model(stages[0]).pg_collection,
             force_all_reduce=force_all_reduce,
         )
-    if num_tokens is not None:
-        total = global_token_count(num_tokens, pg_collection)
-        for stage in itertools.chain(*modules):
-            stage.scale_gradients(1.0 / total.clamp(min=1))

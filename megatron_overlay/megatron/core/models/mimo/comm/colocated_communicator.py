@@ -64,8 +64,10 @@ class ColocatedBridgeCommunicator:
 
     def __init__(
         self,
-        src_grid: HyperCommGrid, dest_grid: HyperCommGrid,
-        src_module_name: str = "src", dest_module_name: str = "dest",
+        src_grid: HyperCommGrid,
+        dest_grid: HyperCommGrid,
+        src_module_name: str = "src",
+        dest_module_name: str = "dest",
         dim_mapping: dict[str, int] | None = None,
     ) -> None:
         self.topology = bridge_topology(src_grid, dest_grid)

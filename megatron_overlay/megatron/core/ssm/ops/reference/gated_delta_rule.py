@@ -109,9 +109,7 @@ def chunk_gated_delta_rule(
     return o, state if output_final_state else None
 
 
-def _row_alone(
-    keys: Tensor, kept: Tensor, written: Tensor, read: Tensor
-) -> tuple[Tensor, Tensor]:
+def _row_alone(keys: Tensor, kept: Tensor, written: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
     """What all chunks leave when nothing enters `[B, H, K, V]`, and their matrix `[B, H, K, K]`."""
     size, width = keys.shape[3], written.shape[-1]
     identity = torch.eye(size, dtype=keys.dtype, device=keys.device)

@@ -1,0 +1,104 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a layout is, and how it is written on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
+from examples.mimo.nemotron_vlm.recurrence import Recurrence
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one module's axes; ``dp`` 0 means: whatever fills the ranks.
+
+    ``ep`` and ``etp`` factor the same ranks as tp·cp·dp, inside one pipeline stage.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 0
+    ep: int = 1
+    etp: int = 0
+    vpp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks that the module spans."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """MoE with TP trains only with sequence parallelism, so TP always brings it."""
+        return self.tp > 1
+
+    @property
+    def expt_dp(self) -> int:
+        """Replicas of an expert."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def __str__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        if shown["etp"] in (0, shown["tp"]):
+            del shown["etp"]
+        return ",".join(f"{k}={v}" for k, v in shown.items() if v != 1 or k in ("tp", "dp"))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples a step, samples a microbatch of one language DP rank, and tokens a sample."""
+
+    global_size: int
+    micro_size: int
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of both modules, checked: over one set of ranks, or each over its own."""
+
+    encoder: Layout
+    language: Layout
+    batch: Batch
+    placement: str = COLOCATED
+    recurrence: Recurrence = Recurrence()
+
+    @property
+    def separate(self) -> bool:
+        """Whether each module has ranks of its own."""
+        return self.placement == SEPARATE
+
+    @property
+    def language_offset(self) -> int:
+        """First rank of the language model; the encoder's is 0."""
+        return self.encoder.size if self.separate else 0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step; one takes ``micro_size`` samples on each language DP rank."""
+        return self.batch.global_size // (self.batch.micro_size * self.language.dp)
+
+
+def parse_layout(text: str, module: str) -> Layout:
+    """Read ``tp=2,dp=4``.
+
+    Raises:
+        UserError: on unknown, repeated or non-positive sizes.
+    """
+    names = [f.name for f in fields(Layout)]
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdigit() or int(value) < 1:
+            raise UserError(
+                f"--{module} {text}: '{part}' is not AXIS=SIZE with an axis of "
+                f"{', '.join(names)} and a size of 1 or more; e.g. --{module} tp=2,dp=4"
+            )
+        if name in sizes:
+            raise UserError(f"--{module} {text}: {name} is given twice; give each axis once")
+        sizes[name] = int(value)
+    return Layout(**sizes)

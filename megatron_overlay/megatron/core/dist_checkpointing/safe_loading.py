@@ -1,0 +1,109 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Read a distributed checkpoint without running code from it.
+
+PyTorch's reader unpickles the metadata, and its planner the objects, whatever they are; a pickle
+can name any function to call. Here the metadata may name its own classes only, and objects what
+``torch.load`` takes for weights.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+CHECKPOINT = "torch.distributed.checkpoint"
+
+ALLOWED = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *((f"{CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+        *(
+            (f"{CHECKPOINT}.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        *(
+            (f"{CHECKPOINT}.planner", name)
+            for name in (
+                "BytesIOWriteData",
+                "SavePlan",
+                "TensorWriteData",
+                "WriteItem",
+                "WriteItemType",
+            )
+        ),
+    }
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointingException(
+            f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs: it is "
+            "not loaded"
+        )
+
+
+class SafeFileSystemReader(FileSystemReader):
+    """PyTorch's reader, but for the metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See :func:`read_metadata`."""
+        return read_metadata(self)
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
+    """The metadata of a checkpoint.
+
+    Args:
+        reader: of it.
+
+    Raises:
+        CheckpointingException: it names anything but the classes of metadata, or is no metadata.
+    """
+    with reader.fs.create_stream(reader._get_metadata_path(), "rb") as stream:
+        try:
+            metadata = _Unpickler(stream).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+            raise CheckpointingException(f"the metadata is damaged: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointingException(f"the checkpoint's metadata is a {type(metadata).__name__}")
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = reader.load_id
+    return metadata
+
+
+def load_object(content: io.BytesIO) -> Any:
+    """An object of a checkpoint: numbers, text, tensors, and containers of them.
+
+    Raises:
+        CheckpointingException: it is anything else.
+    """
+    try:
+        return torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointingException(f"an object is refused: {reason}") from error

@@ -1,0 +1,314 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer over all modules of a MimoModel, whichever ranks they are on.
+
+Each module is optimized over its own process groups. What the modules decide together (inf or NaN
+found, the gradient norm, the outcome of the step) is agreed on by all ranks of the world, so that
+they clip alike, and step or skip alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.optimizer_state import (
+    restore_common_state,
+    sharded_optimizer_state,
+)
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.utils import unwrap_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.model.base import MimoModel
+
+
+@dataclass
+class ModuleOptimizerInfo:
+    """What optimizes one module.
+
+    Attributes:
+        optimizer: None on ranks without the module, and where all of it is frozen.
+        grid: of the module.
+        pg_collection: the module's own groups; None on ranks without it.
+        is_active: whether this rank holds a part of the module.
+    """
+
+    optimizer: MegatronOptimizer | None
+    grid: HyperCommGrid | None
+    pg_collection: ProcessGroupCollection | None
+    is_active: bool
+
+
+class MimoOptimizer(MegatronOptimizer):
+    """The optimizers of all modules, as one.
+
+    Methods that say "collective" are called by every rank of the world, also by ranks on which all
+    modules are frozen.
+
+    Args:
+        module_infos: by module name, with the same names in the same order on every rank.
+        config: what holds for all modules; a module's own learning rate, clipping limit etc. are
+            in its optimizer's config.
+    """
+
+    def __init__(
+        self, module_infos: dict[str, ModuleOptimizerInfo], config: OptimizerConfig
+    ) -> None:
+        self.module_infos = module_infos
+        self.config = config
+        self.optimizer = None  # of the base class, which wraps a single one
+        self.is_stub_optimizer = not self._optimizers
+
+    @property
+    def _optimizers(self) -> dict[str, MegatronOptimizer]:
+        """The optimizers of this rank's modules that have something to train."""
+        return {
+            name: info.optimizer
+            for name, info in self.module_infos.items()
+            if info.is_active and info.optimizer is not None
+        }
+
+    @property
+    def _leaves(self) -> list[MegatronOptimizer]:
+        """The same, one for each set of groups: dense and expert parameters apart."""
+        return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Unscale the gradients; whether any rank found an inf or NaN. Collective.
+
+        Loss scales are updated by the common verdict, so that they stay the same in all modules.
+        """
+        found = [_unscale(leaf) for leaf in self._leaves]
+        (found_inf,) = _max_over_ranks([any(found)])
+        for leaf in self._leaves:
+            if getattr(leaf, "grad_scaler", None) is not None:
+                leaf.grad_scaler.update(bool(found_inf))
+        return bool(found_inf)
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """L2 norm of all gradients, each counted once, the same on every rank. Collective.
+
+        Every rank of a module knows the module's norm; the maximum tells the others.
+        """
+        own = {name: float(opt.get_grad_norm()) for name, opt in self._optimizers.items()}
+        squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in self.module_infos])
+        return math.sqrt(sum(squares))
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Gradient elements that are zero, over all modules, each counted once. Collective."""
+        own = {
+            name: sum(int(leaf.count_zeros()) for leaf in leaves(opt))
+            for name, opt in self._optimizers.items()
+        }
+        return int(sum(_max_over_ranks([own.get(name, 0) for name in self.module_infos])))
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Clip by the global norm and step every module, or none. Collective.
+
+        Returns:
+            Whether all modules stepped; the gradient norm before clipping, None if it is not
+            finite; the number of zero gradients, None unless ``log_num_zeros_in_grad``. The same
+            on every rank.
+        """
+        found_inf = self.prepare_grads()
+        grad_norm = self.get_grad_norm()
+        if found_inf or not math.isfinite(grad_norm):
+            return False, None, None
+        for leaf in self._leaves:
+            _clip(leaf, grad_norm)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        if grad_norm > self.config.grad_norm_skip_threshold:
+            return False, grad_norm, zeros
+        return self.step_with_ready_grads(), grad_norm, zeros
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every module; whether that succeeded on all ranks. Collective."""
+        failed = [not opt.step_with_ready_grads() for opt in self._optimizers.values()]
+        (any_failed,) = _max_over_ranks([any(failed)])
+        return not any_failed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget this rank's gradients."""
+        for opt in self._optimizers.values():
+            opt.zero_grad(set_to_none)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """What losses are multiplied by: ``[1]``, the same for all modules."""
+        for leaf in self._leaves:
+            return leaf.get_loss_scale()
+        return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Parameter groups of all modules on this rank."""
+        return [group for opt in self._optimizers.values() for group in opt.param_groups]
+
+    @property
+    def state(self) -> dict[str, Mapping]:
+        """State of the parameters, by module name."""
+        return {name: opt.state for name, opt in self._optimizers.items()}
+
+    def reload_model_params(self, state_dict: dict | None = None) -> None:
+        """Take over model parameters that something else has changed."""
+        for opt in self._optimizers.values():
+            opt.reload_model_params(state_dict)
+
+    def state_dict(self) -> dict[str, dict | list | None]:
+        """Optimizer states by module name; None for modules that this rank does not train."""
+        states = {name: opt.state_dict() for name, opt in self._optimizers.items()}
+        return {name: states.get(name) for name in self.module_infos}
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
+    ) -> dict[str, dict]:
+        """Optimizer states of this rank's modules by name, for a distributed checkpoint.
+
+        Whatever a module's ranks share is saved as sharded objects of the module. The common part
+        of a checkpoint is rank 0's, which does not hold every module.
+        """
+        return {
+            name: sharded_optimizer_state(
+                name, self.module_infos[name], model_sharded_state_dict, is_loading, **kwargs
+            )
+            for name in self._optimizers
+        }
+
+    def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
+        """Load what :meth:`state_dict` or a checkpoint of :meth:`sharded_state_dict` gave.
+
+        Raises:
+            ValueError: before anything is loaded, if the state of a module that this rank trains
+                is missing, or has other parameter groups.
+        """
+        missing = [name for name in self._optimizers if not state_dict.get(name)]
+        if missing:
+            raise ValueError(
+                f"no optimizer state of {', '.join(missing)}: the state is of "
+                f"{', '.join(name for name, state in state_dict.items() if state) or 'no module'}"
+            )
+        for name, opt in self._optimizers.items():
+            restore_common_state(name, state_dict[name], opt)
+        for name, opt in self._optimizers.items():
+            opt.load_state_dict(state_dict[name])
+
+
+def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain, or the one itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def get_mimo_optimizer(
+    mimo_model: MimoModel | list[MimoModel],
+    config: OptimizerConfig,
+    module_configs: Mapping[str, OptimizerConfig] | None = None,
+) -> MimoOptimizer:
+    """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
+
+    Collective over the ranks of each module; a module's groups are those it was built with.
+    Parameters that don't require grad are frozen. With several distributed-optimizer instances in
+    a module's DDP config, its collection needs the groups of as many.
+
+    Args:
+        mimo_model: the model, or its list of virtual pipeline stages.
+        config: of all modules.
+        module_configs: of single modules, by name, in place of ``config``: learning rates, weight
+            decay, betas.
+
+    Raises:
+        ValueError: ``module_configs`` names no module of the model.
+    """
+    chunks = mimo_model if isinstance(mimo_model, list) else [mimo_model]
+    grids = chunks[0].mimo_config.module_to_grid_map
+    configs = dict(module_configs or {})
+    unknown = sorted(configs.keys() - grids.keys())
+    if unknown:
+        raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
+    infos = {}
+    for name, grid in grids.items():
+        infos[name] = ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
+        if infos[name].is_active:
+            stages = _stages(chunks, name)
+            infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
+            infos[name].optimizer = _module_optimizer(
+                configs.get(name, config), stages, infos[name].pg_collection
+            )
+    return MimoOptimizer(infos, config)
+
+
+def _stages(chunks: list[MimoModel], name: str) -> list[torch.nn.Module]:
+    if name == MIMO_LANGUAGE_MODULE_KEY:
+        return [chunk.language_model for chunk in chunks]
+    return [chunks[0].modality_submodules[name]]
+
+
+def _module_optimizer(
+    config: OptimizerConfig, stages: list[torch.nn.Module], groups: ProcessGroupCollection
+) -> MegatronOptimizer | None:
+    """The optimizer of one module on its ranks; None if all of them have it frozen.
+
+    A module of which nothing is trained need not be wrapped in DDP.
+    """
+    if not isinstance(stages[0], DistributedDataParallel):
+        return None
+    optimizer = get_megatron_optimizer(
+        config=config, model_chunks=stages, pg_collection=groups, use_gloo_process_groups=False
+    )
+    trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
+    return ChainedOptimizer(trained) if trained else None
+
+
+def _unscale(leaf: MegatronOptimizer) -> bool:
+    """``prepare_grads`` of one optimizer, except that its loss scale stays.
+
+    Without a scale the norm shows whatever is not finite, but for what TP repeats: there it looks
+    at the first rank's gradients only.
+    """
+    if getattr(leaf, "grad_scaler", None) is None:
+        found_inf = leaf.prepare_grads()
+        repeated = [
+            parameter.grad.abs().sum()
+            for parameter in leaf.get_parameters()
+            if parameter.grad is not None
+            and not param_is_not_tensor_parallel_duplicate(parameter, leaf.tp_group)
+        ]
+        return found_inf or bool(repeated and not torch.stack(repeated).sum().isfinite())
+    leaf._copy_model_grads_to_main_grads()
+    return leaf._unscale_main_grads_and_check_for_nan()
+
+
+def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:
+    parameters = leaf.get_parameters()
+    if parameters and leaf.config.clip_grad > 0:
+        clip_grad_by_total_norm_fp32(
+            parameters,
+            leaf.config.clip_grad,
+            grad_norm,
+            leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        )
+
+
+def _max_over_ranks(values: list[float]) -> list[float]:
+    """The largest of each number over all ranks; NaN counts as inf, which a maximum keeps."""
+    known = [math.inf if math.isnan(value) else float(value) for value in values]
+    largest = torch.tensor(known, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()

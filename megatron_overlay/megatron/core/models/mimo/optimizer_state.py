@@ -1,0 +1,139 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A module's optimizer in a distributed checkpoint.
+
+Megatron keeps the settings of parameter groups, the loss scale and the format's name in the common
+part of a checkpoint, which rank 0 writes. Here they are sharded objects of the module, written by
+the first of its ranks, whichever that is; and they are the module's, not those of its dense and
+expert optimizers: whether experts have one of their own depends on the layout.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
+"""What is the same on all ranks of a module."""
+
+OWN_OF_LAYOUT = ("params", "is_expert_parallel")
+"""Of a parameter group, what the loading optimizer knows better."""
+
+Group = dict[str, object]
+
+
+def sharded_optimizer_state(
+    name: str,
+    info: ModuleOptimizerInfo,
+    model_sharded_state_dict: dict,
+    is_loading: bool,
+    **kwargs,
+) -> dict:
+    """The state of the module ``name`` with its common part as sharded objects.
+
+    Args:
+        info: of the module, which this rank trains.
+        model_sharded_state_dict, is_loading, kwargs: as for Megatron's optimizers.
+    """
+    state = info.optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+    replica = _replica_id(info.pg_collection)
+    parts = _parts(state, info.optimizer)
+    taken = [_take_common(part) for part, _ in parts]
+    common = {field: value for fields in reversed(taken) for field, value in fields.items()}
+    common["param_groups"] = _distinct([fields.get("param_groups", []) for fields in taken])
+    for field, value in common.items():
+        key = f"optimizer.mimo.{name}.{field}"
+        parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
+    return state
+
+
+def restore_common_state(name: str, state: dict | list, optimizer: MegatronOptimizer) -> None:
+    """Put the common part back where the module's optimizers look for it, in place.
+
+    Raises:
+        ValueError: the optimizer has a parameter group that the state lacks.
+    """
+    parts = _parts(state, optimizer)
+    first = parts[0][0]
+    found = {f: first.pop(_placeholder(f)) for f in COMMON if _placeholder(f) in first}
+    groups = found.pop("param_groups", None)
+    for part, leaf in parts:
+        part.update(deepcopy(found))
+        if groups is not None:
+            current = leaf.optimizer.state_dict()["param_groups"]
+            part.setdefault("optimizer", {})["param_groups"] = _restored(name, groups, current)
+
+
+def _parts(
+    state: dict | list, optimizer: MegatronOptimizer
+) -> list[tuple[dict, MegatronOptimizer]]:
+    """State and optimizer of each member of a chain; a single member's state is bare."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chain) == 1:
+        return [(state, chain[0])]
+    return [(state[number], leaf) for number, leaf in enumerate(chain)]
+
+
+def _take_common(part: dict) -> dict:
+    """Remove and return the common fields that ``part`` has."""
+    taken = {f: part.pop(f) for f in COMMON if part.get(f) is not None}
+    inner = part.get("optimizer")
+    if isinstance(inner, dict) and "param_groups" in inner:
+        taken["param_groups"] = inner.pop("param_groups")
+        if not inner:
+            del part["optimizer"]
+    return taken
+
+
+def _numbered(groups: list[Group]) -> dict[tuple, Group]:
+    """Groups by what identifies them, and their number among those alike."""
+    keys = [key for key in param_group_identifier_keys if key not in OWN_OF_LAYOUT]
+    result: dict[tuple, Group] = {}
+    for group in groups:
+        identity = tuple(group.get(key) for key in keys)
+        number = sum(1 for other in result if other[:-1] == identity)
+        result[*identity, number] = group
+    return result
+
+
+def _distinct(chain: list[list[Group]]) -> list[Group]:
+    """The settings of all groups of a chain, each once, in an order that no layout changes."""
+    merged: dict[tuple, Group] = {}
+    for groups in chain:
+        for identity, group in _numbered(groups).items():
+            merged.setdefault(identity, group)
+    return [
+        {k: deepcopy(v) for k, v in merged[identity].items() if k not in OWN_OF_LAYOUT}
+        for identity in sorted(merged, key=repr)
+    ]
+
+
+def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group]:
+    """The optimizer's groups with the saved settings."""
+    known, own = _numbered(saved), _numbered(current)
+    missing = [identity for identity in own if identity not in known]
+    if missing:
+        raise ValueError(
+            f"the optimizer state of {name} has {len(saved)} parameter groups, and none for "
+            f"{missing[0]}: other parts of the model are frozen, or have settings of their own"
+        )
+    return [
+        deepcopy(known[identity]) | {key: group[key] for key in OWN_OF_LAYOUT if key in group}
+        for identity, group in own.items()
+    ]
+
+
+def _placeholder(field: str) -> str:
+    return f"_mimo_{field}"
+
+
+def _replica_id(groups: ProcessGroupCollection) -> tuple[int, int, int]:
+    """All zero on one rank of the module."""
+    return groups.tp.rank(), groups.pp.rank(), groups.dp_cp.rank()

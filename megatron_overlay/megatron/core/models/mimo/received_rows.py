@@ -1,0 +1,44 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder rows that the language model's first stage received: whose gradient goes back.
+
+All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient. A
+CP rank uses the rows of its own tokens only, so that the gradients of all CP ranks are to be added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class _GradientToFirst(torch.autograd.Function):
+    """Identity; the gradient is summed over a group, for its first rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.reduce(total, dist.get_global_rank(ctx.group, 0), group=ctx.group)
+        return total, None
+
+
+def with_whole_gradient(rows: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """The same rows; on the rank that sends it back, their gradient is that of all CP ranks.
+
+    Args:
+        rows: ``[n, H]``, the same on all TP and CP ranks of a stage.
+        groups: the language model's.
+    """
+    if groups.cp.size() == 1 or groups.tp.rank() > 0:
+        return rows
+    return _GradientToFirst.apply(rows, groups.cp)

@@ -1,0 +1,84 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Modules on ranks of their own: who gets how many, what is refused, who takes which samples."""
+
+import pytest
+
+from examples.mimo.nemotron_vlm.batches import BatchPlan
+from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.placement import SEPARATE, layout_table
+from examples.mimo.nemotron_vlm.presets import tiny
+
+
+def separate(encoder: str, language: str, world: int) -> Layouts:
+    parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
+    return resolve(*parsed, Batch(32, 4, 32), world, tiny(), SEPARATE)
+
+
+class TestRanks:
+    @pytest.mark.parametrize(
+        ("encoder", "language", "dp"),
+        [
+            ("tp=2,dp=2", "tp=2", (2, 2)),
+            ("tp=2", "tp=2,dp=2", (2, 2)),
+            ("pp=2", "cp=2", (1, 3)),
+            ("pp=2,dp=2", "pp=2,cp=2", (2, 1)),
+        ],
+    )
+    def test_dp_is_derived_from_what_the_other_module_leaves(self, encoder, language, dp):
+        if dp == (1, 3):  # 32 samples are no multiple of 4 × 3
+            with pytest.raises(UserError, match="multiple of micro batch × dp = 4·3"):
+                separate(encoder, language, 8)
+            return
+        layouts = separate(encoder, language, 8)
+        assert (layouts.encoder.dp, layouts.language.dp) == dp
+        assert layouts.language_offset == layouts.encoder.size
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "world", "text"),
+        [
+            ("dp=8", "tp=1", 8, "need ranks of their own, 8 and 0 of 8"),
+            ("tp=1", "dp=8", 8, "need ranks of their own, 0 and 8 of 8"),
+            ("dp=2", "dp=4", 8, "= 4 must equal the 6 ranks"),
+            ("pp=4,dp=1", "dp=4", 8, "pp=4 must divide the 2 layers"),
+            ("cp=2", "dp=4", 8, "takes tp and dp only (and pp with --placement non-colocated)"),
+            ("dp=4", "pp=2,vpp=2,dp=2", 8, "vpp=2 needs --placement colocated"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, encoder, language, world, text):
+        with pytest.raises(UserError) as refusal:
+            separate(encoder, language, world)
+        assert text in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+    def test_the_table_shows_the_ranks_of_each_module(self):
+        assert layout_table(separate("pp=2,dp=2", "pp=2,cp=2", 8)).splitlines() == [
+            "module    layout               ranks  stages",
+            "encoder   tp=1,pp=2,dp=2       0-3    2",
+            "language  tp=1,cp=2,pp=2,dp=1  4-7    2",
+        ]
+
+
+class TestSamples:
+    @pytest.mark.parametrize("language", ["dp=4", "pp=2,dp=2"])
+    def test_modules_take_the_same_samples_of_each_microbatch(self, language):
+        layouts = separate("dp=4", language, 8)
+        tokens = tiny().encoder.tokens_per_tile
+        encoders = [BatchPlan(layouts, dp, None, tokens) for dp in range(4)]
+        readers = [BatchPlan(layouts, None, dp, tokens) for dp in range(layouts.language.dp)]
+        for number in range(layouts.num_microbatches):
+            encoded = [i for plan in encoders for i in plan.indices(number)[0]]
+            read = [i for plan in readers for i in plan.indices(number)[1]]
+            assert encoded == read == sorted(encoded)
+            assert not any(plan.indices(number)[1] for plan in encoders)
+
+    def test_a_rank_has_the_tokens_of_its_own_samples(self):
+        layouts = separate("dp=4", "dp=4", 8)
+        source = make_source("digits", tiny().encoder, 32, seed=0)
+        tokens = tiny().encoder.tokens_per_tile
+        (encoded, *_) = BatchPlan(layouts, 1, None, tokens).microbatches(source, "train", 0, "cpu")
+        (read, *_) = BatchPlan(layouts, None, 1, tokens).microbatches(source, "train", 0, "cpu")
+        assert encoded["input_ids"].equal(read["input_ids"])
+        assert read["modality_inputs"] is None

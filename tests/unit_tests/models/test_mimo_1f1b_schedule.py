@@ -1,0 +1,124 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder and language model on ranks of their own, in one 1F1B pipeline, train like one rank."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.model import build_vlm
+from examples.mimo.nemotron_vlm.placement import SEPARATE
+from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
+from tests.unit_tests.models.mimo_models import (
+    ONE_RANK,
+    PRESET,
+    make_layouts,
+    modules_of,
+    modules_of_one_rank,
+    train,
+)
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+STEPS = 3
+RTOL = 1e-4
+"""Of fp32 losses and gradient norms: sums in another order."""
+
+SIX_LAYERS = replace(
+    PRESET,
+    encoder=replace(PRESET.encoder, layers=2),
+    language=replace(PRESET.language, pattern="ME*E*M"),
+)
+"""Language pp=2, 3 and 6 divide it, and encoder pp=2."""
+
+
+class VariedStrips:
+    """Samples of 0 to 4 tiles; the first eight of each step, two microbatches, have none."""
+
+    def sample(self, split: str, step: int, index: int) -> Sample:
+        draw = np.random.default_rng([split == "test", step, index])
+        tiles = int(draw.integers(5)) if index >= 8 else 0
+        size = PRESET.encoder.tile
+        pixels = torch.from_numpy(draw.random((tiles, 3, size, size), dtype=np.float32))
+        answer = draw.integers(10, size=2).tolist()
+        tokens = PRESET.encoder.tokens_per_tile
+        return reading_task(pixels, answer, tokens, ONE_RANK.batch.seq_length)
+
+
+def build(layouts, modules):
+    (model,) = build_vlm(SIX_LAYERS, layouts, modules, layer_specs("local"), torch.float32)
+    return model
+
+
+def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> None:
+    """Losses and gradient norms of each step; four microbatches, or two with language dp=2."""
+    Utils.initialize_distributed()
+    with modules_of_one_rank() as modules:
+        expected = train(build, ONE_RANK, modules, STEPS, source)
+    layouts = make_layouts(
+        encoder, language, Utils.world_size, placement=SEPARATE, preset=SIX_LAYERS
+    )
+    with modules_of(layouts) as modules:
+        run = train(build, layouts, modules, STEPS, source)
+    assert run.losses == pytest.approx(expected.losses, rel=RTOL)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=RTOL)
+
+
+varied = pytest.mark.parametrize("source", [None, VariedStrips()], ids=["even", "varied"])
+
+
+@requires_world_size(2)
+class TestTwoRanks:
+    @varied
+    def test_one_and_one(self, source):
+        assert_trains_like_one_rank("", "", source)
+
+
+@requires_world_size(4)
+class TestFourRanks:
+    @varied
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("dp=1", "pp=3", id="pp-3"),
+            pytest.param("pp=2", "pp=2", id="encoder-pp-2"),
+            pytest.param("dp=2", "tp=2,dp=1", id="fan-in-tp-2"),
+            pytest.param("dp=2", "cp=2,dp=1", id="fan-in-cp-2"),
+            pytest.param("tp=2", "dp=2,ep=2", id="fan-out-2"),
+        ],
+    )
+    def test_trains_like_one_rank(self, encoder, language, source):
+        assert_trains_like_one_rank(encoder, language, source)
+
+
+@requires_world_size(8)
+class TestEightRanks:
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("tp=2", "tp=2,pp=3,dp=1", id="tp-2-to-tp-2-pp-3"),
+            pytest.param("pp=2", "pp=6,dp=1", id="full-pp"),
+            pytest.param("dp=4", "pp=2,cp=2,dp=1,ep=2,etp=1", id="fan-in-pp-2-cp-2-ep-2"),
+        ],
+    )
+    def test_trains_like_one_rank(self, encoder, language):
+        assert_trains_like_one_rank(encoder, language, VariedStrips())
+
+
+class TestRowsInFlight:
+    def test_gradients_are_cut_where_rows_were_joined(self):
+        rows = RowsInFlight()
+        rows.note([(3, 8), (0, 8)], dim=0)
+        rows.note([(1, 8), (2, 8)], dim=0)
+        assert [len(part) for part in rows.split(torch.ones(3, 8), dim=0)] == [3, 0]
+        assert [len(part) for part in rows.split(torch.ones(3, 8), dim=0)] == [1, 2]
+
+    def test_without_a_backward_nothing_is_kept(self):
+        rows = RowsInFlight()
+        with torch.no_grad():
+            rows.note([(3, 8)], dim=0)
+        with pytest.raises(RuntimeError, match="no microbatch was received"):
+            rows.split(torch.ones(3, 8), dim=0)

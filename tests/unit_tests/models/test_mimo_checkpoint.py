@@ -1,0 +1,222 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: save in one layout, go on in another; what is damaged or hostile is refused."""
+
+import contextlib
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm import checkpoint
+from examples.mimo.nemotron_vlm import run as program
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, trainer
+from tests.unit_tests.models import mimo_models
+from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+PRESET = replace(mimo_models.PRESET, encoder=replace(mimo_models.PRESET.encoder, layers=2))
+
+BEFORE, AFTER = 2, 3
+"""Steps before the save, and after it."""
+
+LAYOUTS = {
+    "dp": (COLOCATED, "tp=2,dp=2", "dp=4,ep=2"),
+    "tp-etp": (COLOCATED, "dp=4", "tp=2,dp=2,ep=4,etp=1"),
+    "cp": (COLOCATED, "tp=4", "cp=2,dp=2,ep=2"),
+    "pp": (COLOCATED, "dp=4", "pp=2,dp=2,ep=2"),
+    "apart-tp": (SEPARATE, "tp=2", "tp=2,dp=1,ep=1"),
+    "apart-cp": (SEPARATE, "pp=2,dp=1", "cp=2,dp=1,ep=2"),
+    "apart-pp": (SEPARATE, "dp=2", "pp=2,dp=1"),
+}
+
+TARGETS = {
+    "dp": ["dp", "tp-etp", "apart-pp"],
+    "tp-etp": ["cp", "apart-cp"],
+    "cp": ["pp", "apart-tp"],
+    "pp": ["pp", "dp", "apart-cp"],
+    "apart-tp": ["apart-tp", "dp", "apart-pp"],
+    "apart-cp": ["apart-cp", "pp", "apart-tp"],
+    "apart-pp": ["tp-etp", "cp"],
+}
+
+
+def run_of(layout: str):
+    placement, encoder, language = LAYOUTS[layout]
+    return trainer(
+        *("--placement", placement, "--encoder", encoder, "--language", language),
+        *("--global-batch-size", "16", "--micro-batch-size", "4", "--seq-length", "16"),
+        preset=PRESET,
+    )
+
+
+def losses(run, steps: int) -> list[float]:
+    return [run.train_step()["loss"] for _ in range(steps)]
+
+
+@pytest.fixture
+def shared_path() -> Iterator[Path]:
+    """A directory that all ranks know of."""
+    Utils.initialize_distributed()
+    with tempfile.TemporaryDirectory() as own:
+        chosen = [own]
+        dist.broadcast_object_list(chosen)
+        yield Path(chosen[0])
+
+
+@requires_world_size(4)
+class TestLayouts:
+    @pytest.mark.parametrize("source", LAYOUTS)
+    def test_training_goes_on_in_another_layout(self, source, shared_path):
+        """The next losses are the uninterrupted run's, to the last bit in the same layout."""
+        with run_of(source) as run:
+            losses(run, BEFORE)
+            checkpoint.save(run, shared_path)
+            drawn = torch.rand(1)
+            uninterrupted = losses(run, AFTER)
+        for target in TARGETS[source]:
+            with run_of(target) as run:
+                checkpoint.load(run, shared_path)
+                assert run.step == BEFORE
+                if target == source:
+                    assert torch.equal(torch.rand(1), drawn)
+                    assert losses(run, AFTER) == uninterrupted, target
+                else:
+                    expected = pytest.approx(uninterrupted, rel=TOLERANCE)
+                    assert losses(run, AFTER) == expected, target
+
+    def test_at_least_twelve_pairs_are_tried(self):
+        assert sum(len(targets) for targets in TARGETS.values()) >= 12
+
+    @pytest.mark.parametrize("layout", ["dp", "apart-cp"])
+    def test_saved_in_the_background_is_the_state_at_the_save(self, layout, shared_path):
+        with run_of(layout) as run:
+            losses(run, BEFORE)
+            saved = gather_weights(run.chunks)
+            writer = checkpoint.CheckpointWriter(shared_path, asynchronous=True)
+            writer.save(run)
+            uninterrupted = losses(run, AFTER)
+            writer.poll()
+            writer.finish()
+            assert checkpoint.newest(shared_path).name == f"step_{BEFORE:08d}"
+        with run_of(layout) as run:
+            checkpoint.load(run, shared_path)
+            assert_shards_equal(run.chunks, saved)
+            assert losses(run, AFTER) == uninterrupted
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def largest(directory: Path) -> Path:
+    return max(directory.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+DAMAGES = {
+    "truncated shard": (lambda d: os.truncate(largest(d), 100), "is damaged"),
+    "flipped bit in a shard": (lambda d: flip(largest(d)), "is damaged"),
+    "missing shard": (lambda d: largest(d).unlink(), "file missing"),
+    "flipped bit in the common part": (lambda d: flip(d / "common.pt"), "common.pt"),
+    "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), ".metadata"),
+    "missing manifest": (lambda d: (d / "integrity.json").unlink(), "manifest not found"),
+    "no record": (lambda d: (d / "run.json").write_text("{"), "is damaged"),
+    "record of nothing": (lambda d: (d / "run.json").write_text("[]"), "is damaged"),
+    "other format": (lambda d: rewrite(d / "run.json", '"format": 1', '"format": 9'), "format 9"),
+    "other model": (lambda d: rewrite(d / "run.json", '"test"', '"huge"'), "model huge"),
+    "other seed": (lambda d: rewrite(d / "run.json", '"seed": 0', '"seed": 7'), "seed 7"),
+}
+
+
+@requires_world_size(2)
+class TestRefusals:
+    """What is refused leaves every weight as it is, on every rank."""
+
+    @pytest.fixture
+    def saved(self, shared_path) -> Path:
+        with self.run() as run:
+            losses(run, 1)
+            checkpoint.save(run, shared_path)
+        return shared_path
+
+    @contextlib.contextmanager
+    def run(self, preset=PRESET):
+        arguments = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
+        with trainer(*arguments, preset=preset) as run:
+            yield run
+
+    def assert_refused(self, saved: Path, text: str, preset=PRESET) -> None:
+        with self.run(preset) as run:
+            before = gather_weights(run.chunks)
+            with pytest.raises(UserError) as refusal:
+                checkpoint.load(run, saved)
+            assert text in str(refusal.value)
+            assert "\n" not in str(refusal.value)
+            assert_shards_equal(run.chunks, before)
+            assert run.step == 0
+
+    def test_damaged_and_foreign(self, saved):
+        whole = checkpoint.newest(saved)
+        for number, (damage, text) in enumerate(DAMAGES.values()):
+            copy = saved / f"copy{number}" / whole.name
+            if dist.get_rank() == 0:
+                shutil.copytree(whole, copy)
+                damage(copy)
+            dist.barrier()
+            self.assert_refused(copy.parent, text)
+
+    def test_rank_0_says_which_is_the_newest(self, saved, monkeypatch):
+        """A rank that sees another directory, or a late one, loads what the others load."""
+        if dist.get_rank() > 0:
+            monkeypatch.setattr(checkpoint, "newest", lambda directory: None)
+        with self.run() as run:
+            checkpoint.load(run, saved)
+            assert run.step == 1
+            config = replace(run.config, save=saved, restart_from_latest=True)
+            assert program._restarted(config).load == saved
+
+    def test_of_another_shape(self, saved):
+        wider = replace(PRESET, projector_ffn=64)
+        self.assert_refused(saved, "does not fit this model", wider)
+
+    @pytest.mark.parametrize("part", [".metadata", "common.pt"])
+    def test_hostile_runs_no_code(self, saved, part):
+        """Its hashes are right; what is refused is what it would do."""
+        whole, made = checkpoint.newest(saved), saved / "made by the checkpoint"
+        if dist.get_rank() == 0:
+            content = pickle.dumps(Touch(made))
+            if part == "common.pt":
+                torch.save({"scheduler": Touch(made)}, whole / part)
+            else:
+                (whole / part).write_bytes(content)
+            (whole / "integrity.json").unlink()
+            save_integrity_manifest(str(whole))
+        dist.barrier()
+        self.assert_refused(saved, "does not fit this model")
+        assert not made.exists()
