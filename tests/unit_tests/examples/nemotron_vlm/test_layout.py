@@ -70,12 +70,12 @@ class TestRules:
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         arguments = (Layout(), layout, batch, layout.cp, preset)
         with pytest.raises(UserError) as refusal:
-            resolve(*arguments, Recurrence("head-parallel", "zigzag"))
+            resolve(*arguments, recurrence=Recurrence("head-parallel", "zigzag"))
         assert text in str(refusal.value)
         assert "--cp-linear state-passing takes any" in str(refusal.value)
         # The encoder's own rule on its samples comes later.
         with pytest.raises(UserError, match="samples of a microbatch"):
-            resolve(*arguments, Recurrence())
+            resolve(*arguments, recurrence=Recurrence())
 
     def test_refuses_dp_sizes_that_do_not_divide(self):
         language = replace(tiny().language, mamba_heads=36, mamba_groups=12)
