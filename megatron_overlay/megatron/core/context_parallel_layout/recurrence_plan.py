@@ -29,6 +29,7 @@ class Halo:
             of this rank, int64.
         token: which of this rank's last ``kept`` tokens each of them is, int64.
         is_empty: no rank needs any token, so that all of them skip the collective.
+        is_whole: all rows that this rank takes are valid.
     """
 
     reach: int
@@ -38,6 +39,7 @@ class Halo:
     used_at: Tensor
     token: Tensor
     is_empty: bool
+    is_whole: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +159,35 @@ class RecurrencePlan:
                 if owner == self.rank:
                     used_at.append(rank * reach + place)
                     token.append(kept_place)
+        is_whole = all(valid)
         indices = (
             torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
             for values in (take, valid, used_at, token)
         )
-        return Halo(reach, kept, *indices, is_empty=reach == 0 or self.is_local)
+        return Halo(reach, kept, *indices, reach == 0 or self.is_local, is_whole)
+
+    def head_taps(self, width: int) -> Tensor | None:
+        """What the windows of the rank's first ``width`` - 1 tokens see of their own samples.
+
+        Returns:
+            bool ``[width - 1, 1, width]`` (fewer tokens of a smaller shard), the earliest token of
+            a window first; None if every window lies in one sample.
+        """
+        taps = vars(self).setdefault("_head_taps", {})
+        if width not in taps:
+            taps[width] = self._make_head_taps(width - 1)
+        return taps[width]
+
+    def _make_head_taps(self, reach: int) -> Tensor | None:
+        starts = self.bounds[1:-1]
+        own = [
+            [bisect_right(starts, max(0, t - back)) == bisect_right(starts, t)
+             for back in range(reach, -1, -1)]
+            for t in range(min(reach, self.shard_size))
+        ]  # fmt: skip
+        if all(map(all, own)):
+            return None
+        return torch.tensor(own).unsqueeze(1).to(self.device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

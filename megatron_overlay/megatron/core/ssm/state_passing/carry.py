@@ -36,7 +36,8 @@ class StateGather:
         parts = [states] if transition is None else [states, transition]
         self._shapes = [part.shape for part in parts]
         self._size = group.size()
-        own = torch.cat([part.flatten() for part in parts])
+        flat = [part.flatten() for part in parts]
+        own = flat[0] if transition is None else torch.cat(flat)
         self._gathered = own.new_empty(self._size * own.numel())
         self._work = dist.all_gather_into_tensor(self._gathered, own, group=group, async_op=True)
 
@@ -59,8 +60,7 @@ def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) ->
     """
     entering = None
     for rank in plan.ranks_before():
-        carried = 0 if entering is None else _apply(transitions[rank], entering)
-        entering = states[rank] + carried
+        entering = _leaving(states[rank], transitions[rank], entering)
     return entering
 
 
@@ -73,8 +73,7 @@ def leaving_gradient(grads: Tensor, transitions: Tensor, plan: RecurrencePlan) -
     """
     leaving = None
     for rank in reversed(plan.ranks_after()):
-        carried = 0 if leaving is None else _apply(transitions[rank].mT, leaving)
-        leaving = grads[rank] + carried
+        leaving = _leaving(grads[rank], transitions[rank].mT, leaving)
     return leaving
 
 
@@ -118,5 +117,10 @@ class _CarryState(torch.autograd.Function):
         return leaving, transition_grad, None, None
 
 
-def _apply(transition: Tensor, state: Tensor) -> Tensor:
-    return transition * state if transition.shape[-2:] == (1, 1) else transition @ state
+def _leaving(state: Tensor, transition: Tensor, entering: Tensor | None) -> Tensor:
+    """``transition entering + state``; a copy of ``state`` where nothing enters."""
+    if entering is None:
+        return state.clone()
+    if transition.shape[-2:] == (1, 1):
+        return torch.addcmul(state, transition, entering)
+    return state + transition @ entering

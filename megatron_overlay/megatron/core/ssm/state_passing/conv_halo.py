@@ -28,7 +28,9 @@ class HaloGather:
         """``[B, reach, D]``, zero where the sample has no such token."""
         self._work.wait()
         rows = self._gathered.index_select(0, self._halo.take)
-        return (rows * self._halo.valid[:, None, None].to(rows.dtype)).transpose(0, 1)
+        if not self._halo.is_whole:
+            rows = rows * self._halo.valid[:, None, None].to(rows.dtype)
+        return rows.transpose(0, 1)
 
 
 class HaloGradient:

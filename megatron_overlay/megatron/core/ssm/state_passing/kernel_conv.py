@@ -9,12 +9,12 @@ first W - 1 outputs, which it changes, are then computed again in plain PyTorch.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
-from megatron.core.ssm.ops.reference import causal_conv1d_fn
 
 
 def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
@@ -25,29 +25,46 @@ def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -
 
 def mend_head(
     out: Tensor, x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> None:
-    """Compute the first W - 1 outputs again, in place, now that ``past [B, W - 1, D]`` is known."""
-    head = _head(x[:, : past.shape[1]], past, weight, bias, plan.seq_idx)
-    out[:, : past.shape[1]].copy_(head)
+) -> Tensor:
+    """Compute the first W - 1 outputs again, in place, now that ``past [B, W - 1, D]`` is known.
+
+    Returns:
+        Them before the activation, ``[B, W - 1, D]`` of fp32: for :func:`restore_head` and
+        :func:`head_backward`. A shard of fewer tokens has as many.
+    """
+    before = (_taps(x, past, plan) * weight.float()).sum(-1)
+    if bias is not None:
+        before = before + bias
+    restore_head(out, before)
+    return before
+
+
+def restore_head(out: Tensor, before: Tensor) -> None:
+    """Put in place what :func:`mend_head` computed."""
+    out[:, : before.shape[1]] = F.silu(before)
 
 
 def head_backward(
-    grad: Tensor, x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> list[Tensor | None]:
+    grad: Tensor, x: Tensor, past: Tensor, weight: Tensor, before: Tensor, plan: RecurrencePlan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The adjoint of :func:`mend_head`; zeroes the first W - 1 tokens of ``grad [B, S, D]``.
 
     Returns:
         fp32 gradients of the first tokens, of ``past``, of the weight and of the bias.
     """
     reach = past.shape[1]
-    inputs = [x[:, :reach], past, weight, bias]
-    leaves = [t if t is None else t.detach().float().requires_grad_() for t in inputs]
-    with torch.enable_grad():
-        head = _head(*leaves, plan.seq_idx)
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad(head, wanted, grad[:, :reach].float()))
-    grad[:, :reach].zero_()
-    return [leaf if leaf is None else next(found) for leaf in leaves]
+    head = grad[:, : before.shape[1]]
+    before_grad = torch.ops.aten.silu_backward(head.float(), before)
+    head.zero_()
+    spread = before_grad.unsqueeze(-1)
+    weight_grad = (spread * _taps(x, past, plan)).sum((0, 1))
+    taps_grad = spread * weight
+    own = plan.head_taps(weight.shape[1])
+    if own is not None:
+        taps_grad = taps_grad * own
+    tokens = [x.shape[0], reach + before.shape[1], x.shape[2]]
+    tokens_grad = torch.ops.aten.unfold_backward(taps_grad, tokens, 1, weight.shape[1], 1)
+    return tokens_grad[:, reach:], tokens_grad[:, :reach], weight_grad, before_grad.sum((0, 1))
 
 
 def conv_backward(
@@ -68,16 +85,24 @@ def conv_backward(
     return weight_grad, bias_grad
 
 
-def _head(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
-    out = causal_conv1d_fn(
-        x.float().transpose(1, 2),
-        weight.float(),
-        None if bias is None else bias.float(),
-        None if seq_idx is None else seq_idx[:, : x.shape[1]],
-        initial_states=past.float().transpose(1, 2),
-        activation="silu",
-    )
-    return out.transpose(1, 2)
+def add_head(
+    head: tuple[Tensor, ...] | None, x_grad: Tensor, weight_grad: Tensor, bias_grad: Tensor | None
+) -> None:
+    """Add, in place, what :func:`head_backward` found to gradients of the rest."""
+    if head is None:
+        return
+    x_grad[:, : head[0].shape[1]] += head[0]
+    weight_grad += head[2]
+    if bias_grad is not None:
+        bias_grad += head[3]
+
+
+def _taps(x: Tensor, past: Tensor, plan: RecurrencePlan) -> Tensor:
+    """What each of the first W - 1 outputs sees, ``[B, W - 1, D, W]``."""
+    reach = past.shape[1]
+    taps = torch.cat([past, x[:, :reach]], dim=1).unfold(1, reach + 1, 1)
+    own = plan.head_taps(reach + 1)
+    return taps if own is None else taps * own
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -97,27 +122,23 @@ class HaloConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, past, weight, bias, plan: RecurrencePlan):
-        ctx.save_for_backward(x, past, weight, bias)
-        ctx.plan = plan
-        out = conv_without_halo(x, weight, bias, plan.seq_idx)
+        out, before = conv_without_halo(x, weight, bias, plan.seq_idx), None
         if plan.continues[plan.rank]:
-            mend_head(out, x, past, weight, bias, plan)
+            before = mend_head(out, x, past, weight, bias, plan)
+        ctx.save_for_backward(x, past, weight, bias, before)
+        ctx.plan = plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, past, weight, bias = ctx.saved_tensors
-        plan, reach = ctx.plan, past.shape[1]
+        x, past, weight, bias, before = ctx.saved_tensors
+        plan, head = ctx.plan, None
         x_grad, past_grad = torch.empty_like(x), torch.zeros_like(past)
-        head = None
-        if plan.continues[plan.rank]:
+        if before is not None:
             grad = grad.clone()
-            head = head_backward(grad, x, past, weight, bias, plan)
+            head = head_backward(grad, x, past, weight, before, plan)
             past_grad = head[1].to(past.dtype)
         weight_grad, bias_grad = conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
-        if head is not None:
-            x_grad[:, :reach] += head[0].to(x.dtype)
-            weight_grad = weight_grad + head[2].to(weight.dtype)
-            bias_grad = None if bias is None else bias_grad + head[3].to(bias.dtype)
+        add_head(head, x_grad, weight_grad, bias_grad)
         return x_grad, past_grad, weight_grad, bias_grad, None

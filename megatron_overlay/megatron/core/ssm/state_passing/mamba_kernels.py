@@ -7,8 +7,8 @@ state enters between two of them, chunk states and state passing, and its gradie
 two on the way back, so a rank goes through its tokens as often as without context parallelism. The
 collectives run beside kernels that do not need their result.
 
-Memory is that of upstream's fused path: the projection and the output before the gate are kept,
-the convolution and the states are computed again in the backward.
+Memory is that of upstream's fused path: the projection and the output before the gate are kept (and
+the decays, 2 % of these), the convolution and the states are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -94,13 +94,12 @@ class _Scan(torch.autograd.Function):
         coming = None if halo.is_empty else HaloGather(xBC, halo, group)
         convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
         past = None if coming is None else coming.wait()
+        head = None
         if plan.continues[plan.rank]:
-            kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+            head = kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
         x, B, C = _Tokens.of(convolved, heads, sizes)
 
-        decay, steps = _chunk_cumsum_fwd(
-            dt.clone(), A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True
-        )
+        decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
@@ -118,17 +117,19 @@ class _Scan(torch.autograd.Function):
             scores, x, steps, decay, C, passed, D=D, z=z, seq_idx=seq_idx
         )
         ctx.save_for_backward(
-            projected, conv_weight, conv_bias, dt_bias, A, D, ungated, past, entering, transitions
-        )
+            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, past, head,
+            entering, transitions,
+        )  # fmt: skip
         ctx.sizes, ctx.plan, ctx.group = sizes, plan, group
         return out.flatten(-2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (projected, conv_weight, conv_bias, dt_bias, A, D, ungated, past, entering, transitions) = (
-            ctx.saved_tensors
-        )
+        (
+            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, past, head,
+            entering, transitions,
+        ) = ctx.saved_tensors  # fmt: skip
         sizes, plan, group, heads = ctx.sizes, ctx.plan, ctx.group, A.shape[0]
         seq_idx = plan.seq_idx
         widths = [heads * sizes.headdim, conv_weight.shape[0], heads]
@@ -137,14 +138,12 @@ class _Scan(torch.autograd.Function):
         z_grad, xBC_grad, dt_grad = projected_grad.split(widths, dim=-1)
 
         convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
-        if plan.continues[plan.rank]:
-            kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+        if head is not None:
+            kernel_conv.restore_head(convolved, head)
         x, B, C = _Tokens.of(convolved, heads, sizes)
         convolved_grad = torch.empty_like(convolved)
         dx, dB, dC = _Tokens.of(convolved_grad, heads, sizes)
 
-        dt = dt.clone()
-        decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, states.dtype)
@@ -193,33 +192,29 @@ class _Scan(torch.autograd.Function):
         _bmm_chunk_bwd(B, scores_grad.transpose(-1, -2), residual=to_states, out=dC)
         # A decay's sum runs on to the end of its chunk, where the state takes it along.
         decay_grad_before[..., -1] += chunk_decay_grad
-        decay_grad += decay_grad_after + decay_grad_before.flip(-1).cumsum(-1).flip(-1)
+        decay_grad += decay_grad_after
+        decay_grad += decay_grad_before.flip(-1).cumsum(-1).flip(-1)
         _, A_grad, dt_bias_grad = _chunk_cumsum_bwd(
             decay_grad, steps_grad, dt, A, dt_bias=dt_bias, dt_softplus=True, ddt=dt_grad
         )
 
         weight_grad, bias_grad = _conv_backward(
-            convolved_grad, xBC, past, conv_weight, conv_bias, plan, group, xBC_grad
+            convolved_grad, xBC, past, head, conv_weight, conv_bias, plan, group, xBC_grad
         )
         return (
             projected_grad, weight_grad, bias_grad, dt_bias_grad, A_grad, D_grad, None, None, None
         )  # fmt: skip
 
 
-def _conv_backward(grad, x, past, weight, bias, plan, group, x_grad):
-    halo, reach = plan.halo(weight.shape[1] - 1), weight.shape[1] - 1
-    head = None
-    if plan.continues[plan.rank]:
-        head = kernel_conv.head_backward(grad, x, past, weight, bias, plan)
-    going = None
+def _conv_backward(grad, x, past, before, weight, bias, plan, group, x_grad):
+    halo, head, going = plan.halo(weight.shape[1] - 1), None, None
+    if before is not None:
+        head = kernel_conv.head_backward(grad, x, past, weight, before, plan)
     if not halo.is_empty:
         past_grad = past.new_zeros(past.shape) if head is None else head[1].to(past.dtype)
         going = HaloGradient(past_grad, halo, group)
     weight_grad, bias_grad = kernel_conv.conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
-    if head is not None:
-        x_grad[:, :reach] += head[0].to(x_grad.dtype)
-        weight_grad = weight_grad + head[2].to(weight_grad.dtype)
-        bias_grad = None if bias is None else bias_grad + head[3].to(bias_grad.dtype)
+    kernel_conv.add_head(head, x_grad, weight_grad, bias_grad)
     if going is not None:
         going.add_to(x_grad)
     return weight_grad, bias_grad
@@ -257,8 +252,10 @@ def _row_alone(states: Tensor, decay: Tensor, plan: RecurrencePlan) -> tuple[Ten
     if plan.seq_idx is not None:
         ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
         weight = weight * (ends == ends[:, -1:]).unsqueeze(1)
-    crossed = total[..., -1].exp() * plan.crosses[plan.rank]
-    return _weighted_sum(weight, states), crossed[..., None, None]
+    crossed = total[..., -1:].exp()
+    if not plan.crosses[plan.rank]:
+        crossed = torch.zeros_like(crossed)
+    return _weighted_sum(weight, states), crossed.unsqueeze(-1)
 
 
 def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan) -> Tensor:
@@ -278,6 +275,7 @@ def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan
 def _weighted_sum(weight: Tensor, states: Tensor) -> Tensor:
     """Over chunks: weight ``[B, H, c]``, states ``[B, c, H, P, N]``, to ``[B, H, P, N]``."""
     # Row by row the product takes views; all rows at once would copy the states.
-    rows = zip(weight, states.flatten(-2), strict=True)
-    summed = torch.stack([torch.einsum("hc,chd->hd", w, s) for w, s in rows])
+    pairs = zip(weight.unsqueeze(-2), states.flatten(-2).transpose(1, 2), strict=True)
+    rows = [torch.bmm(w, s).squeeze(1) for w, s in pairs]
+    summed = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
     return summed.unflatten(-1, states.shape[-2:])
