@@ -174,8 +174,8 @@ def language_violation(
                 ),
                 (
                     batch.global_size % samples > 0,
-                    f"the global batch {batch.global_size} must be a multiple of micro batch × dp = "
-                    f"{batch.micro_size}·{lay.dp} = {samples}",
+                    f"the global batch {batch.global_size} must be a multiple of micro batch × dp "
+                    f"= {batch.micro_size}·{lay.dp} = {samples}",
                 ),
             ]
         )
