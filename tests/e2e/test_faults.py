@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +22,12 @@ FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 FAULT_TIMEOUT_S = 30
 LIMIT_S = 60
 """From the fault to the end of every rank."""
+
+UNTIL_FAULT_S = 20
+"""From the first save, which can be seen from outside, to the fault."""
+
+AT_ONCE = 4
+"""Runs under way."""
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--steps", "6", "--save-interval", "2"),
@@ -73,35 +81,69 @@ def losses(path: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
+class Struck(NamedTuple):
+    """What became of a run with a fault.
+
+    codes: of the processes. errors: all that they wrote. seconds: from the first save to the end.
+    """
+
+    codes: list[int]
+    errors: str
+    seconds: float
+
+
+def strike(kind: str, rank: int, at: str, saved: Path) -> Struck:
+    """Train until the fault has ended the run, which saves before it; stopped ranks are killed."""
+    processes = start(2, *ARGUMENTS, "--save", saved, program=fault(kind, rank, at))
+    try:
+        wait_for(saved / "step_00000002" / "run.json")
+        started = time.monotonic()
+        for number, process in enumerate(processes):
+            if (kind, number) != ("stop", rank):
+                process.wait(LIMIT_S + UNTIL_FAULT_S)
+        seconds = time.monotonic() - started
+    finally:
+        for process in processes:
+            kill(process)
+    errors = "".join(process.stderr.read() for process in processes)
+    return Struck([process.returncode for process in processes], errors, seconds)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < deadline, "the run did not get to its first save"
+        time.sleep(0.1)
+
+
 class TestOneReport:
+    @pytest.fixture(scope="class")
+    def runs(self, request, tmp_path_factory):
+        """Runs by fault, under way: some at a time, because they mostly wait."""
+        asked = [
+            tuple(item.callspec.params[name] for name in ("kind", "rank", "at"))
+            for item in request.session.items
+            if item.cls is type(self)
+        ]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            directories = {key: tmp_path_factory.mktemp("faults") / "saved" for key in asked}
+            yield {
+                key: (directory, pool.submit(strike, *key, directory))
+                for key, directory in directories.items()
+            }
+
     @pytest.mark.parametrize(("kind", "rank", "at", "text"), FAULTS)
-    def test_ends_the_run(self, kind, rank, at, text, tmp_path):
-        saved = tmp_path / "saved"
-        processes = start(2, *ARGUMENTS, "--save", saved, program=fault(kind, rank, at))
-        try:
-            self.wait_for(saved / "step_00000002" / "run.json", processes)
-            struck = time.monotonic()
-            for number, process in enumerate(processes):
-                if (kind, number) != ("stop", rank):
-                    process.wait(LIMIT_S + 20)  # of which up to 20 until the fault
-            assert time.monotonic() - struck < LIMIT_S + 20
-        finally:
-            for process in processes:
-                kill(process)
-        errors = "".join(process.stderr.read() for process in processes)
-        lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, errors
+    def test_ends_the_run(self, runs, kind, rank, at, text):
+        saved, future = runs[kind, rank, at]
+        run = future.result()
+        assert run.seconds < LIMIT_S + UNTIL_FAULT_S
+        lines = [line for line in run.errors.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, run.errors
         assert f"rank {rank}" in lines[0] and text in lines[0]
-        assert all(process.returncode != 0 for process in processes)
+        assert 0 not in run.codes
         assert saved_steps(saved)[0] == "step_00000002"
         for step in saved_steps(saved):
             assert_whole(saved / step)
-
-    def wait_for(self, path: Path, processes) -> None:
-        deadline = time.monotonic() + 120
-        while not path.exists():
-            assert time.monotonic() < deadline, "the run did not get to its first save"
-            time.sleep(0.1)
 
 
 class TestBadGradients:
