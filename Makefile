@@ -13,8 +13,7 @@ TRAIN_ARGS ?= --model tiny --device cpu --transformer-impl local --placement col
 	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
 	--steps 300 --lr 3e-3 --warmup-steps 20 --eval-interval 50
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
-	--save $(abspath $(RUN))/checkpoints --save-interval 50 \
-	$(if $(wildcard $(RUN)/checkpoints/step_*/run.json),--load $(abspath $(RUN))/checkpoints)
+	--save $(abspath $(RUN))/checkpoints --save-interval 50 --restart-from-latest
 
 .PHONY: help setup fetch apply lock train test lint clean
 help: ## Show this help

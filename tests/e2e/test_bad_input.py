@@ -26,6 +26,9 @@ class TestBeforeAnyGroupIsMade:
                 ["need ranks of their own, 2 and 0 of 2"],
             ),
             (["--steps", "many"], ["--steps", "--help"]),
+            (["--fault-timeout", "nan"], ["--fault-timeout must be a finite number"]),
+            (["--recompute-encoder", "2"], ["--recompute-encoder needs", "pp of 2 or more"]),
+            (["--encoder", "pp=2"], ["takes tp and dp only", "Nearest that fit: tp=1,dp=2"]),
         ],
     )
     def test_is_refused(self, arguments, texts, tmp_path):

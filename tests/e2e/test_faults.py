@@ -158,11 +158,15 @@ class TestBadGradients:
         assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1, 1, 1]
 
     def test_too_many_in_a_row_end_the_run(self, tmp_path):
+        """What is being saved then is finished."""
         program = fault("nan", LANGUAGE, "(train), optimizer", module="language", times=9)
-        ends = run(2, *ARGUMENTS[:4], "--max-skipped-steps", "2", program=program)
+        saving = ("--save", tmp_path / "saved", "--save-interval", "1", "--async-save")
+        ends = run(2, *ARGUMENTS[:4], *saving, "--max-skipped-steps", "2", program=program)
         assert [end.code for end in ends] == [1, 1]
         (line,) = [line for end in ends for line in end.error_lines]
         assert "3 steps in a row up to step 3" in line and "--max-skipped-steps 2" in line
+        assert saved_steps(tmp_path / "saved") == ["step_00000001", "step_00000002"]
+        assert_whole(tmp_path / "saved" / "step_00000002")
 
 
 class TestRestart:

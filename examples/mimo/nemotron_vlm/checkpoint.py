@@ -9,6 +9,7 @@ them. ``run.json`` is read, and all files are hashed, before any state is touche
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ class CheckpointWriter:
         self.finish()
         final = self._directory / f"step_{trainer.step:08d}"
         partial = final.with_name(final.name + ".partial")
+        if trainer.step == trainer.skipped:
+            _allocate_optimizer_state(trainer)
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -112,7 +115,8 @@ class CheckpointWriter:
         self._finalize(blocking=True)
 
     def _finalize(self, blocking: bool) -> None:
-        if self._queue is not None:
+        if self._queue is not None and self._queue.async_calls:
+            progress.note("finishing a save", patience=2)
             with _failed_writes_named(self._directory):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
@@ -165,15 +169,17 @@ def load(trainer: Trainer, directory: Path) -> None:
     dist.broadcast_object_list(chosen)
     (found,) = chosen
     record = agreed(lambda: _read_record(trainer, directory, found))
+    agreed(lambda: _read_manifest(found))
     agreed(lambda: _verify(found))
     _allocate_optimizer_state(trainer)
     state = _state(trainer, is_loading=True)
     if record.layout == layout_signature(trainer.config):
         state["rng"] = _random_state()
+    agreed(lambda: _check_shapes(state, found))
     loaded = agreed(lambda: _read_state(state, found))
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.optimizer.load_state_dict(loaded.get("optimizer", {}))
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if "rng" in state:
         _set_all_rng_states(*loaded["rng"])
@@ -188,29 +194,45 @@ def _read_record(trainer: Trainer, directory: Path, found: Path | None) -> Recor
     return record
 
 
+def _read_manifest(found: Path) -> None:
+    """Megatron reads it on rank 0 alone, where anything unexpected would leave the others waiting.
+
+    A missing one it reports itself.
+    """
+    path = found / "integrity.json"
+    try:
+        if path.exists() and not isinstance(json.loads(path.read_text())["files"], dict):
+            raise ValueError("integrity.json lists no files")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(found, error) from error
+
+
 def _verify(found: Path) -> None:
     try:
         verify_integrity_manifest(str(found))
-    except (CheckpointingException, OSError, ValueError, KeyError, TypeError) as error:
+    except (CheckpointingException, OSError) as error:
         raise damaged(found, error) from error
 
 
 def _check_shapes(state: dict, found: Path) -> None:
-    """Megatron compares them too, but has cleared the embeddings by then."""
-    saved = dist_checkpointing.load_tensors_metadata(str(found))
+    """Megatron compares them too, but has cleared the embeddings by then, and ranks may differ."""
+    try:
+        saved = dist_checkpointing.load_tensors_metadata(str(found))
+    except (CheckpointingException, UnpicklingError, OSError, ValueError, KeyError) as error:
+        raise _unfit(found, error) from error
     for part in nested_values(state):
         if not isinstance(part, ShardedTensor) or part.allow_shape_mismatch:
             continue
         if part.key in saved and saved[part.key].global_shape != part.global_shape:
-            raise CheckpointingException(
+            error = ValueError(
                 f"{part.key} has shape {tuple(saved[part.key].global_shape)} there and "
                 f"{tuple(part.global_shape)} here"
             )
+            raise _unfit(found, error)
 
 
 def _read_state(state: dict, found: Path) -> dict:
     try:
-        _check_shapes(state, found)
         return dist_checkpointing.load(state, str(found), strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
@@ -225,9 +247,9 @@ def _unfit(found: Path, error: BaseException) -> UserError:
 
 
 def _allocate_optimizer_state(trainer: Trainer) -> None:
-    """Make the state that PyTorch's Adam makes at its first step, for the checkpoint to fill.
+    """Make the state that Adam makes at its first step: to be filled, or saved before that step.
 
-    The step is one of length 0: weights stay as they are, should the checkpoint be refused.
+    It takes a step of length 0: weights stay as they are, should the checkpoint be refused.
     """
     for module in trainer.optimizer.module_infos.values():
         for optimizer in leaves(module.optimizer) if module.optimizer else []:
@@ -238,3 +260,8 @@ def _allocate_optimizer_state(trainer: Trainer) -> None:
             optimizer._init_optimizer_states_with_dummy_values()
             for group, (lr, weight_decay) in zip(groups, settings, strict=True):
                 group["lr"], group["weight_decay"] = lr, weight_decay
+                if "step" in group:
+                    group["step"] = 0
+            for state in optimizer.optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()

@@ -105,9 +105,12 @@ def damaged(checkpoint: Path, error: Exception) -> UserError:
 
 
 def layout_signature(config: RunConfig) -> str:
-    """The layouts in one line; ranks of equal signatures hold the same parts."""
+    """Layouts and device in one line; ranks of equal signatures hold the same parts."""
     layouts = config.layouts
-    return f"{layouts.placement}: encoder {layouts.encoder}, language {layouts.language}"
+    return (
+        f"{layouts.placement}: encoder {layouts.encoder}, language {layouts.language}, "
+        f"{config.device}"
+    )
 
 
 def newest(directory: Path) -> Path | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,13 +173,16 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)
-    if args.placement == SEPARATE and args.recompute_encoder:
-        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     if args.device == "cpu" and args.transformer_impl == "transformer_engine":
         raise UserError("--transformer-impl transformer_engine needs --device cuda")
     preset = PRESETS[args.model]()
     encoder = parse_layout(args.encoder, "encoder")
     language = parse_layout(args.language, "language")
+    if args.recompute_encoder and (args.placement == SEPARATE or language.pp == 1):
+        raise UserError(
+            f"--recompute-encoder needs --placement {COLOCATED}, and a language model with pp of 2 "
+            "or more"
+        )
     if args.dry_run and world_size > 1:
         raise UserError(f"--dry-run counts the whole model: start it on 1 rank, not {world_size}")
     return RunConfig(
@@ -215,6 +219,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("global_batch_size", "micro_batch_size", "seq_length", "steps", "eval_samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+    for name in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "fault_timeout"):
+        if not math.isfinite(getattr(args, name)) or getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must be a finite number, 0 or more")
+    if args.adam_eps == 0:
+        raise UserError("--adam-eps must be above 0")
     for name in ("eval_interval", "save_interval", "warmup_steps", "seed", "recompute_encoder"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must be 0 or more")

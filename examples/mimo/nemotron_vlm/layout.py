@@ -42,13 +42,11 @@ def resolve(
     def violation(layout: Layout) -> str | None:
         return language_violation(layout, for_language, preset, batch, recurrence)
 
+    def encoder_rule(layout: Layout) -> str | None:
+        return encoder_violation(layout, for_encoder, preset, layouts.separate)
+
     for module, layout, ranks, broken in (
-        (
-            "encoder",
-            encoder,
-            for_encoder,
-            encoder_violation(encoder, for_encoder, preset, layouts.separate),
-        ),
+        ("encoder", encoder, for_encoder, encoder_rule(encoder)),
         (
             "language",
             language,
@@ -57,12 +55,13 @@ def resolve(
         ),
     ):
         if broken:
-            near = _nearest(module, layout, ranks, preset, violation)
+            fits = violation if module == "language" else encoder_rule
+            near = _nearest(module, layout, ranks, fits)
             raise UserError(f"--{module} {layout}: {broken}. {near}")
     if broken := pair_violation(layouts):
         raise UserError(
             f"--encoder {encoder} with --language {language}: {broken}. "
-            f"{_nearest_encoder(layouts, for_encoder, preset)}"
+            f"{_nearest_encoder(layouts, for_encoder, encoder_rule)}"
         )
     return layouts
 
@@ -227,28 +226,20 @@ def _listing(fitting: list[Layout], wanted: Layout) -> str:
 
 
 def _nearest(
-    module: str,
-    wanted: Layout,
-    world: int,
-    preset: VLMPreset,
-    violation: Callable[[Layout], str | None],
+    module: str, wanted: Layout, world: int, violation: Callable[[Layout], str | None]
 ) -> str:
-    if module == "encoder":
-        axes = ["tp", "pp"] if wanted.pp > 1 else ["tp"]
-        fitting = [
-            c for c in _candidates(world, axes) if not encoder_violation(c, world, preset, True)
-        ]
-    else:
-        axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
-        fitting = [c for c in _candidates(world, axes) if not violation(c)]
-    return _listing(fitting, wanted)
+    others = ("cp", "pp", "ep") if module == "language" else ("pp",)
+    axes = ["tp"] + [axis for axis in others if getattr(wanted, axis) > 1]
+    return _listing([c for c in _candidates(world, axes) if not violation(c)], wanted)
 
 
-def _nearest_encoder(layouts: Layouts, world_size: int, preset: VLMPreset) -> str:
+def _nearest_encoder(
+    layouts: Layouts, world: int, violation: Callable[[Layout], str | None]
+) -> str:
+    axes = ["tp", "pp"] if layouts.encoder.pp > 1 else ["tp"]
     fitting = [
         c
-        for c in _candidates(world_size, ["tp"])
-        if not encoder_violation(c, world_size, preset)
-        and not pair_violation(replace(layouts, encoder=c))
+        for c in _candidates(world, axes)
+        if not violation(c) and not pair_violation(replace(layouts, encoder=c))
     ]
     return _listing(fitting, layouts.encoder).replace("that fit", "encoders that fit")

@@ -95,6 +95,7 @@ def language_config(
     preset: VLMPreset,
     layout: Layout,
     dtype: torch.dtype,
+    *,
     recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
     separate: bool = False,
 ) -> TransformerConfig:
@@ -178,7 +179,13 @@ def _language_spec(
     groups: ProcessGroupCollection | None,
     vp_stage: int | None,
 ) -> ModuleSpec:
-    config = language_config(preset, layouts.language, dtype, layouts.recurrence, layouts.separate)
+    config = language_config(
+        preset,
+        layouts.language,
+        dtype,
+        recurrence=layouts.recurrence,
+        separate=layouts.separate,
+    )
     if groups is None:
         return ModuleSpec(module=HybridModel, params={"config": config})
     stage, stages = groups.pp.rank(), groups.pp.size()

@@ -18,6 +18,7 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
 from examples.mimo.nemotron_vlm.fault_watch import FaultWatch
+from examples.mimo.nemotron_vlm.joining import join_ranks
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
@@ -34,7 +35,7 @@ def run(config: RunConfig) -> None:
     Raises:
         UserError: on every rank alike, for bad input.
     """
-    dist.init_process_group(BACKENDS[config.device])
+    join_ranks(BACKENDS[config.device])
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watch = FaultWatch(config.fault_timeout) if dist.get_world_size() > 1 else None
@@ -75,27 +76,35 @@ def _train(config: RunConfig) -> None:
         print(_banner(config), flush=True)
         if config.metrics_out:
             writer = MetricsWriter(config.metrics_out, trainer.step, config.steps, quiet=False)
-    while trainer.step < config.steps:
+    try:
+        while trainer.step < config.steps:
+            _step(config, trainer, saver, writer)
+    except (UserError, RunFailed):  # on all ranks alike
         if saver:
-            saver.poll()
-        record = trainer.train_step()
-        last = trainer.step == config.steps
-        if config.eval_interval and (last or trainer.step % config.eval_interval == 0):
-            record |= evaluate(trainer, config.eval_samples)
-        if writer:
-            writer.write(record)
-        due = config.save_interval and trainer.step % config.save_interval == 0
-        if saver and (last or due):
-            progress.note(f"saving step {trainer.step}")
-            saver.save(trainer)
+            saver.finish()
+        raise
     if saver:
-        progress.note("finishing the last save")
         saver.finish()
     progress.note("finishing")
     readings = read_samples(trainer, READINGS) if config.report else []
     if writer:
         writer.close()
         _print_outcome(config, readings)
+
+
+def _step(config: RunConfig, trainer: Trainer, saver, writer: MetricsWriter | None) -> None:
+    if saver:
+        saver.poll()
+    record = trainer.train_step()
+    last = trainer.step == config.steps
+    if config.eval_interval and (last or trainer.step % config.eval_interval == 0):
+        record |= evaluate(trainer, config.eval_samples)
+    if writer:
+        writer.write(record)
+    due = config.save_interval and trainer.step % config.save_interval == 0
+    if saver and (last or due):
+        progress.note(f"saving step {trainer.step}")
+        saver.save(trainer)
 
 
 def _restarted(config: RunConfig) -> RunConfig:
@@ -138,9 +147,9 @@ def _check_writable(option: str, path: Path) -> None:
 
 def _print_outcome(config: RunConfig, readings: list) -> None:
     records = read_metrics(config.metrics_out)
-    if "eval_accuracy" in records[-1]:
+    if records and "eval_accuracy" in records[-1]:
         print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}")
-    if config.report:
+    if config.report and records:
         # matplotlib is slow to import, and only this rank draws.
         from examples.mimo.nemotron_vlm.report import draw_report
 

@@ -130,7 +130,8 @@ class Trainer:
     def train_step(self) -> dict[str, float | int | bool | None]:
         """One optimizer step; returns its record for the metrics file.
 
-        A step with gradients that are not finite is skipped: all ranks keep weights and state.
+        A step with gradients that are not finite is skipped: all ranks keep weights and the
+        optimizer's state. The router's expert bias, which follows no gradient, is updated.
 
         Raises:
             RunFailed: on every rank, after too many skipped steps in a row.
@@ -282,4 +283,6 @@ def _scheduler(config: RunConfig, optimizer) -> OptimizerParamScheduler:
         end_wd=config.weight_decay,
         wd_incr_steps=config.steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # a run may go on with other rates and steps
+        override_opt_param_scheduler=True,
     )

@@ -209,7 +209,9 @@ def build_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoM
     language = ModuleSpec(
         module=HybridModel,
         params={
-            "config": language_config(PRESET, layouts.language, torch.float32, layouts.separate),
+            "config": language_config(
+                PRESET, layouts.language, torch.float32, separate=layouts.separate
+            ),
             "hybrid_stack_spec": layer_specs("local").hybrid_stack,
             "hybrid_layer_pattern": PRESET.language.pattern,
             "position_embedding_type": "none",

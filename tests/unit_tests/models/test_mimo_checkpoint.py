@@ -25,7 +25,12 @@ from tests.unit_tests.models import mimo_models
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-PRESET = replace(mimo_models.PRESET, encoder=replace(mimo_models.PRESET.encoder, layers=2))
+PRESET = replace(
+    mimo_models.PRESET,
+    encoder=replace(mimo_models.PRESET.encoder, layers=2),
+    language=replace(mimo_models.PRESET.language, pattern="ME*M"),
+)
+"""With pp=2 the second stage has no experts."""
 
 BEFORE, AFTER = 2, 3
 """Steps before the save, and after it."""
@@ -51,11 +56,12 @@ TARGETS = {
 }
 
 
-def run_of(layout: str):
+def run_of(layout: str, *more: str):
     placement, encoder, language = LAYOUTS[layout]
     return trainer(
         *("--placement", placement, "--encoder", encoder, "--language", language),
         *("--global-batch-size", "16", "--micro-batch-size", "4", "--seq-length", "16"),
+        *more,
         preset=PRESET,
     )
 
@@ -97,6 +103,38 @@ class TestLayouts:
 
     def test_at_least_twelve_pairs_are_tried(self):
         assert sum(len(targets) for targets in TARGETS.values()) >= 12
+
+    @pytest.mark.parametrize(
+        ("source", "target", "frozen"),
+        [
+            ("dp", "apart-cp", "language"),
+            ("apart-pp", "apart-pp", "language"),
+            ("pp", "apart-pp", "encoder,projector"),
+            ("apart-cp", "cp", "encoder"),
+        ],
+    )
+    def test_training_goes_on_with_frozen_parts(self, source, target, frozen, shared_path):
+        with run_of(source, "--freeze", frozen) as run:
+            losses(run, BEFORE)
+            checkpoint.save(run, shared_path)
+            uninterrupted = losses(run, AFTER)
+        with run_of(target, "--freeze", frozen) as run:
+            checkpoint.load(run, shared_path)
+            assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
+
+    def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
+        """Of a run that has skipped all its steps."""
+        with run_of("pp") as run:
+            weights = gather_weights(run.chunks)
+            monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
+            assert run.train_step()["skipped"]
+            checkpoint.save(run, shared_path)
+            assert_shards_equal(run.chunks, weights)
+            monkeypatch.undo()
+            uninterrupted = losses(run, AFTER)
+        with run_of("dp") as run:
+            checkpoint.load(run, shared_path)
+            assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
     @pytest.mark.parametrize("layout", ["dp", "apart-cp"])
     def test_saved_in_the_background_is_the_state_at_the_save(self, layout, shared_path):
@@ -146,6 +184,8 @@ DAMAGES = {
     "flipped bit in the common part": (lambda d: flip(d / "common.pt"), "common.pt"),
     "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), ".metadata"),
     "missing manifest": (lambda d: (d / "integrity.json").unlink(), "manifest not found"),
+    "damaged manifest": (lambda d: (d / "integrity.json").write_text("{"), "is damaged"),
+    "manifest of nothing": (lambda d: (d / "integrity.json").write_text("[]"), "is damaged"),
     "no record": (lambda d: (d / "run.json").write_text("{"), "is damaged"),
     "record of nothing": (lambda d: (d / "run.json").write_text("[]"), "is damaged"),
     "other format": (lambda d: rewrite(d / "run.json", '"format": 1', '"format": 9'), "format 9"),
@@ -166,13 +206,13 @@ class TestRefusals:
         return shared_path
 
     @contextlib.contextmanager
-    def run(self, preset=PRESET):
+    def run(self, preset=PRESET, more=()):
         arguments = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
-        with trainer(*arguments, preset=preset) as run:
+        with trainer(*arguments, *more, preset=preset) as run:
             yield run
 
-    def assert_refused(self, saved: Path, text: str, preset=PRESET) -> None:
-        with self.run(preset) as run:
+    def assert_refused(self, saved: Path, text: str, preset=PRESET, more=()) -> None:
+        with self.run(preset, more) as run:
             before = gather_weights(run.chunks)
             with pytest.raises(UserError) as refusal:
                 checkpoint.load(run, saved)
@@ -201,9 +241,19 @@ class TestRefusals:
             config = replace(run.config, save=saved, restart_from_latest=True)
             assert program._restarted(config).load == saved
 
-    def test_of_another_shape(self, saved):
+    @pytest.mark.parametrize("placement", [COLOCATED, SEPARATE])
+    def test_of_another_shape(self, saved, placement):
+        """Also where only the encoder's rank can see it."""
         wider = replace(PRESET, projector_ffn=64)
-        self.assert_refused(saved, "does not fit this model", wider)
+        self.assert_refused(saved, "does not fit this model", wider, ("--placement", placement))
+
+    def test_goes_on_with_other_rates_and_steps(self, saved):
+        with self.run(more=("--lr", "5e-3", "--min-lr", "1e-3", "--steps", "12")) as run:
+            checkpoint.load(run, saved)
+            record = run.train_step()
+            assert record["lr"] == pytest.approx(4.93e-3, rel=1e-2)  # step 1 of a cosine of 12
+            for leaf in run.optimizer._leaves:
+                assert {group["max_lr"] for group in leaf.param_groups} == {5e-3}
 
     @pytest.mark.parametrize("part", [".metadata", "common.pt"])
     def test_hostile_runs_no_code(self, saved, part):

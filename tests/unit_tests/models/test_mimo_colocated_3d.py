@@ -49,7 +49,7 @@ KINDS = {"tp", "cp", "pp", "vpp", "ep", "etp", "fan-in", "fan-out"}
 def kinds(encoder: Layout, language: Layout) -> set[str]:
     """What a pair of layouts has; ``etp``: another one than ``tp``."""
     has = {axis: getattr(language, axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep")}
-    has["etp"] = language.etp not in (None, language.tp)
+    has["etp"] = language.etp not in (0, language.tp)
     has["fan-in"], has["fan-out"] = encoder.dp > language.dp, encoder.dp < language.dp
     return {kind for kind, found in has.items() if found}
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
@@ -24,7 +27,10 @@ COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 """What is the same on all ranks of a module."""
 
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
-"""Of a parameter group, what the loading optimizer knows better."""
+"""Of a parameter group, what depends on the layout."""
+
+OWN_OF_RUN = ("max_lr", "min_lr")
+"""Of a parameter group, what a run that goes on may have changed."""
 
 Group = dict[str, object]
 
@@ -48,10 +54,21 @@ def sharded_optimizer_state(
     taken = [_take_common(part) for part, _ in parts]
     common = {field: value for fields in reversed(taken) for field, value in fields.items()}
     common["param_groups"] = _distinct([fields.get("param_groups", []) for fields in taken])
+    _agree_on_step(common["param_groups"], info.pg_collection)
     for field, value in common.items():
         key = f"optimizer.mimo.{name}.{field}"
         parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     return state
+
+
+def _agree_on_step(groups: list[Group], collection: ProcessGroupCollection) -> None:
+    """Ranks without parameters in a group have not counted its steps: others tell. Collective."""
+    counted = max((group.get("step") or 0 for group in groups), default=0)
+    step = torch.tensor(int(counted), device=torch.cuda.current_device())
+    dist.all_reduce(step, op=dist.ReduceOp.MAX, group=collection.intra_dist_opt)
+    for group in groups:
+        if step or "step" in group:
+            group["step"] = int(step)
 
 
 def restore_common_state(name: str, state: dict | list, optimizer: MegatronOptimizer) -> None:
@@ -125,7 +142,8 @@ def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group
             f"{missing[0]}: other parts of the model are frozen, or have settings of their own"
         )
     return [
-        deepcopy(known[identity]) | {key: group[key] for key in OWN_OF_LAYOUT if key in group}
+        deepcopy(known[identity])
+        | {key: group[key] for key in OWN_OF_LAYOUT + OWN_OF_RUN if key in group}
         for identity, group in own.items()
     ]
 

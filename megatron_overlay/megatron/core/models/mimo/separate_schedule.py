@@ -98,17 +98,18 @@ def separate_forward_backward(
         What the loss function reported of each microbatch on the language model's last stage;
         elsewhere empty.
     """
-    return forward_backward_pipelining_without_interleaving(
-        forward_step_func=_taking_gradients(forward_step_func),
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=communicator,
-        pg_collection=own_groups(groups),
-    )
+    with torch.set_grad_enabled(not forward_only):  # the bridge remembers rows for the backward
+        return forward_backward_pipelining_without_interleaving(
+            forward_step_func=_taking_gradients(forward_step_func),
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=communicator,
+            pg_collection=own_groups(groups),
+        )
 
 
 def _taking_gradients(forward_step: Callable) -> Callable:
