@@ -130,8 +130,7 @@ class Trainer:
     def train_step(self) -> dict[str, float | int | bool | None]:
         """One optimizer step; returns its record for the metrics file.
 
-        A step with gradients that are not finite is skipped: all ranks keep weights and the
-        optimizer's state. The router's expert bias, which follows no gradient, is updated.
+        A step with gradients that are not finite is skipped: all ranks keep weights and state.
 
         Raises:
             RunFailed: on every rank, after too many skipped steps in a row.
@@ -142,6 +141,8 @@ class Trainer:
         for module in itertools.chain(*ddp_modules(self.chunks)):
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
+        biases = self._expert_biases()
+        before = [bias.clone() for bias in biases]
         reports = self.run_schedule(_forward_step, "train", self.step, forward_only=False)
         progress.note(f"step {self.step + 1} (train), optimizer")
         lr = self.scheduler.get_lr({"max_lr": self.config.lr, "min_lr": self.config.min_lr})
@@ -150,6 +151,9 @@ class Trainer:
         self._count_skipped(stepped)
         if stepped:
             self.scheduler.step(1)
+        else:
+            for bias, kept in zip(biases, before, strict=True):
+                bias.copy_(kept)  # the schedule updates it, by the loads of the experts
         loss, tokens = self.total(reports, 2)
         loss /= max(tokens, 1)
         return {
@@ -162,6 +166,11 @@ class Trainer:
             "skipped": not stepped,
             "skipped_steps": self.skipped,
         }
+
+    def _expert_biases(self) -> list[torch.Tensor]:
+        modules = itertools.chain(*(chunk.modules() for chunk in self.chunks))
+        found = (getattr(module, "expert_bias", None) for module in modules)
+        return [bias for bias in found if bias is not None]
 
     def _count_skipped(self, stepped: bool) -> None:
         self.skipped += not stepped

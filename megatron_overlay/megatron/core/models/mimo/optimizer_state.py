@@ -95,6 +95,9 @@ def _parts(
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chain) == 1:
         return [(state, chain[0])]
+    if isinstance(state, dict):
+        for number in range(len(chain)):
+            state.setdefault(number, {})  # one without parameters here has left no trace
     return [(state[number], leaf) for number, leaf in enumerate(chain)]
 
 
