@@ -50,11 +50,11 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def edit(path: str, old: str, new: str, count: str = "2,3 +2,3") -> str:
+def edit(path: str, old: str, new: str) -> str:
     """A patch of one hunk that changes line 3 of a numbered file."""
     stem = old.split()[0]
     body = f" {stem} 2\n-{old}\n+{new}\n {stem} 4\n"
-    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -{count} @@\n{body}"
+    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -2,3 +2,3 @@\n{body}"
 
 
 @dataclass

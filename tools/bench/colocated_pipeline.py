@@ -279,7 +279,7 @@ def seconds(run: Callable[[], None], model: MimoModel) -> float:
     return min(found[1:])
 
 
-def peak_bytes(run: Callable[[], None], model: MimoModel) -> int:
+def peak_bytes(run: Callable[[], None]) -> int:
     """Most that a rank has allocated for a run, beyond what it had and keeps."""
     run()
     torch.cuda.synchronize()
@@ -295,7 +295,7 @@ def print_recompute(bench: Bench, language: str) -> None:
     """Peak memory and time of the ways to keep or to recompute the encoder's activations."""
     sizes = [None, *(k for k in (4, 2, 1) if k <= bench.microbatches)]
     runs = [partial(bench.three_phases, size) for size in sizes]
-    peaks = [peak_bytes(run, bench.model) for run in runs]
+    peaks = [peak_bytes(run) for run in runs]
     times = [seconds(run, bench.model) for run in runs]
     if dist.get_rank() == 0:
         print("\n| language | recompute | peak, GiB | time / kept |\n|---|---|---:|---:|")

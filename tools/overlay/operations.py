@@ -8,7 +8,7 @@ from overlay.checkout import Checkout, same
 from overlay.errors import OverlayError
 from overlay.patchset import PatchSet
 from overlay.plan import is_done, keep_contents, plan_apply, plan_revert
-from overlay.store import Store, Transaction
+from overlay.store import Manifest, Store, Transaction
 
 
 def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
@@ -24,12 +24,12 @@ def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
     return [*lines, f"{verb}: {_count(transaction.changes)} changed"]
 
 
-def check(patchset: PatchSet, checkout: Checkout, link: bool = False) -> list[str]:
+def check(patchset: PatchSet, checkout: Checkout) -> list[str]:
     """What ``apply`` would do; writes nothing."""
     store = Store(checkout)
     if store.pending():
         return ["an interrupted run would be finished first"]
-    transaction = plan_apply(patchset, checkout, store, link)
+    transaction = plan_apply(patchset, checkout, store, _is_linked(store.manifest()))
     if is_done(transaction):
         return ["already applied"]
     return [f"would change {_count(transaction.changes)}", *sorted(transaction.changes)]
@@ -65,10 +65,13 @@ def status(patchset: PatchSet, checkout: Checkout) -> list[str]:
         return ["modified since", *edited]
     if lost:
         return ["partly applied: apply again to repair", *lost]
-    link = any(entry.after.link for entry in manifest.files.values())
-    if is_done(plan_apply(patchset, checkout, store, link)):
+    if is_done(plan_apply(patchset, checkout, store, _is_linked(manifest))):
         return [f"applied: {_count(manifest.files)}"]
     return ["applied: an earlier state of the patch set; apply again to update"]
+
+
+def _is_linked(manifest: Manifest | None) -> bool:
+    return manifest is not None and any(entry.after.link for entry in manifest.files.values())
 
 
 def _status_without_manifest(patchset: PatchSet, checkout: Checkout) -> list[str]:

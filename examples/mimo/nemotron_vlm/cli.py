@@ -60,13 +60,22 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, "", (), False):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="pretrain_nemotron_vlm.py",
         description="Train a Nemotron VLM whose encoder and language model have layouts of their "
         "own. A layout is AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived "
         "when left out.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -294,11 +294,6 @@ class HyperCommGrid:
         """Rank lists over base dims in the order given, the last fastest (upstream's callers)."""
         return self._base.groups(dims)
 
-    def _order_dims(self, dims: str | Sequence[str]) -> tuple[list[str], str]:
-        """Base dims from slow to fast and the key of their groups (upstream's callers)."""
-        key, ordered, _ = self._resolve(dims, None)
-        return ordered, key
-
 
 def _world_size() -> int:
     """Ranks in the world: the launcher's ``WORLD_SIZE`` first, so that no process is needed."""
