@@ -11,9 +11,11 @@ import faulthandler
 import gc
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -54,6 +56,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt what is imported from garbage collection: freeing a test's models is quick then."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def shared_path() -> Iterator[Path]:
+    """A directory that all ranks know of."""
+    Utils.initialize_distributed()
+    with tempfile.TemporaryDirectory() as own:
+        chosen = [own]
+        dist.broadcast_object_list(chosen)
+        yield Path(chosen[0])
 
 
 @pytest.fixture(autouse=True)

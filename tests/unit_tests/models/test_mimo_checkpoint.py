@@ -6,8 +6,6 @@ import contextlib
 import os
 import pickle
 import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, trainer
 from tests.unit_tests.models import mimo_models
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 PRESET = replace(
     mimo_models.PRESET,
@@ -68,16 +66,6 @@ def run_of(layout: str, *more: str):
 
 def losses(run, steps: int) -> list[float]:
     return [run.train_step()["loss"] for _ in range(steps)]
-
-
-@pytest.fixture
-def shared_path() -> Iterator[Path]:
-    """A directory that all ranks know of."""
-    Utils.initialize_distributed()
-    with tempfile.TemporaryDirectory() as own:
-        chosen = [own]
-        dist.broadcast_object_list(chosen)
-        yield Path(chosen[0])
 
 
 @requires_world_size(4)

@@ -2,17 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint of one layout, loaded in another: the run goes on as if nothing had happened."""
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-import torch.distributed as dist
-
 from examples.mimo.nemotron_vlm import checkpoint
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory, trainer
 from tests.unit_tests.models.mimo_models import PRESET
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 STEPS = 2
 """In each layout. The second one after a load depends on the moments of Adam that were loaded."""
@@ -29,15 +22,6 @@ def train(run) -> list[dict]:
 
 
 class TestEightRanks:
-    @pytest.fixture
-    def shared_path(self) -> Iterator[Path]:
-        """A directory that all ranks know of."""
-        Utils.initialize_distributed()
-        with tempfile.TemporaryDirectory() as own:
-            chosen = [own]
-            dist.broadcast_object_list(chosen)
-            yield Path(chosen[0])
-
     @requires_world_size(8)
     def test_training_goes_on_in_another_layout(self, shared_path):
         continued = []
