@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test: the plain ones in one process, then each world size once, under torchrun.
+"""Run every test: whole runs beside the plain tests, then each world size once, under torchrun.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py -k layout
 
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,24 +32,40 @@ def main(arguments: list[str]) -> int:
             "ONE_RANK_RUNS": shared,
             "OMP_NUM_THREADS": "1",
         }
-        for name, command in _stages(arguments):
-            print(f"\n===== {name}", flush=True)
-            code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
-            if code not in (0, NO_TESTS):
+
+        def finish(name: str, process: subprocess.Popen) -> None:
+            if process.wait() not in (0, NO_TESTS):
                 failed.append(name)
+
+        start = partial(subprocess.Popen, cwd=REPOSITORY, env=environment)
+        with tempfile.TemporaryFile("w+") as report:
+            whole_runs = start(_pytest(arguments, "tests/e2e"), stdout=report, stderr=report)
+            _announce("one process")
+            plain = _pytest(arguments, "tests/tools", "tests/unit_tests")
+            finish("one process", start(plain))
+            _announce("whole runs, beside it: they mostly wait")
+            finish("whole runs", whole_runs)
+            report.seek(0)
+            print(report.read(), flush=True)
+        for size in WORLDS:
+            _announce(f"{size} ranks")
+            finish(f"{size} ranks", start(_under_torchrun(arguments, size)))
     print(f"\n===== {'failed: ' + ', '.join(failed) if failed else 'all stages passed'}")
     return 1 if failed else 0
 
 
-def _stages(arguments: list[str]) -> list[tuple[str, list[str]]]:
-    python = sys.executable
-    pytest = ["-m", "pytest", "-q", "-W", "ignore", *arguments]
-    stages = [("one process", [python, *pytest, "tests"])]
-    for size in WORLDS:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        chosen = [*pytest, "tests/unit_tests"]
-        stages.append((f"{size} ranks", [python, *torchrun, *chosen]))
-    return stages
+def _announce(name: str) -> None:
+    print(f"\n===== {name}", flush=True)
+
+
+def _pytest(arguments: list[str], *paths: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *arguments, *paths]
+
+
+def _under_torchrun(arguments: list[str], size: int) -> list[str]:
+    python, *pytest = _pytest(arguments, "tests/unit_tests")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [python, *torchrun, *pytest]
 
 
 if __name__ == "__main__":
