@@ -11,7 +11,7 @@ TRAIN_RANKS ?= 8
 TRAIN_ARGS ?= --model tiny --device cpu --transformer-impl local --placement colocated \
 	--encoder tp=2,dp=4 --language tp=1,cp=2,pp=2,dp=2,ep=2 --data digits --seed 0 \
 	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
-	--steps 300 --lr 3e-3 --warmup-steps 20 --eval-interval 50
+	--steps 250 --lr 3e-3 --warmup-steps 20 --eval-interval 50
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
 	--save $(abspath $(RUN))/checkpoints --save-interval 50 --restart-from-latest
 

@@ -1,9 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A queue for write results in a process that does not outlive the one it works for."""
+"""Queues for the results of writing a checkpoint, which outlive no process."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import SyncManager
 from queue import Queue
@@ -30,3 +32,16 @@ def managed_queue(context: BaseContext) -> Queue:
     manager = SyncManager(ctx=context)
     manager.start(exec, (_END_WITH_PARENT, {}))
     return manager.Queue()
+
+
+@contextlib.contextmanager
+def results_in_this_process() -> Iterator[None]:
+    """Writers made meanwhile write in this process, and need no other for their results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
