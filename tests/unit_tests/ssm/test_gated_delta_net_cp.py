@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, plan_recurrence
+from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.state_passing.gated_delta_net import reference_rule
@@ -14,7 +14,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, cases, random_rows
+from tests.unit_tests.ssm.whole_and_sharded import (
+    EqualsOneRank,
+    Pair,
+    Ranks,
+    assert_close,
+    cases,
+    random_rows,
+)
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 HIDDEN, SEQUENCE, BATCH = 32, 48, 2
@@ -73,17 +80,9 @@ def call(layer, hidden, packed_seq_params):
     return layer(hidden, attention_mask=None, packed_seq_params=packed_seq_params)[0]
 
 
-class _EqualsOneRank:
-    def test_a_plain_batch_equals_one_rank(self, pair):
-        if pair:
-            length = SEQUENCE if SEQUENCE % (2 * pair.size) == 0 else 10 * pair.size
-            hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
-
-    def test_packed_samples_equal_each_sample_alone(self, pair):
-        if pair:
-            hidden = random_rows(sum(PACKED), 1, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, pad_lengths(PACKED, pair.size), packed=True)
+class _EqualsOneRank(EqualsOneRank):
+    call = staticmethod(call)
+    hidden, sequence, batch, packed = HIDDEN, SEQUENCE, BATCH, PACKED
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, plan_recurrence
+from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.state_passing.mamba import reference_scan
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, cases, random_rows
+from tests.unit_tests.ssm.whole_and_sharded import (
+    EqualsOneRank,
+    Pair,
+    Ranks,
+    assert_close,
+    cases,
+    random_rows,
+)
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 HIDDEN, HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 32, 6, 16, 2, 48, 2
@@ -80,17 +87,9 @@ def call(mixer, hidden, packed_seq_params):
 
 
 @pytest.mark.parametrize("pair", CASES, indirect=True)
-class TestMixerThatPassesStates:
-    def test_a_plain_batch_equals_one_rank(self, pair):
-        if pair:
-            length = SEQUENCE if SEQUENCE % (2 * pair.size) == 0 else 10 * pair.size
-            hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
-
-    def test_packed_samples_equal_each_sample_alone(self, pair):
-        if pair:
-            hidden = random_rows(sum(PACKED), 1, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, pad_lengths(PACKED, pair.size), packed=True)
+class TestMixerThatPassesStates(EqualsOneRank):
+    call = staticmethod(call)
+    hidden, sequence, batch, packed = HIDDEN, SEQUENCE, BATCH, PACKED
 
 
 @pytest.mark.parametrize("pair", cases((4, Ranks(cp=3), "zigzag", torch.float32)), indirect=True)

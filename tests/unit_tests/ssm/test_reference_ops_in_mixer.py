@@ -10,7 +10,7 @@ import torch
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.ops.reference.stand_in import stand_in_for_mamba_ssm
+from megatron.core.ssm.ops.reference.stand_in import stand_in_for, stand_in_for_mamba_ssm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -69,13 +69,13 @@ class TestMixer:
 class TestStandIn:
     def test_broken_installation_is_refused(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        stand_in_for_mamba_ssm.cache_clear()
+        stand_in_for.cache_clear()
         with pytest.raises(ImportError, match="mamba_ssm is installed"):
             stand_in_for_mamba_ssm()
 
     @WITHOUT_MAMBA_SSM
     def test_is_said_once(self, caplog):
-        stand_in_for_mamba_ssm.cache_clear()
+        stand_in_for.cache_clear()
         stand_in_for_mamba_ssm()
         stand_in_for_mamba_ssm()
         assert len(caplog.records) == 1

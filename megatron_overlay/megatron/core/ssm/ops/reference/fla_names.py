@@ -2,22 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gated delta net takes from `fla`, under its names and with its arguments."""
 
-import functools
-import importlib.util
-import logging
-
 import torch
 from torch import Tensor
-
-from megatron.core.utils import log_single_rank
 
 from .causal_conv1d import causal_conv1d_fn
 from .gated_delta_rule import chunk_gated_delta_rule
 from .packing import seq_idx_from_cu_seqlens
+from .stand_in import stand_in_for
 
 __all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm", "stand_in_for_fla"]
-
-logger = logging.getLogger(__name__)
 
 
 def causal_conv1d(
@@ -41,21 +34,6 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
 
 
-@functools.cache
 def stand_in_for_fla() -> None:
-    """Says once that gated delta nets are built on the reference ops.
-
-    Raises:
-        ImportError: `fla` is installed, so its kernels were wanted, but they do not import.
-    """
-    if importlib.util.find_spec("fla") is not None:
-        raise ImportError(
-            "fla is installed, but its kernels cannot be imported: repair it, or uninstall "
-            "it to train on the reference ops"
-        )
-    log_single_rank(
-        logger,
-        logging.WARNING,
-        "fla is not installed: gated delta nets run on the PyTorch reference ops, which are as "
-        "exact, but slow on a GPU",
-    )
+    """:func:`stand_in_for` ``fla``, in gated delta nets."""
+    stand_in_for("fla", "gated delta nets")

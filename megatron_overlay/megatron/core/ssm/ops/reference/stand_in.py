@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""When Mamba layers may fall back on the reference ops."""
+"""When layers may fall back on the reference ops."""
 
 import functools
 import importlib.util
@@ -12,20 +12,25 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def stand_in_for_mamba_ssm() -> None:
-    """Says once that Mamba layers are built on the reference ops.
+def stand_in_for(package: str, layers: str) -> None:
+    """Says once that ``layers`` are built on the reference ops.
 
     Raises:
-        ImportError: `mamba_ssm` is installed, so its kernels were wanted, but they do not import.
+        ImportError: ``package`` is installed, so its kernels were wanted, but they do not import.
     """
-    if importlib.util.find_spec("mamba_ssm") is not None:
+    if importlib.util.find_spec(package) is not None:
         raise ImportError(
-            "mamba_ssm is installed, but its kernels cannot be imported: repair it, or uninstall "
+            f"{package} is installed, but its kernels cannot be imported: repair it, or uninstall "
             "it to train on the reference ops"
         )
     log_single_rank(
         logger,
         logging.WARNING,
-        "mamba_ssm is not installed: Mamba layers run on the PyTorch reference ops, which are as "
+        f"{package} is not installed: {layers} run on the PyTorch reference ops, which are as "
         "exact, but slow on a GPU",
     )
+
+
+def stand_in_for_mamba_ssm() -> None:
+    """:func:`stand_in_for` ``mamba_ssm``, in Mamba layers."""
+    stand_in_for("mamba_ssm", "Mamba layers")
