@@ -153,7 +153,7 @@ def make_step(mode: str, layers, length: int, group, device) -> Callable[[], Non
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, collectives included."""
+    """The step as a CUDA graph, collectives included; keep the step, whose tensors it uses."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -202,16 +202,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         )
     for length in options.lengths:
         steps = {m: make_step(m, layers[m], length, shared.cp, device) for m in options.modes}
-        received, seconds = {}, {mode: [] for mode in options.modes}
+        timed_steps, received, seconds = {}, {}, {mode: [] for mode in options.modes}
         for mode, step in steps.items():
             step()
             with ReceivedBytes() as counter:
                 step()
             received[mode] = counter.count / options.layers / 1e6
-            if options.cuda_graphs:
-                steps[mode] = captured(step)
+            timed_steps[mode] = captured(step) if options.cuda_graphs else step
         for _ in range(options.rounds):
-            for mode, step in steps.items():
+            for mode, step in timed_steps.items():
                 seconds[mode].append(timed(step, device))
         one_rank = statistics.median(seconds["one rank"])
         if dist.get_rank() == 0:
@@ -257,10 +256,8 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
-    try:
-        measure(options, device)
-    finally:
-        dist.destroy_process_group()
+    measure(options, device)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
