@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
@@ -166,28 +167,18 @@ class RecurrencePlan:
         )
         return Halo(reach, kept, *indices, reach == 0 or self.is_local, is_whole)
 
-    def head_taps(self, width: int) -> Tensor | None:
-        """What the windows of the rank's first ``width`` - 1 tokens see of their own samples.
+    def head_seq_idx(self, reach: int) -> Tensor | None:
+        """Sample of a halo of ``reach`` tokens and of as many of this rank's first ones.
 
         Returns:
-            bool ``[width - 1, 1, width]`` (fewer tokens of a smaller shard), the earliest token of
-            a window first; None if every window lies in one sample.
+            int32 ``[1, 2 reach]`` (fewer for a smaller shard), the halo's being the first sample;
+            None if all are of one sample.
         """
-        taps = vars(self).setdefault("_head_taps", {})
-        if width not in taps:
-            taps[width] = self._make_head_taps(width - 1)
-        return taps[width]
-
-    def _make_head_taps(self, reach: int) -> Tensor | None:
-        starts = self.bounds[1:-1]
-        own = [
-            [bisect_right(starts, max(0, t - back)) == bisect_right(starts, t)
-             for back in range(reach, -1, -1)]
-            for t in range(min(reach, self.shard_size))
-        ]  # fmt: skip
-        if all(map(all, own)):
-            return None
-        return torch.tensor(own).unsqueeze(1).to(self.device, non_blocking=True)
+        found = vars(self).setdefault("_head_seq_idx", {})
+        if reach not in found:
+            is_one = self.bounds[1] >= min(reach, self.shard_size)
+            found[reach] = None if is_one else F.pad(self.seq_idx[:, :reach], (reach, 0))
+        return found[reach]
 
 
 @lru_cache(maxsize=64)

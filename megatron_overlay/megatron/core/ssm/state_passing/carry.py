@@ -14,6 +14,8 @@ one decay a head, ``[B, H, 1, 1]``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,21 +30,17 @@ class StateGather:
     Start it, launch whatever does not need the result, then ``wait``.
 
     Args:
-        states: ``[B, H, K, V]``.
-        transition: ``[B, H, K, K]`` or ``[B, H, 1, 1]``, of the same dtype.
+        own: this rank's state, and its transition where there is one, one after the other, flat.
+        shapes: of the state, ``[B, H, K, V]``, and the transition, ``[B, H, K, K | 1]``.
     """
 
-    def __init__(self, states: Tensor, transition: Tensor | None, group: dist.ProcessGroup) -> None:
-        parts = [states] if transition is None else [states, transition]
-        self._shapes = [part.shape for part in parts]
-        self._size = group.size()
-        flat = [part.flatten() for part in parts]
-        own = flat[0] if transition is None else torch.cat(flat)
+    def __init__(self, own: Tensor, shapes: Sequence[torch.Size], group: dist.ProcessGroup) -> None:
+        self._shapes, self._size = shapes, group.size()
         self._gathered = own.new_empty(self._size * own.numel())
         self._work = dist.all_gather_into_tensor(self._gathered, own, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
-        """What was given, of all ranks: ``[cp, B, H, …]`` each. Blocks the stream, not the host."""
+        """The same of all ranks, ``[cp, B, H, …]`` each. Blocks the stream, not the host."""
         self._work.wait()
         parts = self._gathered.view(self._size, -1).split(
             [shape.numel() for shape in self._shapes], dim=1
@@ -94,7 +92,8 @@ def carry_state(
 class _CarryState(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state, transition, plan, group):
-        states, transitions = StateGather(state, transition, group).wait()
+        own = torch.cat([state.flatten(), transition.flatten()])
+        states, transitions = StateGather(own, [state.shape, transition.shape], group).wait()
         entering = entering_state(states, transitions, plan)
         if entering is None:
             entering = torch.zeros_like(state)
@@ -106,7 +105,7 @@ class _CarryState(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         transitions, entering = ctx.saved_tensors
-        (grads,) = StateGather(grad, None, ctx.group).wait()
+        (grads,) = StateGather(grad.flatten(), [grad.shape], ctx.group).wait()
         leaving = leaving_gradient(grads, transitions, ctx.plan)
         if leaving is None:
             return torch.zeros_like(grad), torch.zeros_like(transitions[0]), None, None

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolution with a halo on the ``causal_conv1d`` kernels, which take none when packed.
 
-The kernels go over all tokens as if nothing came before them, while the halo is on its way. The
-first W - 1 outputs, which it changes, are then computed again in plain PyTorch.
+They go over all tokens as if nothing came before them, while the halo is on its way. The first
+W - 1 outputs, which it changes, are then computed again from a window of 2 (W - 1) tokens.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,46 +27,48 @@ def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -
 
 def mend_head(
     out: Tensor, x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Compute the first W - 1 outputs again, in place, now that ``past [B, W - 1, D]`` is known.
 
     Returns:
-        Them before the activation, ``[B, W - 1, D]`` of fp32: for :func:`restore_head` and
-        :func:`head_backward`. A shard of fewer tokens has as many.
+        The tokens that they see, ``past`` first, for :func:`head_backward`; and these outputs. A
+        shard of fewer tokens has as many.
     """
-    before = (_taps(x, past, plan) * weight.float()).sum(-1)
-    if bias is not None:
-        before = before + bias
-    restore_head(out, before)
-    return before
+    reach = past.shape[1]
+    window = torch.cat([past, x[:, :reach]], dim=1)
+    head = conv_without_halo(window, weight, bias, plan.head_seq_idx(reach))[:, reach:]
+    out[:, :reach] = head
+    return window, head
 
 
-def restore_head(out: Tensor, before: Tensor) -> None:
-    """Put in place what :func:`mend_head` computed."""
-    out[:, : before.shape[1]] = F.silu(before)
+class HeadGradients(NamedTuple):
+    """What the first W - 1 outputs bring: gradients of the halo, these tokens, weight and bias."""
+
+    past: Tensor
+    tokens: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def add_to(self, x_grad: Tensor, weight_grad: Tensor, bias_grad: Tensor | None) -> None:
+        """Add, in place, to what the outputs after them bring."""
+        x_grad[:, : self.tokens.shape[1]] += self.tokens
+        weight_grad += self.weight
+        if bias_grad is not None:
+            bias_grad += self.bias
 
 
 def head_backward(
-    grad: Tensor, x: Tensor, past: Tensor, weight: Tensor, before: Tensor, plan: RecurrencePlan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The adjoint of :func:`mend_head`; zeroes the first W - 1 tokens of ``grad [B, S, D]``.
-
-    Returns:
-        fp32 gradients of the first tokens, of ``past``, of the weight and of the bias.
-    """
-    reach = past.shape[1]
-    head = grad[:, : before.shape[1]]
-    before_grad = torch.ops.aten.silu_backward(head.float(), before)
+    grad: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
+) -> HeadGradients:
+    """The adjoint of :func:`mend_head`; zeroes the first W - 1 tokens of ``grad [B, S, D]``."""
+    reach = weight.shape[1] - 1
+    head = grad[:, : window.shape[1] - reach]
+    from_head = F.pad(head, (0, 0, reach, 0))
     head.zero_()
-    spread = before_grad.unsqueeze(-1)
-    weight_grad = (spread * _taps(x, past, plan)).sum((0, 1))
-    taps_grad = spread * weight
-    own = plan.head_taps(weight.shape[1])
-    if own is not None:
-        taps_grad = taps_grad * own
-    tokens = [x.shape[0], reach + before.shape[1], x.shape[2]]
-    tokens_grad = torch.ops.aten.unfold_backward(taps_grad, tokens, 1, weight.shape[1], 1)
-    return tokens_grad[:, reach:], tokens_grad[:, :reach], weight_grad, before_grad.sum((0, 1))
+    found = torch.empty_like(window)
+    seq_idx = plan.head_seq_idx(reach)
+    of_parameters = conv_backward(from_head, window, weight, bias, seq_idx, found)
+    return HeadGradients(found[:, :reach], found[:, reach:], *of_parameters)
 
 
 def conv_backward(
@@ -85,26 +89,6 @@ def conv_backward(
     return weight_grad, bias_grad
 
 
-def add_head(
-    head: tuple[Tensor, ...] | None, x_grad: Tensor, weight_grad: Tensor, bias_grad: Tensor | None
-) -> None:
-    """Add, in place, what :func:`head_backward` found to gradients of the rest."""
-    if head is None:
-        return
-    x_grad[:, : head[0].shape[1]] += head[0]
-    weight_grad += head[2]
-    if bias_grad is not None:
-        bias_grad += head[3]
-
-
-def _taps(x: Tensor, past: Tensor, plan: RecurrencePlan) -> Tensor:
-    """What each of the first W - 1 outputs sees, ``[B, W - 1, D, W]``."""
-    reach = past.shape[1]
-    taps = torch.cat([past, x[:, :reach]], dim=1).unfold(1, reach + 1, 1)
-    own = plan.head_taps(reach + 1)
-    return taps if own is None else taps * own
-
-
 def _is_aligned(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0
 
@@ -122,23 +106,23 @@ class HaloConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, past, weight, bias, plan: RecurrencePlan):
-        out, before = conv_without_halo(x, weight, bias, plan.seq_idx), None
+        out, window = conv_without_halo(x, weight, bias, plan.seq_idx), None
         if plan.continues[plan.rank]:
-            before = mend_head(out, x, past, weight, bias, plan)
-        ctx.save_for_backward(x, past, weight, bias, before)
-        ctx.plan = plan
+            window, _ = mend_head(out, x, past, weight, bias, plan)
+        ctx.save_for_backward(x, window, weight, bias)
+        ctx.plan, ctx.past_shape = plan, past.shape
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, past, weight, bias, before = ctx.saved_tensors
-        plan, head = ctx.plan, None
-        x_grad, past_grad = torch.empty_like(x), torch.zeros_like(past)
-        if before is not None:
+        x, window, weight, bias = ctx.saved_tensors
+        x_grad, head = torch.empty_like(x), None
+        if window is not None:
             grad = grad.clone()
-            head = head_backward(grad, x, past, weight, before, plan)
-            past_grad = head[1].to(past.dtype)
-        weight_grad, bias_grad = conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
-        add_head(head, x_grad, weight_grad, bias_grad)
-        return x_grad, past_grad, weight_grad, bias_grad, None
+            head = head_backward(grad, window, weight, bias, ctx.plan)
+        parameters_grad = conv_backward(grad, x, weight, bias, ctx.plan.seq_idx, x_grad)
+        if head is None:
+            return x_grad, x.new_zeros(ctx.past_shape), *parameters_grad, None
+        head.add_to(x_grad, *parameters_grad)
+        return x_grad, head.past, *parameters_grad, None

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
 from mamba_ssm.ops.triton.ssd_chunk_scan import (
     _chunk_scan_bwd_dC,
@@ -39,8 +38,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
-from megatron.core.ssm.state_passing import kernel_conv
-from megatron.core.ssm.state_passing.carry import StateGather, entering_state, leaving_gradient
+from megatron.core.ssm.state_passing import chunk_kernels, kernel_conv
+from megatron.core.ssm.state_passing.carry import StateGather
 from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
 
 
@@ -94,21 +93,24 @@ class _Scan(torch.autograd.Function):
         coming = None if halo.is_empty else HaloGather(xBC, halo, group)
         convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
         past = None if coming is None else coming.wait()
-        head = None
+        window = head = None
         if plan.continues[plan.rank]:
-            head = kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+            window, head = kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
         x, B, C = _Tokens.of(convolved, heads, sizes)
 
         decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
-            coming = StateGather(*_row_alone(states, decay, plan), group)
+            own = chunk_kernels.leaving_state(
+                states, decay, seq_idx, crosses=plan.crosses[plan.rank]
+            )
+            coming = StateGather(own, _shapes_per_rank(states), group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = transitions = None
         if coming is not None:
             every_state, transitions = coming.wait()
-            entering = entering_state(every_state, transitions, plan)
+            entering = chunk_kernels.over_ranks(every_state, transitions, plan.ranks_before())
             # The gathered states, cp times a state, need not outlive this call.
             transitions = transitions.contiguous()
         passed = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
@@ -117,7 +119,7 @@ class _Scan(torch.autograd.Function):
             scores, x, steps, decay, C, passed, D=D, z=z, seq_idx=seq_idx
         )
         ctx.save_for_backward(
-            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, past, head,
+            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
             entering, transitions,
         )  # fmt: skip
         ctx.sizes, ctx.plan, ctx.group = sizes, plan, group
@@ -127,7 +129,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (
-            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, past, head,
+            projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
             entering, transitions,
         ) = ctx.saved_tensors  # fmt: skip
         sizes, plan, group, heads = ctx.sizes, ctx.plan, ctx.group, A.shape[0]
@@ -139,7 +141,7 @@ class _Scan(torch.autograd.Function):
 
         convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
         if head is not None:
-            kernel_conv.restore_head(convolved, head)
+            convolved[:, : head.shape[1]] = head
         x, B, C = _Tokens.of(convolved, heads, sizes)
         convolved_grad = torch.empty_like(convolved)
         dx, dB, dC = _Tokens.of(convolved_grad, heads, sizes)
@@ -158,14 +160,17 @@ class _Scan(torch.autograd.Function):
         entered_grad = _chunk_scan_bwd_dstates(C, decay, grad, seq_idx=seq_idx, dtype=states.dtype)
         coming = None
         if not plan.is_local:
-            coming = StateGather(_entering_gradient(entered_grad, decay, plan), None, group)
+            own = chunk_kernels.entering_gradient(entered_grad, decay, seq_idx)
+            coming = StateGather(own.flatten(), [own.shape], group)
         scores_grad = _chunk_scan_bwd_dcb(
             x, steps, decay, grad, seq_idx=seq_idx, ngroups=sizes.ngroups
         )
         decay_grad = _chunk_scan_bwd_ddAcs_stable(x, steps, decay, grad, scores)
         leaving = None
         if coming is not None:
-            leaving = leaving_gradient(*coming.wait(), transitions, plan)
+            leaving = chunk_kernels.over_ranks(
+                *coming.wait(), transitions, plan.ranks_after()[::-1]
+            )
         states_grad, chunk_decay_grad, _, states = _state_passing_bwd(
             states.flatten(-2),
             decay[..., -1],
@@ -190,31 +195,31 @@ class _Scan(torch.autograd.Function):
         )
         _bmm_chunk_bwd(C, scores_grad, residual=from_states, out=dB)
         _bmm_chunk_bwd(B, scores_grad.transpose(-1, -2), residual=to_states, out=dC)
-        # A decay's sum runs on to the end of its chunk, where the state takes it along.
-        decay_grad_before[..., -1] += chunk_decay_grad
-        decay_grad += decay_grad_after
-        decay_grad += decay_grad_before.flip(-1).cumsum(-1).flip(-1)
+        chunk_kernels.add_decay_gradients(
+            decay_grad, decay_grad_after, decay_grad_before, chunk_decay_grad
+        )
         _, A_grad, dt_bias_grad = _chunk_cumsum_bwd(
             decay_grad, steps_grad, dt, A, dt_bias=dt_bias, dt_softplus=True, ddt=dt_grad
         )
 
         weight_grad, bias_grad = _conv_backward(
-            convolved_grad, xBC, past, head, conv_weight, conv_bias, plan, group, xBC_grad
+            convolved_grad, xBC, window, conv_weight, conv_bias, plan, group, xBC_grad
         )
         return (
             projected_grad, weight_grad, bias_grad, dt_bias_grad, A_grad, D_grad, None, None, None
         )  # fmt: skip
 
 
-def _conv_backward(grad, x, past, before, weight, bias, plan, group, x_grad):
+def _conv_backward(grad, x, window, weight, bias, plan, group, x_grad):
     halo, head, going = plan.halo(weight.shape[1] - 1), None, None
-    if before is not None:
-        head = kernel_conv.head_backward(grad, x, past, weight, before, plan)
+    if window is not None:
+        head = kernel_conv.head_backward(grad, window, weight, bias, plan)
     if not halo.is_empty:
-        past_grad = past.new_zeros(past.shape) if head is None else head[1].to(past.dtype)
+        past_grad = x.new_zeros(x.shape[0], halo.reach, x.shape[2]) if head is None else head.past
         going = HaloGradient(past_grad, halo, group)
     weight_grad, bias_grad = kernel_conv.conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
-    kernel_conv.add_head(head, x_grad, weight_grad, bias_grad)
+    if head is not None:
+        head.add_to(x_grad, weight_grad, bias_grad)
     if going is not None:
         going.add_to(x_grad)
     return weight_grad, bias_grad
@@ -233,49 +238,7 @@ def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Te
     return passed.unflatten(-1, states.shape[-2:])
 
 
-def _chunk_ends(seq_idx: Tensor, chunk_size: int) -> Tensor:
-    """Sample of each chunk's last token, ``[1, c]``."""
-    ends = seq_idx[:, chunk_size - 1 :: chunk_size]
-    is_ragged = seq_idx.shape[1] % chunk_size
-    return torch.cat([ends, seq_idx[:, -1:]], dim=1) if is_ragged else ends
-
-
-def _row_alone(states: Tensor, decay: Tensor, plan: RecurrencePlan) -> tuple[Tensor, Tensor]:
-    """What all chunks leave when nothing enters, ``[B, H, P, N]``, and their decay.
-
-    Args:
-        states: what each chunk alone leaves, ``[B, c, H, P, N]``.
-        decay: running sums of the log decay in each chunk, ``[B, H, c, Q]``.
-    """
-    total = decay[..., -1].cumsum(-1)
-    weight = (total[..., -1:] - total).exp()
-    if plan.seq_idx is not None:
-        ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
-        weight = weight * (ends == ends[:, -1:]).unsqueeze(1)
-    crossed = total[..., -1:].exp()
-    if not plan.crosses[plan.rank]:
-        crossed = torch.zeros_like(crossed)
-    return _weighted_sum(weight, states), crossed.unsqueeze(-1)
-
-
-def _entering_gradient(entered_grad: Tensor, decay: Tensor, plan: RecurrencePlan) -> Tensor:
-    """Gradient of the state that enters the rank, by its own outputs alone, ``[B, H, P, N]``.
-
-    Args:
-        entered_grad: of the state that enters each chunk, ``[B, c, H, P, N]``.
-        decay: running sums of the log decay in each chunk, ``[B, H, c, Q]``.
-    """
-    before = F.pad(decay[..., :-1, -1].cumsum(-1), (1, 0)).exp()
-    if plan.seq_idx is not None:
-        ends = _chunk_ends(plan.seq_idx, decay.shape[-1])
-        before = before * F.pad(ends[:, :-1] == 0, (1, 0), value=True).unsqueeze(1)
-    return _weighted_sum(before, entered_grad)
-
-
-def _weighted_sum(weight: Tensor, states: Tensor) -> Tensor:
-    """Over chunks: weight ``[B, H, c]``, states ``[B, c, H, P, N]``, to ``[B, H, P, N]``."""
-    # Row by row the product takes views; all rows at once would copy the states.
-    pairs = zip(weight.unsqueeze(-2), states.flatten(-2).transpose(1, 2), strict=True)
-    rows = [torch.bmm(w, s).squeeze(1) for w, s in pairs]
-    summed = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
-    return summed.unflatten(-1, states.shape[-2:])
+def _shapes_per_rank(states: Tensor) -> list[torch.Size]:
+    """Of a rank's state and its decay, for the states of its chunks, ``[B, c, H, P, N]``."""
+    batch, _, heads, *state = states.shape
+    return [torch.Size([batch, heads, *state]), torch.Size([batch, heads, 1, 1])]

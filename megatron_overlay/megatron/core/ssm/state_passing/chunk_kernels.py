@@ -1,0 +1,165 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for the steps of a chunked scan that ``mamba_ssm`` has none for.
+
+States of chunks are ``[B, c, H, P, N]``, contiguous; the running sums of the log decay within each
+chunk ``[B, H, c, Q]``, of fp32. ``seq_idx`` is the sample of each token, ``[1, S]`` of int32, or
+None. One launch each: PyTorch would take about ten, and read the states less fast.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, CHUNKS = 512, 8
+"""State elements and chunks that a program holds at once."""
+
+
+def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None, crosses: bool) -> Tensor:
+    """What all chunks leave when nothing enters, and what they leave of a state that does.
+
+    Args:
+        states: what each chunk alone leaves.
+        crosses: the tokens are of one sample; else nothing is left of a state that enters.
+
+    Returns:
+        fp32 ``[B·H·P·N + B·H]``: the state ``[B, H, P, N]``, then its decay ``[B, H, 1, 1]``.
+    """
+    batch, _, heads = states.shape[:3]
+    size = states[0, 0].numel() * batch
+    found = states.new_empty(size + batch * heads, dtype=torch.float32)
+    _sum_chunks(states, decay, seq_idx, found, found[size:], crosses)
+    return found
+
+
+def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Gradient of the state that enters the first chunk, fp32 ``[B, H, P, N]``.
+
+    Args:
+        grads: of the state that enters each chunk, by the outputs of that chunk alone.
+    """
+    found = grads.new_empty((grads.shape[0], *grads.shape[2:]), dtype=torch.float32)
+    _sum_chunks(grads, decay, seq_idx, found, None, False)
+    return found
+
+
+def over_ranks(states: Tensor, decays: Tensor, ranks: range) -> Tensor | None:
+    """Take a state, at first zero, along ``ranks``: ``decay · state + states[rank]`` at each.
+
+    Args:
+        states: fp32 ``[cp, B, H, P, N]``. decays: fp32 ``[cp, B, H, 1, 1]``; dense from B on.
+
+    Returns:
+        fp32 ``[B, H, P, N]``; None where ``ranks`` is empty.
+    """
+    if not ranks:
+        return None
+    _, batch, heads, *state = states.shape
+    size = state[0] * state[1]
+    found = states.new_empty(batch, heads, *state)
+    _over_ranks_kernel[(triton.cdiv(size, BLOCK), batch * heads)](
+        states, decays, found, len(ranks), ranks.start, ranks.step,
+        states.stride(0), decays.stride(0), size, BLOCK=BLOCK,
+    )  # fmt: skip
+    return found
+
+
+def add_decay_gradients(grad: Tensor, after: Tensor, before: Tensor, of_chunk: Tensor) -> None:
+    """Add to ``grad``, in place, the gradients of the log decay by way of the states.
+
+    Args:
+        grad, after: of each token's decay, ``[B, H, c, Q]``.
+        before: of the running sums, whose adjoint sums from the chunk's end, ``[B, H, c, Q]``.
+        of_chunk: of the whole chunk's decay, the last of these sums, ``[B, H, c]``.
+    """
+    tensors = [grad, after.contiguous(), before.contiguous(), of_chunk.contiguous()]
+    chunk_size = grad.shape[-1]
+    width = triton.next_power_of_2(chunk_size)
+    _add_decay_gradients_kernel[(of_chunk.numel(),)](*tensors, chunk_size, BLOCK=width)
+
+
+def _sum_chunks(states, decay, seq_idx, found, crossed, crosses: bool) -> None:
+    batch, chunks, heads = states.shape[:3]
+    chunk_size, size = decay.shape[-1], states.shape[3] * states.shape[4]
+    tokens = 0 if seq_idx is None else seq_idx.shape[1]
+    _sum_chunks_kernel[(triton.cdiv(size, BLOCK), heads, batch)](
+        states, decay, seq_idx, found, crossed, chunks, heads, size, chunk_size, tokens,
+        decay.stride(0), decay.stride(1), decay.stride(2), decay.stride(3),
+        IS_PACKED=seq_idx is not None, IS_LEAVING=crossed is not None, CROSSES=crosses,
+        CHUNKS=CHUNKS, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_chunks_kernel(
+    states, decay, seq_idx, found, crossed, chunks, heads, size, chunk_size, tokens,
+    decay_row, decay_head, decay_chunk, decay_token,
+    IS_PACKED: tl.constexpr, IS_LEAVING: tl.constexpr, CROSSES: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the chunks' states, each times the decay between it and the shard's end or start.
+
+    Chunks are gone through from that edge on, so that the log decay grows from 0.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head, row = tl.program_id(1), tl.program_id(2)
+    ends = decay + row * decay_row + head * decay_head + (chunk_size - 1) * decay_token
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    crossing = tl.zeros((1,), dtype=tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        step = first + tl.arange(0, CHUNKS)
+        here = step < chunks
+        chunk = chunks - 1 - step if IS_LEAVING else step
+        log_decay = tl.load(ends + chunk * decay_chunk, mask=here, other=0.0)
+        weight = tl.exp(crossing + tl.cumsum(log_decay, 0) - log_decay)
+        if IS_PACKED:
+            # Of the sample at the edge: the last token's, or the first one's, which is 0.
+            seen = chunk if IS_LEAVING else chunk - 1
+            token = tl.minimum((seen + 1) * chunk_size, tokens) - 1
+            sample = tl.load(seq_idx + token, mask=here & (token >= 0), other=0)
+            edge = tl.load(seq_idx + tokens - 1) if IS_LEAVING else 0
+            here = here & (sample == edge)
+        place = (row * chunks + chunk).to(tl.int64) * heads + head
+        part = tl.load(
+            states + place[:, None] * size + at[None, :],
+            mask=here[:, None] & (at < size)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(weight[:, None] * part.to(tl.float32), 0)
+        crossing += tl.sum(log_decay, 0)
+    tl.store(found + (row * heads + head) * size + at, total, mask=at < size)
+    if IS_LEAVING:
+        left = tl.exp(crossing) if CROSSES else tl.zeros((1,), dtype=tl.float32)
+        is_first = (tl.program_id(0) + tl.arange(0, 1)) == 0
+        tl.store(crossed + row * heads + head + tl.arange(0, 1), left, mask=is_first)
+
+
+@triton.jit
+def _over_ranks_kernel(
+    states, decays, found, count, first, step, states_rank, decays_rank, size, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    state = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in range(count):
+        rank = (first + i * step).to(tl.int64)
+        decay = tl.load(decays + rank * decays_rank + head)
+        own = tl.load(states + rank * states_rank + head * size + at, mask=at < size, other=0.0)
+        state = decay * state + own
+    tl.store(found + head * size + at, state, mask=at < size)
+
+
+@triton.jit
+def _add_decay_gradients_kernel(grad, after, before, of_chunk, chunk_size, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < chunk_size
+    place = chunk.to(tl.int64) * chunk_size + at
+    sums = tl.load(before + place, mask=inside, other=0.0)
+    sums += tl.where(at == chunk_size - 1, tl.load(of_chunk + chunk), 0.0)
+    found = tl.load(grad + place, mask=inside, other=0.0)
+    found += tl.load(after + place, mask=inside, other=0.0) + tl.cumsum(sums, 0, reverse=True)
+    tl.store(grad + place, found, mask=inside)
