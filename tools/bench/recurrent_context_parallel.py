@@ -17,6 +17,7 @@ is what is measured. --cuda-graphs captures every mode's step, and measures the 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -182,8 +183,30 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
     return seconds.item()
 
 
+def measure_length(
+    options: argparse.Namespace, layers: dict[str, nn.ModuleList], length: int, group, device
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """By mode: MB that a rank receives in each layer, and the seconds of each round.
+
+    Modes take turns, so that what disturbs one disturbs all.
+    """
+    steps = {mode: make_step(mode, layers[mode], length, group, device) for mode in options.modes}
+    timed_steps, received = {}, {}
+    for mode, step in steps.items():
+        step()
+        with ReceivedBytes() as counter:
+            step()
+        received[mode] = counter.count / options.layers / 1e6
+        timed_steps[mode] = captured(step) if options.cuda_graphs else step
+    seconds = {mode: [] for mode in options.modes}
+    for _ in range(options.rounds):
+        for mode, step in timed_steps.items():
+            seconds[mode].append(timed(step, device))
+    return received, seconds
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Print a table; modes take turns, so that what disturbs one disturbs all."""
+    """Print a table."""
     world, cp = dist.get_world_size(), options.cp or dist.get_world_size()
     grids = [
         HyperCommGrid(shape, ["tp", "cp", "pp", "dp"])
@@ -201,17 +224,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             "| slowest / fastest round |\n|---:|---|---:|---:|---:|---:|"
         )
     for length in options.lengths:
-        steps = {m: make_step(m, layers[m], length, shared.cp, device) for m in options.modes}
-        timed_steps, received, seconds = {}, {}, {mode: [] for mode in options.modes}
-        for mode, step in steps.items():
-            step()
-            with ReceivedBytes() as counter:
-                step()
-            received[mode] = counter.count / options.layers / 1e6
-            timed_steps[mode] = captured(step) if options.cuda_graphs else step
-        for _ in range(options.rounds):
-            for mode, step in timed_steps.items():
-                seconds[mode].append(timed(step, device))
+        received, seconds = measure_length(options, layers, length, shared.cp, device)
         one_rank = statistics.median(seconds["one rank"])
         if dist.get_rank() == 0:
             for mode in options.modes:
@@ -223,6 +236,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
                     f"| {max(seconds[mode]) / min(seconds[mode]):.2f} |",
                     flush=True,
                 )
+    # Communicators wait for the graphs that use them, and these for the garbage collector.
+    gc.collect()
     for grid in grids:
         grid.destroy()
 
