@@ -11,12 +11,8 @@ import torch.distributed as dist
 from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.partition.utils import (
-    PartitionAdapter,
-    PartitionConfig,
-    padding_arguments,
-    row_owners,
-)
+from megatron.core.models.mimo.partition.language_batch import padding_arguments, row_owners
+from megatron.core.models.mimo.partition.utils import PartitionAdapter, PartitionConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 

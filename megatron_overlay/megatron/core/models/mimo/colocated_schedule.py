@@ -27,7 +27,7 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.encoding import Tokens, communicate, encode
 from megatron.core.models.mimo.grad_finalization import no_grad_sync
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.partition.utils import packed_parameters
+from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection

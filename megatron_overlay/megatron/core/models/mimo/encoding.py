@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.partition.utils import row_owners
+from megatron.core.models.mimo.partition.language_batch import row_owners
 from megatron.core.packed_seq_params import PackedSeqParams
 
 if TYPE_CHECKING:

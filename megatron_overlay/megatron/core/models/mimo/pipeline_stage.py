@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from megatron.core.models.mimo.partition.utils import padding_arguments
+from megatron.core.models.mimo.partition.language_batch import padding_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 

@@ -117,7 +117,9 @@ class PartitionAdapter:
                 f"TP communication overlap needs sequences of {self.cfg.max_seq_len} tokens, "
                 f"found {seq_length}"
             )
-        samples = _packed_samples(packed_seq_params) or (seq_length,)
+        samples = (seq_length,)
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            samples = PaddedLengths.of_packed(packed_seq_params).padded
         if sum(samples) != seq_length:
             raise ValueError(
                 f"the packed samples have {sum(samples)} tokens, the sequence {seq_length}"
@@ -195,111 +197,6 @@ class PartitionAdapter:
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             packed_seq_params = lengths.packed_seq_params(present[0].device)
         return embeddings, labels, loss_mask, attention_mask, packed_seq_params
-
-
-def shard_language_batch(
-    adapter: PartitionAdapter | None,
-    embeddings: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    loss_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What a rank of the language model takes of a batch, on any pipeline stage.
-
-    Position ids stay whole: rotary embeddings pick out their CP rank's part themselves.
-
-    Args:
-        adapter: of the language model; None where nothing is sharded.
-        embeddings: ``[S, B, H]``; None on later stages, which receive hidden states.
-        labels, loss_mask: ``[B, S]`` or None.
-
-    Returns:
-        The same three: ``[padded/(cp·tp), B, H]``, ``[B, padded/cp]``, ``[B, padded/cp]``.
-
-    Raises:
-        ValueError: as ``PartitionAdapter.shard``.
-    """
-    if adapter is None:
-        return embeddings, labels, loss_mask
-    rows = None if embeddings is None else embeddings.transpose(0, 1)
-    rows, labels, loss_mask, _, _ = adapter.shard(rows, labels, loss_mask, None)
-    return None if rows is None else rows.transpose(0, 1).contiguous(), labels, loss_mask
-
-
-def row_owners(
-    input_ids: torch.Tensor,
-    token_id: int,
-    adapter: PartitionAdapter | None,
-    packed_seq_params: PackedSeqParams | None = None,
-) -> torch.Tensor | None:
-    """CP rank that uses each row of a modality's flat embeddings.
-
-    Args:
-        input_ids: ``[B, S]``; the modality's rows replace its ``token_id`` tokens in this order.
-        adapter: of the language model; None where nothing is sharded.
-        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
-
-    Returns:
-        int64 ``[rows]``, or None without context parallelism.
-    """
-    if adapter is None or not adapter.cfg.use_cp:
-        return None
-    owners = adapter.owners(input_ids.size(1), packed_seq_params).to(input_ids.device)
-    return owners.expand_as(input_ids)[input_ids == token_id]
-
-
-def packed_parameters(packing: dict | PackedSeqParams | None) -> PackedSeqParams | None:
-    """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
-
-    Args:
-        packing: keyword arguments of ``PackedSeqParams``, or made of them already.
-    """
-    if packing is None or isinstance(packing, PackedSeqParams):
-        return packing
-    bounds = {
-        name: value.to(torch.int32)
-        for name, value in packing.items()
-        if "cu_seqlens" in name and value is not None
-    }
-    return PackedSeqParams(**packing | bounds | {"qkv_format": "thd"})
-
-
-def padding_arguments(
-    input_ids: torch.Tensor,
-    adapter: PartitionAdapter,
-    packed_seq_params: PackedSeqParams | None = None,
-) -> dict[str, torch.Tensor]:
-    """What tells a language model's experts which tokens ``adapter`` has added as padding.
-
-    They are routed, but count neither for the load-balancing losses nor for the expert bias.
-
-    Args:
-        input_ids: ``[B, S]``.
-        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
-
-    Returns:
-        ``padding_mask``, bool ``[B, padded/(cp·tp)]`` as the embeddings are sharded, true at
-        padding; nothing where there is none.
-    """
-    lengths = adapter.lengths(input_ids.size(1), packed_seq_params)
-    if lengths.real == lengths.padded:
-        return {}
-    tokens = torch.zeros_like(input_ids, dtype=torch.bool)
-    mask = adapter.shard_tokens(tokens, lengths, pad=True)
-    if adapter.cfg.seq_parallel:
-        mask = mask.chunk(adapter.cfg.sp_size, dim=1)[adapter.cfg.tp_group.rank()]
-    return {"padding_mask": mask}
-
-
-def _packed_samples(packed_seq_params: PackedSeqParams | None) -> tuple[int, ...]:
-    """Tokens of each sample of a packed row, kept on ``packed_seq_params`` once read."""
-    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-        return ()
-    kept = vars(packed_seq_params)
-    if "_samples" not in kept:
-        bounds = packed_seq_params.cu_seqlens_q_padded
-        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
-        kept["_samples"] = tuple(bounds.diff().tolist())
-    return kept["_samples"]
 
 
 @lru_cache(maxsize=64)
