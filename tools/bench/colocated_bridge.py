@@ -8,11 +8,11 @@ Under torchrun with a multiple of 4 ranks, also times against the all-reduce pat
 
 import math
 import os
-import timeit
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from ranks import seconds, start
 
 from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -25,7 +25,6 @@ SAMPLE_ROWS = 256
 SAMPLES = 8
 """Samples of the coarser side's DP rank."""
 HIDDEN = 2688
-ROUNDS, CALLS = 5, 2
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,7 @@ def print_volumes(world: int) -> None:
 
 def print_times() -> None:
     """Time of forward and backward over that of the all-reduce path, and the planning's share."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = start()
     world, rank = dist.get_world_size(), dist.get_rank()
     if rank == 0:
         print(
@@ -155,19 +150,6 @@ def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[fl
             lambda: bridge.plan_routes(produced, None, owner, device),
         )
     ]
-
-
-def seconds(call, device: torch.device) -> float:
-    """The fastest of `ROUNDS` rounds, the least disturbed one; ranks start each call together."""
-
-    def step():
-        dist.barrier()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    step()
-    return min(timeit.repeat(step, number=CALLS, repeat=ROUNDS)) / CALLS
 
 
 def main() -> None:

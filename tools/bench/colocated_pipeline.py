@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks import start
 from timeline import CUDA, Recorder, Span, draw
 
 if not CUDA:
@@ -311,9 +311,7 @@ def main() -> None:
     parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
     parser.add_argument("--timeline", type=Path, metavar="PNG")
     args = parser.parse_args()
-    if CUDA:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if CUDA else "gloo")
+    start()
     if dist.get_rank() == 0:
         print(
             "| language | microbatches | E, ms | L, ms | step, ms | step / T | "

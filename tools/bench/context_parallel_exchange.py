@@ -7,10 +7,10 @@ Under torchrun with N > 1 ranks, also the time at cp=N, against gathering everyt
 """
 
 import os
-import timeit
 
 import torch
 import torch.distributed as dist
+from ranks import seconds, start
 
 from megatron.core.context_parallel_layout import (
     contiguous_layout,
@@ -28,7 +28,6 @@ BATCHES = {
     "64 odd samples, 21 to 1029 long": tuple(21 + 16 * i for i in range(64)),
 }
 HIDDEN = 2688
-ROUNDS, CALLS = 5, 3
 
 
 def print_volumes() -> None:
@@ -54,11 +53,7 @@ def print_volumes() -> None:
 
 def print_times() -> None:
     """Time of an exchange over that of an all-gather and a selection, forward and backward."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = start()
     group, cp_size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     if rank == 0:
         print(f"\n| batch | cp | exchange / gather, time on {device.type} |\n|---|---:|---:|")
@@ -70,27 +65,15 @@ def print_times() -> None:
         shard = torch.ones(zigzag.shard_size, HIDDEN, device=device, requires_grad=True)
 
         def by_exchange(shard=shard, route=route):
-            return exchange(shard, route, group)
+            exchange(shard, route, group).sum().backward()
 
         def by_gather(shard=shard, zigzag=zigzag, contiguous=contiguous):
-            return contiguous.shard(gather_tokens(shard, zigzag, group), rank)
+            contiguous.shard(gather_tokens(shard, zigzag, group), rank).sum().backward()
 
         ratio = seconds(by_exchange, device) / seconds(by_gather, device)
         if rank == 0:
             print(f"| {name} | {cp_size} | {ratio:.2f} |")
     dist.destroy_process_group()
-
-
-def seconds(call, device: torch.device) -> float:
-    """The fastest of `ROUNDS` rounds of forward and backward: the least disturbed one."""
-
-    def step():
-        call().sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    step()
-    return min(timeit.repeat(step, number=CALLS, repeat=ROUNDS)) / CALLS
 
 
 def main() -> None:

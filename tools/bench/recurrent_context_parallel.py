@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from ranks import start
 from torch import Tensor, nn
 
 from megatron.core.context_parallel_layout import (
@@ -259,15 +259,11 @@ def main() -> None:
     if "one rank" not in options.modes:
         options.modes = ["one rank", *options.modes]
 
-    cuda = torch.cuda.is_available()
-    if not cuda:
+    if not torch.cuda.is_available():
         from megatron.core.cpu_runtime import install
 
         install()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = start()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.ops.reference import causal_conv1d_fn, mamba_chunk_scan_combined
+from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
 from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 
@@ -84,34 +84,23 @@ def reference_scan(
     Returns:
         ``[B, S/cp, H·P]``, gated and not yet normed.
     """
-    inner, heads = A.shape[0] * headdim, A.shape[0]
-    z, xBC, dt = projected.split([inner, conv_weight.shape[0], heads], dim=-1)
+    inner, heads, channels = A.shape[0] * headdim, A.shape[0], conv_weight.shape[0]
+    xBC = projected.split([inner, channels, heads], dim=-1)[1]
     past = exchange_halo(xBC, plan.halo(conv_weight.shape[1] - 1), group)
-    xBC = causal_conv1d_fn(
-        xBC.transpose(1, 2),
+    return mamba_split_conv1d_scan_combined(
+        projected,
         conv_weight,
         conv_bias,
-        plan.seq_idx,
-        initial_states=past.transpose(1, 2),
-        activation="silu",
-    ).transpose(1, 2)
-    states = (conv_weight.shape[0] - inner) // 2
-    x, B, C = xBC.split([inner, states, states], dim=-1)
-    y = mamba_chunk_scan_combined(
-        x.unflatten(-1, (heads, headdim)),
-        dt,
+        dt_bias,
         A,
-        B.unflatten(-1, (ngroups, -1)),
-        C.unflatten(-1, (ngroups, -1)),
+        D,
         chunk_size,
-        D=D,
-        z=z.unflatten(-1, (heads, headdim)),
-        dt_bias=dt_bias,
-        dt_softplus=True,
         seq_idx=plan.seq_idx,
+        headdim=headdim,
+        ngroups=ngroups,
+        conv_initial_states=past.transpose(1, 2),
         enter=lambda state, decay: carry_state(state, decay, plan, group),
     )
-    return y.flatten(-2)
 
 
 @cache

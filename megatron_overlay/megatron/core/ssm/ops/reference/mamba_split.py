@@ -3,6 +3,7 @@
 """The inside of a Mamba-2 layer between its two projections: convolution, scan and gate."""
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -26,6 +27,9 @@ def mamba_split_conv1d_scan_combined(
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
+    *,
+    conv_initial_states: Tensor | None = None,
+    enter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What the fused `mamba_ssm` kernel of this name computes when no norm is fused into it.
 
@@ -35,6 +39,8 @@ def mamba_split_conv1d_scan_combined(
         conv1d_weight: `[H * P + 2 * G * N, W]`. conv1d_bias: `[H * P + 2 * G * N]`.
         dt_bias, A: `[H]`. D: `[H]` (then `headdim` is P) or `[H, P]`.
         norm_before_gate: accepted as the kernel does; it has a meaning only when a norm is fused.
+        conv_initial_states: ours: tokens before the first one, `[B, H * P + 2 * G * N, W - 1]`.
+        enter: ours: as for `mamba_chunk_scan_combined`.
 
     Returns:
         `[B, S, H * P]`, and with `return_final_states` also the state `[B, H, P, N]`.
@@ -44,7 +50,12 @@ def mamba_split_conv1d_scan_combined(
     inner = heads * headdim
     z, xBC, dt = zxbcdt.split([inner, conv1d_weight.shape[0], heads], dim=-1)
     xBC = causal_conv1d_fn(
-        xBC.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation=activation
+        xBC.transpose(1, 2),
+        conv1d_weight,
+        conv1d_bias,
+        seq_idx,
+        initial_states=conv_initial_states,
+        activation=activation,
     ).transpose(1, 2)
     state_width = (xBC.shape[-1] - inner) // 2
     x, B, C = xBC.split([inner, state_width, state_width], dim=-1)
@@ -63,6 +74,7 @@ def mamba_split_conv1d_scan_combined(
         dt_softplus=True,
         dt_limit=dt_limit,
         return_final_states=return_final_states,
+        enter=enter,
     )
     if not return_final_states:
         return result.flatten(-2)

@@ -1,0 +1,37 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks over several ranks share: starting them, and timing a collective call."""
+
+from __future__ import annotations
+
+import os
+import timeit
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+ROUNDS, CALLS = 5, 3
+
+
+def start() -> torch.device:
+    """Join the group of all ranks that torchrun started, NCCL or gloo; gives this one's device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return device
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """A call's share of the fastest round, the least disturbed one; ranks start each together."""
+
+    def step() -> None:
+        dist.barrier()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step()
+    return min(timeit.repeat(step, number=CALLS, repeat=ROUNDS)) / CALLS
