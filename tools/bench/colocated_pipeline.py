@@ -34,7 +34,8 @@ if not CUDA:
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
 from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset, tiny

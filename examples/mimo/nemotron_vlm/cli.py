@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS, SEPARATE
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.recurrence import Recurrence

@@ -18,7 +18,8 @@ from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.loss import summed_loss
 from examples.mimo.nemotron_vlm.model import (
     IMAGES,

@@ -10,7 +10,8 @@ from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, READ
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.presets import tiny
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
 from examples.mimo.nemotron_vlm.recurrence import Recurrence
 

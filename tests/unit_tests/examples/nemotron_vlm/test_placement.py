@@ -7,7 +7,8 @@ import pytest
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout, resolve
+from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.placement import SEPARATE, layout_table
 from examples.mimo.nemotron_vlm.presets import tiny
 
