@@ -18,7 +18,7 @@ ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.mimo.nemotron_vlm.cli import parse_args  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import EXIT_CODE, FAILED, RunFailed, UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.errors import BAD_INPUT, FAILED, RunFailed, UserError  # noqa: E402
 
 ALONE = {
     "RANK": "0",
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     except (UserError, RunFailed) as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr)
-        return EXIT_CODE if isinstance(error, UserError) else FAILED
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
     return 0
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a run on every rank alike, with one line: exit code 2, or 1 for a failed run."""
 
-EXIT_CODE = 2
+BAD_INPUT = 2
 FAILED = 1
 
 

@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm import progress
+from examples.mimo.nemotron_vlm.errors import FAILED
 
-EXIT_CODE = 1
 INTERVAL_S = 1.0
 GRACE_S = 4.0
 """How long the reporter lives on, for the others to read its verdict from a store it may serve."""
@@ -85,7 +85,7 @@ class FaultWatch:
             try:
                 self._beat(count)
                 if self._store.check(["verdict"]):
-                    os._exit(EXIT_CODE)
+                    os._exit(FAILED)
                 self._look_at_next()
                 self._look_at_progress()
             except dist.DistError:
@@ -104,7 +104,7 @@ class FaultWatch:
                         file=sys.stderr,
                         flush=True,
                     )
-                os._exit(EXIT_CODE)
+                os._exit(FAILED)
 
     def _beat(self, count: int) -> None:
         doing = progress.now()
@@ -162,4 +162,4 @@ class FaultWatch:
         if first:
             print(f"{details}error: {verdict}", file=sys.stderr, flush=True)
             time.sleep(GRACE_S)
-        os._exit(EXIT_CODE)
+        os._exit(FAILED)
