@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_passing.mamba import reference_scan
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import (
     EqualsOneRank,
     Pair,
@@ -22,7 +20,7 @@ from tests.unit_tests.ssm.whole_and_sharded import (
 )
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-HIDDEN, HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 32, 6, 16, 2, 48, 2
+HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 6, 16, 2, 48, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard.
 PACKED = (5, 0, 1, 39, 9)
 
@@ -41,49 +39,30 @@ CASES = cases(
 )
 
 
-def make_mixer(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> MambaMixer:
-    model_parallel_cuda_manual_seed(
-        7, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank()
-    )
-    torch.manual_seed(7)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
+def mixer_of(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> MambaMixer:
+    mixer = make_mixer(
+        groups,
+        dtype=dtype,
         mamba_num_heads=HEADS,
         mamba_head_dim=HEADDIM,
         mamba_num_groups=GROUPS,
-        mamba_state_dim=8,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
         linear_context_parallel="state-passing" if passes_states else "head-parallel",
         hybrid_token_layout=layout if passes_states else "zigzag",
     )
-    submodules = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    mixer = MambaMixer(config, submodules, HIDDEN, chunk_size=16, pg_collection=groups)
     with torch.no_grad():
-        # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
-        generator = torch.Generator().manual_seed(groups.tp.rank())
-        for parameter in (mixer.D, mixer.norm.weight, mixer.conv1d.bias):
-            noise = torch.rand(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.device))
         # Decays slow enough that a state outlives a shard.
         mixer.A_log.sub_(3)
-    return mixer.to(Utils.device, dtype)
+    return mixer
 
 
 @pytest.fixture
 def pair(request):
     """The mixers and the dtype; None on an idle rank, which has only helped to make groups."""
     ranks, layout, dtype = request.param
-    pair = Pair(ranks, lambda groups, shards: make_mixer(groups, shards, layout, dtype), layout)
+    pair = Pair(ranks, lambda groups, shards: mixer_of(groups, shards, layout, dtype), layout)
     pair.dtype = dtype
     yield pair if pair.is_member else None
     pair.destroy()
-
-
-def call(mixer, hidden, packed_seq_params):
-    return mixer(hidden, packed_seq_params=packed_seq_params)[0]
 
 
 @pytest.mark.parametrize("pair", CASES, indirect=True)
