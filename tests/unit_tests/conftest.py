@@ -20,9 +20,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.unit_tests.test_utilities import COLLECTIVE_TIMEOUT, Utils, no_global_parallel_state
+from tests.unit_tests.test_utilities import (
+    COLLECTIVE_TIMEOUT,
+    HAVE_CUDA,
+    Utils,
+    no_global_parallel_state,
+)
 
-TEST_TIMEOUT_S = 240
+TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
 """A whole test, with all its collectives; a hang outside of collectives ends here."""
 
 
