@@ -17,6 +17,8 @@ from tests.unit_tests.models.mimo_models import (
     ONE_RANK,
     PRESET,
     make_layouts,
+)
+from tests.unit_tests.models.mimo_training import (
     modules_of,
     modules_of_one_rank,
     train,

@@ -12,10 +12,12 @@ from examples.mimo.nemotron_vlm.modules import make_grid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.unit_tests.models.mimo_models import (
-    BACKEND,
     ONE_RANK,
     build_mamba_moe,
     build_plain_moe_gpt,
+)
+from tests.unit_tests.models.mimo_training import (
+    BACKEND,
     initialized,
     microbatches,
     modules_of_one_rank,

@@ -11,10 +11,12 @@ from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from tests.unit_tests.models import mimo_models
 from tests.unit_tests.models.mimo_models import (
-    ADAM,
     ONE_RANK,
-    expert_shard,
     make_layouts,
+)
+from tests.unit_tests.models.mimo_training import (
+    ADAM,
+    expert_shard,
     modules_of,
     modules_of_one_rank,
     process_groups,
