@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -25,15 +26,14 @@ ALONE = {
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
     "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29511",
 }
-"""The environment of a single process started without torchrun."""
+"""The environment of a single process started without torchrun, but for the port."""
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
-        os.environ.update(ALONE)
+        os.environ.update(ALONE, MASTER_PORT=_free_port())
     try:
         config = parse_args(argv, int(os.environ["WORLD_SIZE"]))
         if config.device == "cpu":
@@ -48,6 +48,12 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, UserError) else FAILED
     return 0
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind((ALONE["MASTER_ADDR"], 0))
+        return str(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

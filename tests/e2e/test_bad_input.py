@@ -23,7 +23,7 @@ class TestBeforeAnyGroupIsMade:
             (["--language", "vpp=2"], ["vpp=2 needs pp of 2 or more"]),
             (
                 ["--placement", "non-colocated", "--encoder", "dp=2"],
-                ["need ranks of their own, 2 and 0 of 2"],
+                ["takes 2 of 2 ranks and leaves none"],
             ),
             (["--steps", "many"], ["--steps", "--help"]),
             (["--fault-timeout", "nan"], ["--fault-timeout must be a finite number"]),

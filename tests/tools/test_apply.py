@@ -59,8 +59,10 @@ def test_link_makes_symlinks_into_the_repository(world):
     assert not (world.checkout / "megatron/core/a.py").is_symlink()
 
 
-def test_apply_turns_links_into_copies(world):
+def test_links_stay_links_until_a_revert(world):
     world.apply("--link")
+    assert world.apply().out == ["already applied"]
+    world.apply("--revert")
     world.apply()
     assert not [path for path in world.checkout.rglob("*") if path.is_symlink()]
 

@@ -27,10 +27,7 @@ if not HAVE_CUDA:
     install()
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=300 if HAVE_CUDA else 50)
-"""A collective that takes longer fails: with the watchdog of conftest.py, within a minute.
-
-On GPUs a rank may first compile and try out Triton kernels, which takes minutes.
-"""
+"""A collective that takes longer fails. On GPUs a rank may first try out Triton kernels."""
 
 
 class Utils:

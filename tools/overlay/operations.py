@@ -12,11 +12,11 @@ from overlay.store import Manifest, Store, Transaction
 
 
 def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
-    """Bring the checkout to the present state of the patch set."""
+    """Bring the checkout to the present state of the patch set; links stay links."""
     store = Store(checkout)
     with store.locked():
         lines = _finish(store)
-        transaction = plan_apply(patchset, checkout, store, link)
+        transaction = plan_apply(patchset, checkout, store, link or _is_linked(store.manifest()))
         if is_done(transaction):
             return [*lines, "already applied"]
         _run(transaction, patchset, store)

@@ -20,13 +20,16 @@ from examples.mimo.nemotron_vlm.errors import UserError
 FORMAT = 1
 WHOLE = re.compile(r"step_(\d{8})")
 
+OPTIONS = {"model": "--model", "seed": "--seed", "data": "--data", "frozen": "--freeze"}
+"""Facts of a record that a run which resumes must share, and what sets them."""
+
 
 @dataclass(frozen=True)
 class Record:
     """``run.json``.
 
     step: optimizer steps taken, skipped ones included; with the seed it is the data's position.
-    samples: of training data that were read.
+    samples: of training data that were read; for people.
     skipped: steps that were skipped.
     model, seed, data, frozen: what a run that goes on must share.
     layout: of the modules that wrote it.
@@ -68,7 +71,7 @@ class Record:
             if fields.get("format") != FORMAT:
                 raise UserError(
                     f"--load {checkpoint} is of format {fields.get('format')}, this program reads "
-                    f"format {FORMAT}"
+                    f"format {FORMAT}: load it with the version that wrote it"
                 )
             return cls(**fields | {"frozen": tuple(fields["frozen"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -88,12 +91,17 @@ class Record:
             UserError: it is of another model, seed or data, or has other parts frozen.
         """
         own = Record.of(config, self.step, self.skipped)
-        for name in ("model", "seed", "data", "frozen"):
+        for name, option in OPTIONS.items():
             if getattr(self, name) != getattr(own, name):
                 raise UserError(
-                    f"--load {checkpoint} is of a run with {name} {getattr(self, name)}, this one "
-                    f"has {getattr(own, name)}"
+                    f"--load {checkpoint} is of a run with {option} {_shown(self, name)}, this one "
+                    f"has {_shown(own, name)}"
                 )
+
+
+def _shown(record: Record, name: str) -> str:
+    value = getattr(record, name)
+    return (",".join(value) or "nothing") if isinstance(value, tuple) else str(value)
 
 
 def damaged(checkpoint: Path, error: Exception) -> UserError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the training program; needs no torch, so that bad input ends at once."""
+"""Command line of the training program; most bad input ends here, before torch is imported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Tells defaults, where there are any."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, "", (), False):
+        if action.default is None or action.default is False or action.default in ("", ()):
             return action.help
         return super()._get_help_string(action)
 
@@ -108,17 +108,22 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--token-layout",
         choices=["contiguous", "zigzag"],
-        help="where tokens lie under cp: contiguous but around attention (the default, with state "
-        "passing), or zigzag but around recurrent layers",
+        help="where tokens lie under cp: contiguous except around attention (the default, with "
+        "state passing), or zigzag except around recurrent layers",
     )
-    add("--global-batch-size", type=int, default=32, help="samples a step")
-    add("--micro-batch-size", type=int, default=4, help="samples a microbatch and language DP rank")
-    add("--seq-length", type=int, default=32, help="tokens a sample, padded")
+    add("--global-batch-size", type=int, default=32, help="samples per step")
+    add(
+        "--micro-batch-size",
+        type=int,
+        default=4,
+        help="samples per microbatch on each DP rank of the language model",
+    )
+    add("--seq-length", type=int, default=32, help="tokens per sample, padded")
     add("--steps", type=int, default=20, help="optimizer steps of the whole run")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--min-lr", type=float, default=0.0, help="learning rate at the end")
     add("--warmup-steps", type=int, default=0, help="steps of linear warm-up; cosine decay follows")
-    add("--weight-decay", type=float, default=0.01)
+    add("--weight-decay", type=float, default=0.01, help="AdamW's weight decay")
     add("--clip-grad", type=float, default=1.0, help="largest global gradient norm; 0: no clipping")
     add("--adam-eps", type=float, default=1e-5, help="Adam's epsilon")
     add(
@@ -138,11 +143,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="of initial weights and samples")
     add("--data", default="digits", metavar="digits|mock", help="training data")
-    add("--eval-interval", type=int, default=0, metavar="K", help="evaluate every K steps")
+    add(
+        "--eval-interval",
+        type=int,
+        default=0,
+        metavar="K",
+        help="evaluate every K steps and after the last; 0: never",
+    )
     add("--eval-samples", type=int, default=256, help="held-out samples an evaluation reads")
     add("--save", type=Path, metavar="DIR", help="directory for checkpoints")
-    add("--load", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
-    add("--save-interval", type=int, default=0, metavar="K", help="save every K steps")
+    add("--load", type=Path, metavar="DIR", help="resume from the newest checkpoint there")
+    add(
+        "--save-interval",
+        type=int,
+        default=0,
+        metavar="K",
+        help="save every K steps; 0: after the last only",
+    )
     add(
         "--async-save",
         action="store_true",
@@ -151,8 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--restart-from-latest",
         action="store_true",
-        help="go on from the newest whole checkpoint in --save, if there is one; with torchrun's "
-        "--max-restarts a run that lost a rank goes on by itself",
+        help="resume from the newest whole checkpoint in --save, if there is one; with torchrun's "
+        "--max-restarts a run that lost a rank resumes by itself",
     )
     add(
         "--max-skipped-steps",
@@ -167,9 +184,10 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="SECONDS",
         help="end the run when a rank is at one microbatch for so long (twice as long at writing a "
-        "checkpoint), or shows no sign of life for half of it",
+        "checkpoint, 3 times at building and loading, 20 times in the first step and evaluation on "
+        "GPUs, which compile kernels), or shows no sign of life for half of it",
     )
-    add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one a step")
+    add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one per step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
     add("--dry-run", action="store_true", help="build on the meta device, print parameter counts")
     return parser
@@ -179,7 +197,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     """Read and check the command line.
 
     Raises:
-        UserError: for whatever cannot be trained, naming the fact and the fix.
+        UserError: for what the command line alone shows not to work, naming the fact and the fix.
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)

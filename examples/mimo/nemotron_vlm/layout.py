@@ -43,9 +43,8 @@ class Layout:
 
     def __str__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
-        if shown["etp"] in (0, shown["tp"]):
-            del shown["etp"]
-        return ",".join(f"{k}={v}" for k, v in shown.items() if v != 1 or k in ("tp", "dp"))
+        usual = {"tp": None, "dp": None, "etp": self.tp if self.etp else 0}
+        return ",".join(f"{k}={v}" for k, v in shown.items() if v != usual.get(k, 1))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE, ranks_of_modules
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.recurrence import Recurrence
-
-__all__ = ["Batch", "Layout", "Layouts", "parse_layout", "resolve"]
 
 
 def resolve(
@@ -72,12 +70,13 @@ def _derive(layout: Layout, world_size: int) -> Layout:
 
 
 def _size_violation(layout: Layout, world_size: int) -> str | None:
-    if layout.size != world_size:
-        return (
-            f"tp·cp·pp·dp = {layout.tp}·{layout.cp}·{layout.pp}·{layout.dp} = {layout.size} "
-            f"must equal the {world_size} ranks"
-        )
-    return None
+    if layout.size == world_size:
+        return None
+    launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
+    return (
+        f"tp·cp·pp·dp = {layout.tp}·{layout.cp}·{layout.pp}·{layout.dp} = {layout.size} "
+        f"must equal the {world_size} rank{'s' * (world_size > 1)}{launcher}"
+    )
 
 
 def _first(rules: list[tuple[bool, str]]) -> str | None:
@@ -214,7 +213,7 @@ def _candidates(world_size: int, axes: list[str]) -> list[Layout]:
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    axes = ("tp", "cp", "pp", "dp", "ep")
+    axes = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
     return sum(abs(math.log2(getattr(a, axis) / getattr(b, axis))) for axis in axes)
 
 
@@ -230,7 +229,10 @@ def _nearest(
 ) -> str:
     others = ("cp", "pp", "ep") if module == "language" else ("pp",)
     axes = ["tp"] + [axis for axis in others if getattr(wanted, axis) > 1]
-    return _listing([c for c in _candidates(world, axes) if not violation(c)], wanted)
+    plain = _candidates(world, axes)
+    etp = None if wanted.etp == wanted.tp else wanted.etp
+    same = [replace(c, etp=etp or c.etp, vpp=wanted.vpp) for c in plain]
+    return _listing([c for c in (*same, *plain) if not violation(c)], wanted)
 
 
 def _nearest_encoder(

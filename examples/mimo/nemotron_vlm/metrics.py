@@ -18,38 +18,40 @@ class MetricsWriter:
     """Writes records as they come.
 
     Args:
-        path: of the JSON lines; a resumed run appends to what the steps before it wrote.
+        path: of the JSON lines; a resumed run appends to what the steps before it wrote. None:
+            the progress bar only.
         first_step: steps from this one on are dropped from an existing file: they are run again.
         total_steps: of the whole run, for the progress bar.
-        quiet: no progress bar.
     """
 
-    def __init__(self, path: Path, first_step: int, total_steps: int, quiet: bool) -> None:
-        self._file = _reopen(path, first_step)
-        self._board = SummaryWriter(path.parent / "tensorboard", purge_step=first_step)
-        self._bar = tqdm(
-            total=total_steps, initial=first_step, disable=quiet, unit="step", mininterval=1.0
-        )
+    def __init__(self, path: Path | None, first_step: int, total_steps: int) -> None:
+        self._file = self._board = None
+        if path:
+            self._file = _reopen(path, first_step)
+            self._board = SummaryWriter(path.parent / "tensorboard", purge_step=first_step)
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", mininterval=1.0)
 
     def write(self, record: dict[str, float | int | bool | None]) -> None:
         """Append one step's record; `step` counts from 1, and is in every record.
 
         None stands for a number that is not finite.
         """
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(name, value, record["step"])
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, record["step"])
         shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
     def close(self) -> None:
         """Finish the files and the bar."""
-        self._file.close()
-        self._board.close()
         self._bar.close()
+        if self._file:
+            self._file.close()
+            self._board.close()
 
 
 def read_metrics(path: Path) -> list[dict]:

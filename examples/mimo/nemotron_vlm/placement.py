@@ -24,19 +24,17 @@ def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tupl
     """
     if placement == COLOCATED:
         return world_size, world_size
-    if encoder.dp:
-        for_encoder = encoder.size
-    elif language.dp:
-        for_encoder = world_size - language.size
-    else:
-        for_encoder = encoder.tp * encoder.cp * encoder.pp
-    if not 0 < for_encoder < world_size:
+    language_first = language.dp and not encoder.dp
+    name, other = ("--language", "encoder") if language_first else ("--encoder", "language model")
+    layout = language if language_first else encoder
+    taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
+    if taken >= world_size:
         raise UserError(
-            f"--placement {SEPARATE}: --encoder {encoder} and --language {language} need ranks of "
-            f"their own, {for_encoder} and {world_size - for_encoder} of {world_size}; give each "
-            f"at least one"
+            f"--placement {SEPARATE}: {name} takes {taken} of {world_size} ranks and leaves none "
+            f"for the {other}"
         )
-    return for_encoder, world_size - for_encoder
+    left = world_size - taken
+    return (left, taken) if language_first else (taken, left)
 
 
 def layout_table(layouts) -> str:

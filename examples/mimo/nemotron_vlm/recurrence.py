@@ -15,8 +15,8 @@ class Recurrence:
 
     Attributes:
         mode: ``"state-passing"`` between ranks that have all heads, or ``"head-parallel"``.
-        tokens: ``"contiguous"`` but around attention layers, or ``"zigzag"`` but around recurrent
-            ones; heads are spread from zigzag tokens.
+        tokens: ``"contiguous"`` except around attention layers, or ``"zigzag"`` except around
+            recurrent ones; heads are spread from zigzag tokens.
     """
 
     mode: str = "state-passing"

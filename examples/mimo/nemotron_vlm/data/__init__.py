@@ -32,5 +32,5 @@ def make_source(name: str, encoder: EncoderPreset, seq_length: int, seed: int) -
         )
         source.sample("train", 0, 0)
     except ValueError as error:
-        raise UserError(f"--data {name}: {error}; change --seq-length or the preset") from error
+        raise UserError(f"--data {name}: {error}; change --seq-length or --model") from error
     return source

@@ -4,9 +4,9 @@
 
 `install()` replaces, once and for the whole process, the parts of PyTorch through which Megatron
 reaches CUDA and NCCL. `python -m megatron.core.cpu_runtime SCRIPT ARGS…` installs and then runs a
-script. Nothing else imports this package, so a GPU run never meets it. See docs/cpu-runtime.md.
+script. Nothing in `megatron` imports this package, so a GPU run never meets it.
 """
 
-from megatron.core.cpu_runtime.installer import install, is_installed
+from megatron.core.cpu_runtime.installer import install
 
-__all__ = ["install", "is_installed"]
+__all__ = ["install"]

@@ -15,11 +15,6 @@ _REBOUND_PACKAGES = ("megatron", "torch.distributed")
 _installed = False
 
 
-def is_installed() -> bool:
-    """Whether this process runs under the CPU runtime."""
-    return _installed
-
-
 def install() -> None:
     """Make CUDA and NCCL mean the CPU and gloo, for this process and for good.
 

@@ -6,7 +6,7 @@ Megatron's `CudaRNGStatesTracker` forks the CUDA state and then draws, so its fo
 generator that CPU ops use. The host's and the device's generator are thus one here. Two things
 follow, and both are taken care of:
 - a data loader draws from the host's generator, often on one rank of a tensor-parallel group only;
-  here that would move the device's state, and the ranks' dropout masks would part. Data loading
+  here that would move the device's state, and the ranks' dropout masks would diverge. Data loading
   therefore gets a stream of its own.
 - the tracker warns whenever the CPU state changes inside a fork, as here it always does.
 """

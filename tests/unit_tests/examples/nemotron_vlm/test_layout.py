@@ -96,6 +96,20 @@ class TestRules:
         for proposal in proposals:
             resolved("tp=1", proposal, 8)
 
+    def test_proposes_the_same_expert_and_virtual_sizes_where_they_fit(self):
+        with pytest.raises(UserError) as refusal:
+            resolved("tp=1", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2", 8)
+        nearest = parse_layout(str(refusal.value).split("Nearest that fit: ")[1].split()[0], "x")
+        assert (nearest.etp, nearest.vpp) == (1, 2)
+
+    @pytest.mark.parametrize(
+        "text", ["tp=2,dp=4,ep=2", "tp=2,dp=4,ep=2,etp=1", "tp=1,dp=8,ep=2,etp=2", "tp=2,dp=4"]
+    )
+    def test_a_layout_reads_back_as_it_is_written(self, text):
+        layout = resolved("tp=1", text, 8).language
+        assert str(layout) == text
+        assert resolved("tp=1", str(layout), 8).language == layout
+
 
 class TestPresets:
     @pytest.mark.parametrize("name", PRESETS)

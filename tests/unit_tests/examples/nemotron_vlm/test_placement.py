@@ -40,8 +40,13 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
         [
-            ("dp=8", "tp=1", 8, "need ranks of their own, 8 and 0 of 8"),
-            ("tp=1", "dp=8", 8, "need ranks of their own, 0 and 8 of 8"),
+            (
+                "dp=8",
+                "tp=1",
+                8,
+                "--encoder takes 8 of 8 ranks and leaves none for the lang",
+            ),
+            ("tp=1", "dp=8", 8, "--language takes 8 of 8 ranks and leaves none for the encoder"),
             ("dp=2", "dp=4", 8, "= 4 must equal the 6 ranks"),
             ("pp=4,dp=1", "dp=4", 8, "pp=4 must divide the 2 layers"),
             ("cp=2", "dp=4", 8, "takes tp and dp only (and pp with --placement non-colocated)"),

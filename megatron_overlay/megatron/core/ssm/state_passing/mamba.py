@@ -108,6 +108,9 @@ def _kernels():
     """The scan on the GPU kernels, or None where they are not installed."""
     if any(importlib.util.find_spec(name) is None for name in ("mamba_ssm", "causal_conv1d")):
         return None
+    version = importlib.import_module("mamba_ssm").__version__
+    if not version.startswith("2.3."):
+        raise ImportError(f"state passing calls private kernels of mamba_ssm 2.3, not {version}")
     from megatron.core.ssm.state_passing.mamba_kernels import kernel_scan
 
     return kernel_scan
