@@ -33,7 +33,7 @@ class Sample:
 class SampleSource(Protocol):
     """Samples as a function of (split, step, index in the global batch); no state, no order.
 
-    A class in ``SOURCES`` is made with ``tile`` (pixels a side), ``tokens_per_tile``, ``seq_length``
+    A class in ``SOURCES`` is made with ``tile`` (pixels), ``tokens_per_tile``, ``seq_length``
     (tokens) and ``seed``, and raises ValueError where its samples do not fit them.
     """
 
