@@ -19,7 +19,13 @@ ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.mimo.nemotron_vlm.cli import parse_args  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import BAD_INPUT, FAILED, RunFailed, UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.errors import (  # noqa: E402
+    BAD_INPUT,
+    FAILED,
+    RunFailed,
+    UserError,
+    report,
+)
 
 ALONE = {
     "RANK": "0",
@@ -45,7 +51,7 @@ def main(argv: list[str]) -> int:
         run(config)
     except (UserError, RunFailed) as error:
         if os.environ["RANK"] == "0":
-            print(f"error: {error}", file=sys.stderr)
+            report(str(error))
         return BAD_INPUT if isinstance(error, UserError) else FAILED
     return 0
 

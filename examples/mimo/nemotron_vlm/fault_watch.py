@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm import progress
-from examples.mimo.nemotron_vlm.errors import FAILED
+from examples.mimo.nemotron_vlm.errors import FAILED, report
 
 INTERVAL_S = 1.0
 GRACE_S = 4.0
@@ -98,11 +98,9 @@ class FaultWatch:
             if silence > self.timeout_s / 2:
                 # Rank 0 may serve it; then it cannot tell who reports, so that the next one does.
                 if self.rank == 1:
-                    print(
-                        f"error: rank 0 died or was stopped, or the store that all ranks met in: "
-                        f"no answer for {silence:.0f} s; {progress.now().what}",
-                        file=sys.stderr,
-                        flush=True,
+                    report(
+                        f"rank 0 died or was stopped, or the store that all ranks met in: "
+                        f"no answer for {silence:.0f} s; {progress.now().what}"
                     )
                 os._exit(FAILED)
 
@@ -160,6 +158,7 @@ class FaultWatch:
         except dist.DistError:
             first = True
         if first:
-            print(f"{details}error: {verdict}", file=sys.stderr, flush=True)
+            print(details, end="", file=sys.stderr)
+            report(verdict)
             time.sleep(GRACE_S)
         os._exit(FAILED)

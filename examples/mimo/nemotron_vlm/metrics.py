@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: one JSON line a step, TensorBoard, and a progress bar; by one rank."""
+"""What a run reports: one JSON line a step, TensorBoard, and its progress; by one rank."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -13,15 +14,18 @@ from tqdm import tqdm
 SHOWN = ("loss", "eval_accuracy")
 """In the progress bar."""
 
+LINE_INTERVAL_S = 10
+"""Where there is no terminal, progress is a line so often, and after the last step."""
+
 
 class MetricsWriter:
     """Writes records as they come.
 
     Args:
         path: of the JSON lines; a resumed run appends to what the steps before it wrote. None:
-            the progress bar only.
+            the progress only, a bar on a terminal, else lines.
         first_step: steps from this one on are dropped from an existing file: they are run again.
-        total_steps: of the whole run, for the progress bar.
+        total_steps: of the whole run.
     """
 
     def __init__(self, path: Path | None, first_step: int, total_steps: int) -> None:
@@ -29,7 +33,10 @@ class MetricsWriter:
         if path:
             self._file = _reopen(path, first_step)
             self._board = SummaryWriter(path.parent / "tensorboard", purge_step=first_step)
-        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", mininterval=1.0)
+        self._bar = tqdm(
+            total=total_steps, initial=first_step, disable=None, unit="step", mininterval=1.0
+        )
+        self._total_steps, self._last_line = total_steps, time.monotonic()
 
     def write(self, record: dict[str, float | int | bool | None]) -> None:
         """Append one step's record; `step` counts from 1, and is in every record.
@@ -45,6 +52,15 @@ class MetricsWriter:
         shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
+        if self._bar.disable:
+            self._print_line(record["step"], shown)
+
+    def _print_line(self, step: int, shown: dict[str, str]) -> None:
+        now = time.monotonic()
+        if step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S:
+            self._last_line = now
+            numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
+            print(f"step {step} of {self._total_steps}: {numbers}", flush=True)
 
     def close(self) -> None:
         """Finish the files and the bar."""
