@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-import timeit
+import time
 from collections.abc import Callable
 
 import torch
@@ -27,11 +27,18 @@ def start() -> torch.device:
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """A call's share of the fastest round, the least disturbed one; ranks start each together."""
 
-    def step() -> None:
-        dist.barrier()
-        call()
+    def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    step()
-    return min(timeit.repeat(step, number=CALLS, repeat=ROUNDS)) / CALLS
+    call()
+    rounds = []
+    for _ in range(ROUNDS):
+        synchronize()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        synchronize()
+        rounds.append(time.perf_counter() - started)
+    return min(rounds) / CALLS

@@ -5,6 +5,8 @@
 Without a GPU they run in Triton's interpreter.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -53,8 +55,7 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
     decay = -torch.rand(batch, HEADS, chunks, CHUNK, device=DEVICE).cumsum(-1) / CHUNK
     entering = torch.randn(batch, HEADS, *state, device=DEVICE, requires_grad=True)
 
-    crosses = len(bounds) == 1
-    found = chunk_kernels.leaving_state(states, decay, seq_idx, crosses)
+    found = chunk_kernels.leaving_state(states, decay, seq_idx)
     left, crossed = found.split([entering.numel(), batch * HEADS])
     _, alone = gone_through(states, decay, ends, torch.zeros_like(entering))
     torch.testing.assert_close(left.view_as(alone), alone)
@@ -72,9 +73,12 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
 def test_a_state_crosses_the_ranks(lengths, rank):
     torch.manual_seed(1)
     plan = RecurrencePlan(PaddedLengths(lengths, lengths), 4, rank, DEVICE)
-    states = torch.randn(4, 2, HEADS, 20, 30, device=DEVICE)
+    # Of all ranks, as a gather has them: each rank's state, then its decays.
+    gathered = torch.randn(4, 2 * HEADS * (600 + 1), device=DEVICE)
+    states, decays = gathered.split([2 * HEADS * 600, 2 * HEADS], dim=1)
+    states = states.unflatten(1, (2, HEADS, 20, 30))
     crosses = torch.tensor(plan.crosses, device=DEVICE).view(4, 1, 1, 1, 1)
-    decays = torch.rand(4, 2, HEADS, 1, 1, device=DEVICE) * crosses
+    decays = decays.unflatten(1, (2, HEADS, 1, 1)).sigmoid_().mul_(crosses)
     for found, wanted in (
         (chunk_kernels.over_ranks(states, decays, plan.ranks_before()), entering_state),
         (chunk_kernels.over_ranks(states, decays, plan.ranks_after()[::-1]), leaving_gradient),
@@ -86,7 +90,15 @@ def test_a_state_crosses_the_ranks(lengths, rank):
             torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("chunk", [16, 24])
+def test_a_chunk_that_forgets_all_leaves_the_others_exact():
+    states = torch.ones(1, 3, 1, 2, 2, device=DEVICE)
+    decay = torch.tensor([-0.5, -1e6, -0.25], device=DEVICE).view(1, 1, 3, 1)
+    found = chunk_kernels.leaving_state(states, decay, None)
+    torch.testing.assert_close(found[:4], torch.full_like(found[:4], 1 + math.exp(-0.25)))
+    assert found[4] == 0
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 128])
 def test_gradients_of_the_decay_add_up(chunk):
     torch.manual_seed(1)
     grad, after, before = torch.randn(3, 2, HEADS, 4, chunk, device=DEVICE).unbind()

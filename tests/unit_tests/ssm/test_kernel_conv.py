@@ -5,6 +5,7 @@
 The kernels themselves need a GPU; here the reference stands in for them, and sees no halo either.
 """
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
+from megatron.core.ssm import state_passing
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
 
 CHANNELS, WIDTH = 8, 4
@@ -40,10 +42,9 @@ def kernel_conv(monkeypatch):
     monkeypatch.setitem(sys.modules, "causal_conv1d.cpp_functions", functions)
     name = "megatron.core.ssm.state_passing.kernel_conv"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    from megatron.core.ssm.state_passing import kernel_conv
-
-    yield kernel_conv
-    sys.modules.pop(name, None)
+    yield importlib.import_module(name)
+    # Nobody else may meet the module that has the stand-ins.
+    del sys.modules[name], state_passing.kernel_conv
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])

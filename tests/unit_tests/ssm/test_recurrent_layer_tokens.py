@@ -18,7 +18,7 @@ from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 LAYERS = {
-    "mamba": lambda groups, layout: mamba.make_mixer(groups, True, layout, torch.float32),
+    "mamba": lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
     "gated delta net": lambda groups, layout: gated_delta_net.make_layer(
         groups, "state-passing", layout, torch.float32, 2
     ),

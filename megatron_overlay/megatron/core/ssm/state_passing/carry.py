@@ -97,7 +97,8 @@ class _CarryState(torch.autograd.Function):
         entering = entering_state(states, transitions, plan)
         if entering is None:
             entering = torch.zeros_like(state)
-        ctx.save_for_backward(transitions, entering)
+        # The gathered states, cp times a state, need not outlive this call.
+        ctx.save_for_backward(transitions.contiguous(), entering)
         ctx.plan, ctx.group = plan, group
         return entering
 

@@ -18,12 +18,13 @@ BLOCK, CHUNKS = 512, 8
 """State elements and chunks that a program holds at once."""
 
 
-def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None, crosses: bool) -> Tensor:
+def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tensor:
     """What all chunks leave when nothing enters, and what they leave of a state that does.
+
+    Of a state that enters nothing is left where the tokens are of several samples (``seq_idx``).
 
     Args:
         states: what each chunk alone leaves.
-        crosses: the tokens are of one sample; else nothing is left of a state that enters.
 
     Returns:
         fp32 ``[B·H·P·N + B·H]``: the state ``[B, H, P, N]``, then its decay ``[B, H, 1, 1]``.
@@ -31,7 +32,7 @@ def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None, crosses
     batch, _, heads = states.shape[:3]
     size = states[0, 0].numel() * batch
     found = states.new_empty(size + batch * heads, dtype=torch.float32)
-    _sum_chunks(states, decay, seq_idx, found, found[size:], crosses)
+    _sum_chunks(states, decay, seq_idx, found, found[size:])
     return found
 
 
@@ -42,7 +43,7 @@ def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> T
         grads: of the state that enters each chunk, by the outputs of that chunk alone.
     """
     found = grads.new_empty((grads.shape[0], *grads.shape[2:]), dtype=torch.float32)
-    _sum_chunks(grads, decay, seq_idx, found, None, False)
+    _sum_chunks(grads, decay, seq_idx, found, None)
     return found
 
 
@@ -75,21 +76,21 @@ def add_decay_gradients(grad: Tensor, after: Tensor, before: Tensor, of_chunk: T
         before: of the running sums, whose adjoint sums from the chunk's end, ``[B, H, c, Q]``.
         of_chunk: of the whole chunk's decay, the last of these sums, ``[B, H, c]``.
     """
-    tensors = [grad, after.contiguous(), before.contiguous(), of_chunk.contiguous()]
+    tensors = [grad, after, before, of_chunk]
+    assert all(tensor.is_contiguous() for tensor in tensors)
     chunk_size = grad.shape[-1]
     width = triton.next_power_of_2(chunk_size)
     _add_decay_gradients_kernel[(of_chunk.numel(),)](*tensors, chunk_size, BLOCK=width)
 
 
-def _sum_chunks(states, decay, seq_idx, found, crossed, crosses: bool) -> None:
+def _sum_chunks(states, decay, seq_idx, found, crossed) -> None:
     batch, chunks, heads = states.shape[:3]
     chunk_size, size = decay.shape[-1], states.shape[3] * states.shape[4]
     tokens = 0 if seq_idx is None else seq_idx.shape[1]
     _sum_chunks_kernel[(triton.cdiv(size, BLOCK), heads, batch)](
         states, decay, seq_idx, found, crossed, chunks, heads, size, chunk_size, tokens,
         decay.stride(0), decay.stride(1), decay.stride(2), decay.stride(3),
-        IS_PACKED=seq_idx is not None, IS_LEAVING=crossed is not None, CROSSES=crosses,
-        CHUNKS=CHUNKS, BLOCK=BLOCK,
+        IS_PACKED=seq_idx is not None, IS_LEAVING=crossed is not None, CHUNKS=CHUNKS, BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -97,8 +98,7 @@ def _sum_chunks(states, decay, seq_idx, found, crossed, crosses: bool) -> None:
 def _sum_chunks_kernel(
     states, decay, seq_idx, found, crossed, chunks, heads, size, chunk_size, tokens,
     decay_row, decay_head, decay_chunk, decay_token,
-    IS_PACKED: tl.constexpr, IS_LEAVING: tl.constexpr, CROSSES: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_LEAVING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the chunks' states, each times the decay between it and the shard's end or start.
 
@@ -114,7 +114,10 @@ def _sum_chunks_kernel(
         here = step < chunks
         chunk = chunks - 1 - step if IS_LEAVING else step
         log_decay = tl.load(ends + chunk * decay_chunk, mask=here, other=0.0)
-        weight = tl.exp(crossing + tl.cumsum(log_decay, 0) - log_decay)
+        # Summed without the chunk's own, rather than taken off again: it may be by far the largest.
+        before = chunk + 1 if IS_LEAVING else chunk - 1
+        nearer = tl.load(ends + before * decay_chunk, mask=here & (step > first), other=0.0)
+        weight = tl.exp(crossing + tl.cumsum(nearer, 0))
         if IS_PACKED:
             # Of the sample at the edge: the last token's, or the first one's, which is 0.
             seen = chunk if IS_LEAVING else chunk - 1
@@ -132,7 +135,7 @@ def _sum_chunks_kernel(
         crossing += tl.sum(log_decay, 0)
     tl.store(found + (row * heads + head) * size + at, total, mask=at < size)
     if IS_LEAVING:
-        left = tl.exp(crossing) if CROSSES else tl.zeros((1,), dtype=tl.float32)
+        left = tl.zeros((1,), dtype=tl.float32) if IS_PACKED else tl.exp(crossing)
         is_first = (tl.program_id(0) + tl.arange(0, 1)) == 0
         tl.store(crossed + row * heads + head + tl.arange(0, 1), left, mask=is_first)
 

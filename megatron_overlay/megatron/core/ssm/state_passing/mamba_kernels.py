@@ -7,8 +7,8 @@ state enters between two of them, chunk states and state passing, and its gradie
 two on the way back, so a rank goes through its tokens as often as without context parallelism. The
 collectives run beside kernels that do not need their result.
 
-Memory is that of upstream's fused path: the projection and the output before the gate are kept (and
-the decays, 2 % of these), the convolution and the states are computed again in the backward.
+What is kept for the backward is what upstream's fused path keeps: the projection and the output
+before the gate (and the decays, 2 % of these); the convolution and the states are computed again.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class _Scan(torch.autograd.Function):
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
-            own = chunk_kernels.leaving_state(
-                states, decay, seq_idx, crosses=plan.crosses[plan.rank]
-            )
+            own = chunk_kernels.leaving_state(states, decay, seq_idx)
             coming = StateGather(own, _shapes_per_rank(states), group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = transitions = None
@@ -113,10 +111,10 @@ class _Scan(torch.autograd.Function):
             entering = chunk_kernels.over_ranks(every_state, transitions, plan.ranks_before())
             # The gathered states, cp times a state, need not outlive this call.
             transitions = transitions.contiguous()
-        passed = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
+        states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
         out, ungated = _chunk_scan_fwd(
-            scores, x, steps, decay, C, passed, D=D, z=z, seq_idx=seq_idx
+            scores, x, steps, decay, C, states, D=D, z=z, seq_idx=seq_idx
         )
         ctx.save_for_backward(
             projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
@@ -182,6 +180,7 @@ class _Scan(torch.autograd.Function):
             states_dtype=x.dtype,
             chunk_size=sizes.chunk,
         )
+        del entered_grad  # as large as the states
         states_grad, states = (t.unflatten(-1, (sizes.headdim, -1)) for t in (states_grad, states))
 
         _, steps_grad, _ = _chunk_scan_chunk_state_bwd_dx(
