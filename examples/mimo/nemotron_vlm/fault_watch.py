@@ -10,6 +10,7 @@ they may be what hangs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,6 +27,9 @@ from examples.mimo.nemotron_vlm.errors import FAILED, report
 INTERVAL_S = 1.0
 GRACE_S = 4.0
 """How long the reporter lives on, for the others to read its verdict from a store it may serve."""
+
+LATE_S = 12.0
+"""How long it waits for those that have not read it by then: a busy host gives threads no time."""
 
 WAITING = ("torch/distributed", "p2p_communication", "bridge_communicator")
 """Files in which a rank waits for others."""
@@ -85,6 +89,7 @@ class FaultWatch:
             try:
                 self._beat(count)
                 if self._store.check(["verdict"]):
+                    self._store.set(f"read/{self.rank}", "")
                     os._exit(FAILED)
                 self._look_at_next()
                 self._look_at_progress()
@@ -129,7 +134,8 @@ class FaultWatch:
             what = json.loads(beat)["what"]
             self._end(
                 f"rank {other} died or was stopped: no sign of life for {silence:.0f} s; its last: "
-                f"{what}"
+                f"{what}",
+                dead=other,
             )
 
     def _look_at_progress(self) -> None:
@@ -151,8 +157,12 @@ class FaultWatch:
             f"{beat['where']}"
         )
 
-    def _end(self, verdict: str, details: str = "") -> None:
-        """Print the verdict unless another one was first, and end this process."""
+    def _end(self, verdict: str, details: str = "", dead: int | None = None) -> None:
+        """Print the verdict unless another one was first, and end this process.
+
+        Args:
+            dead: a rank that will not read it.
+        """
         try:
             first = self._store.compare_set("verdict", "", verdict).decode() == verdict
         except dist.DistError:
@@ -161,4 +171,9 @@ class FaultWatch:
             print(details, end="", file=sys.stderr)
             report(verdict)
             time.sleep(GRACE_S)
+            others = [f"read/{rank}" for rank in range(self.ranks) if rank not in (self.rank, dead)]
+            deadline = time.monotonic() + LATE_S
+            with contextlib.suppress(dist.DistError):
+                while not self._store.check(others) and time.monotonic() < deadline:
+                    time.sleep(INTERVAL_S)
         os._exit(FAILED)
