@@ -50,6 +50,7 @@ class FaultWatch:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
+        self._is_ending = False
         self._answered = time.monotonic()
         self._seen: tuple[str, float] = ("", time.monotonic())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -88,7 +89,7 @@ class FaultWatch:
             count += 1
             try:
                 self._beat(count)
-                if self._store.check(["verdict"]):
+                if self._store.check(["verdict"]) and not self._is_ending:
                     self._store.set(f"read/{self.rank}", "")
                     os._exit(FAILED)
                 self._look_at_next()
@@ -163,10 +164,12 @@ class FaultWatch:
         Args:
             dead: a rank that will not read it.
         """
+        self._is_ending = True  # or the other thread ends the process at its own verdict
         try:
             first = self._store.compare_set("verdict", "", verdict).decode() == verdict
         except dist.DistError:
             first = True
+        self._stopped.set()
         if first:
             print(details, end="", file=sys.stderr)
             report(verdict)
