@@ -64,16 +64,13 @@ def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -
 
 @pytest.fixture
 def pair(request):
-    """The layers and the dtype; None on an idle rank, which has only helped to make groups."""
+    """The layers."""
     (ranks, layout, dtype), (mode, heads) = request.param, request.node.cls.mode
 
     def make(groups, shards):
         return make_layer(groups, mode, layout if shards else "zigzag", dtype, heads)
 
-    pair = Pair(ranks, make, layout)
-    pair.dtype = dtype
-    yield pair if pair.is_member else None
-    pair.destroy()
+    yield from Pair(ranks, make, layout, dtype).while_used()
 
 
 def call(layer, hidden, packed_seq_params):

@@ -57,12 +57,13 @@ def mixer_of(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> Ma
 
 @pytest.fixture
 def pair(request):
-    """The mixers and the dtype; None on an idle rank, which has only helped to make groups."""
+    """The mixers."""
     ranks, layout, dtype = request.param
-    pair = Pair(ranks, lambda groups, shards: mixer_of(groups, shards, layout, dtype), layout)
-    pair.dtype = dtype
-    yield pair if pair.is_member else None
-    pair.destroy()
+
+    def make(groups, shards):
+        return mixer_of(groups, shards, layout, dtype)
+
+    yield from Pair(ranks, make, layout, dtype).while_used()
 
 
 @pytest.mark.parametrize("pair", CASES, indirect=True)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -65,13 +65,21 @@ class Pair:
     Args:
         make: builds the layer over the given groups; alike on all ranks of one TP coordinate.
         layout: of the tokens that the sharded layer is given.
+        dtype: of the layers.
+        tolerances: other ones than the dtype's.
     """
 
     def __init__(
-        self, ranks: Ranks, make: Callable[[SimpleNamespace, bool], nn.Module], layout: str
+        self,
+        ranks: Ranks,
+        make: Callable[[SimpleNamespace, bool], nn.Module],
+        layout: str,
+        dtype: torch.dtype = torch.float32,
+        tolerances: Tolerances | None = None,
     ) -> None:
         Utils.initialize_distributed()
-        self.size, self.layout_name = ranks.cp, layout
+        self.size, self.layout_name, self.dtype = ranks.cp, layout, dtype
+        self.tolerances = tolerances or TOLERANCES[dtype]
         self.grids = [
             HyperCommGrid([ranks.tp, ranks.cp], ["tp", "cp"]),
             HyperCommGrid([ranks.tp, 1, ranks.cp], ["tp", "cp", "dp"]),
@@ -87,6 +95,11 @@ class Pair:
             self.cp_group, self.rank = groups[0].cp, groups[0].cp.rank()
             self.sharded, self.whole = make(groups[0], True), make(groups[1], False)
             self.sharded.load_state_dict(self.whole.state_dict())
+
+    def while_used(self) -> Iterator[Pair | None]:
+        """For a fixture: it, or None on an idle rank, which has only helped to make groups."""
+        yield self if self.is_member else None
+        self.destroy()
 
     def destroy(self) -> None:
         """Free the groups."""
@@ -104,7 +117,7 @@ class Pair:
         Args:
             call: ``(layer, hidden, packed_seq_params) -> output``.
         """
-        forward_tolerance, gradient_tolerance = TOLERANCES[hidden.dtype]
+        forward_tolerance, gradient_tolerance = self.tolerances
         layout = self.layout(lengths)
         weight = random_rows(*hidden.shape[:2], hidden.shape[2], seed=2).to(hidden.dtype)
         expected_input = hidden.clone().requires_grad_()

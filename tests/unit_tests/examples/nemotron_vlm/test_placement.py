@@ -44,7 +44,7 @@ class TestRanks:
                 "dp=8",
                 "tp=1",
                 8,
-                "--encoder takes 8 of 8 ranks and leaves none for the lang",
+                "--encoder takes 8 of 8 ranks and leaves none for the language model",
             ),
             ("tp=1", "dp=8", 8, "--language takes 8 of 8 ranks and leaves none for the encoder"),
             ("dp=2", "dp=4", 8, "= 4 must equal the 6 ranks"),
