@@ -153,20 +153,28 @@ def make_step(mode: str, layers, length: int, group, device) -> Callable[[], Non
     return step
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, collectives included; keep the step, whose tensors it uses."""
+def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """Each step as a CUDA graph, collectives included; keep the steps, whose tensors they use.
+
+    The graphs share memory, as much as the largest needs: nothing outlives its step, and nothing
+    else may run between them.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+        for step in steps.values():
+            for _ in range(3):
+                step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog thread may ask for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+    torch.cuda.empty_cache()
+    memory, replays = torch.cuda.graph_pool_handle(), {}
+    for mode, step in steps.items():
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread may ask for events meanwhile.
+        with torch.cuda.graph(graph, memory, capture_error_mode="thread_local"):
+            step()
+        replays[mode] = graph.replay
+    return replays
 
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
@@ -191,13 +199,13 @@ def measure_length(
     Modes take turns, so that what disturbs one disturbs all.
     """
     steps = {mode: make_step(mode, layers[mode], length, group, device) for mode in options.modes}
-    timed_steps, received = {}, {}
+    received = {}
     for mode, step in steps.items():
         step()
         with ReceivedBytes() as counter:
             step()
         received[mode] = counter.count / options.layers / 1e6
-        timed_steps[mode] = captured(step) if options.cuda_graphs else step
+    timed_steps = captured(steps) if options.cuda_graphs else steps
     seconds = {mode: [] for mode in options.modes}
     for _ in range(options.rounds):
         for mode, step in timed_steps.items():

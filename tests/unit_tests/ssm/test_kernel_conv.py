@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The first tokens' convolution, mended beside the kernels, equals one that knows the halo.
+"""The convolution on kernels that know no halo equals one of all ranks' tokens.
 
 The kernels themselves need a GPU; here the reference stands in for them, and sees no halo either.
 """
@@ -11,10 +11,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
+from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm import state_passing
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CHANNELS, WIDTH = 8, 4
 
@@ -47,43 +49,42 @@ def kernel_conv(monkeypatch):
     del sys.modules[name], state_passing.kernel_conv
 
 
+@requires_world_size(4)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize(
-    ("lengths", "cp", "rank"),
+    "lengths",
     [
-        pytest.param((40,), 4, 1, id="within-a-sample"),
-        pytest.param((40,), 4, 0, id="first-rank"),
-        pytest.param((11, 1, 1, 27), 4, 1, id="boundaries-in-the-window"),
-        pytest.param((9, 2, 29), 4, 1, id="halo-of-one-token"),
-        pytest.param((2, 3, 3), 4, 2, id="shard-below-the-window"),
-        pytest.param((8,), 8, 3, id="one-token-a-rank"),
+        pytest.param((40,), id="one-sample"),
+        pytest.param((11, 1, 1, 27), id="boundaries-in-the-window"),
+        pytest.param((9, 2, 29), id="halo-of-one-token"),
+        pytest.param((10, 20, 10), id="boundaries-between-ranks"),
+        pytest.param((10, 10, 10, 10), id="every-sample-on-one-rank"),
+        pytest.param((2, 3, 3), id="shards-below-the-window"),
+        pytest.param((4,), id="one-token-a-rank"),
     ],
 )
-def test_equals_a_convolution_that_knows_the_halo(kernel_conv, lengths, cp, rank, with_bias):
+def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, with_bias):
+    Utils.initialize_distributed()
     torch.manual_seed(1)
-    plan = RecurrencePlan(PaddedLengths(lengths, lengths), cp, rank, torch.device("cpu"))
-    halo = plan.halo(WIDTH - 1)
-    shapes = [(1, plan.shard_size, CHANNELS), (1, WIDTH - 1, CHANNELS), (CHANNELS, WIDTH)]
-    x, past, weight = (torch.randn(shape) for shape in shapes)
-    past = past * halo.valid[:, None]
-    bias = torch.randn(CHANNELS) if with_bias else None
-    inputs = [t.requires_grad_() for t in (x, past, weight, bias) if t is not None]
+    lengths, rank = PaddedLengths(lengths, lengths), dist.get_rank()
+    sharded = plan_recurrence(lengths, 4, rank, Utils.device)
+    whole = plan_recurrence(lengths, 1, 0, Utils.device)
+    x, seed = (torch.randn(1, lengths.total, CHANNELS).to(Utils.device) for _ in range(2))
+    weight, bias = torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS) if with_bias else None
+    of_layer = [t.to(Utils.device).requires_grad_() for t in (weight, bias) if t is not None]
+    weight, bias = (*of_layer, None)[:2]
 
-    out = kernel_conv.HaloConv.apply(x, past, weight, bias, plan)
+    own = slice(rank * sharded.shard_size, (rank + 1) * sharded.shard_size)
+    shard, x = x[:, own].clone().requires_grad_(), x.requires_grad_()
+    out = kernel_conv.HaloConv.apply(shard, weight, bias, sharded, dist.group.WORLD)
     expected = causal_conv1d_fn(
-        x.transpose(1, 2),
-        weight,
-        bias,
-        plan.seq_idx,
-        initial_states=past.transpose(1, 2),
-        activation="silu",
+        x.transpose(1, 2), weight, bias, whole.seq_idx, activation="silu"
     ).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-
-    seed = torch.randn_like(out)
-    found = torch.autograd.grad(out, inputs, seed)
-    wanted = list(torch.autograd.grad(expected, inputs, seed))
-    if not plan.continues[rank]:
-        wanted[1] = torch.zeros_like(past)  # of no meaning: nothing comes before
-    for gradient, reference in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, reference)
+    kept = seed.clone()
+    found = torch.autograd.grad(out, [shard, *of_layer], seed[:, own])
+    wanted = torch.autograd.grad(expected, [x, *of_layer], kept)
+    for of_rank in found[1:]:
+        dist.all_reduce(of_rank)
+    torch.testing.assert_close(out, expected[:, own])
+    torch.testing.assert_close(seed, kept, rtol=0, atol=0)
+    torch.testing.assert_close(found, (wanted[0][:, own], *wanted[1:]))

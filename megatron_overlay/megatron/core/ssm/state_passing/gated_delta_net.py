@@ -116,12 +116,12 @@ def kernel_rule(query, key, value, g, beta, plan: RecurrencePlan, group) -> Tens
 def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -> Tensor:
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
-    past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
     # The kernels want the channels in groups of 8.
     if x.is_cuda and x.shape[2] % 8 == 0 and _has("causal_conv1d"):
         from megatron.core.ssm.state_passing.kernel_conv import HaloConv
 
-        return HaloConv.apply(x, past, weight, conv.bias, plan)
+        return HaloConv.apply(x, weight, conv.bias, plan, group)
+    past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
     return causal_conv1d_fn(
         x.transpose(1, 2),
         weight,

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolution with a halo on the ``causal_conv1d`` kernels, which take none when packed.
+"""Causal convolution over contiguous shards on the ``causal_conv1d`` kernels.
 
-They go over all tokens as if nothing came before them, while the halo is on its way. The first
-W - 1 outputs, which it changes, are then computed again from a window of 2 (W - 1) tokens.
+When packed these take no tokens from before. They go over all tokens as if nothing came before
+them, while the halo is on its way. The first W - 1 outputs, which it changes, are then computed
+again from a window of 2 (W - 1) tokens.
 """
 
 from __future__ import annotations
@@ -11,74 +12,106 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
+from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
 
 
-def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
-    """``silu(conv(x))`` of ``x [B, S, D]``, with weight ``[D, W]``: a new tensor ``[B, S, D]``."""
-    out = causal_conv1d_fwd_function(_channels(x), weight, bias, seq_idx, None, None, True)
-    return out.transpose(1, 2)
+class HaloConv(torch.autograd.Function):
+    """``silu(conv(x))`` of ``x [B, S/cp, D]``, with weight ``[D, W]``; a collective."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, plan: RecurrencePlan, group: dist.ProcessGroup):
+        out, window, _ = conv_forward(x, weight, bias, plan, group)
+        ctx.save_for_backward(x, window, weight, bias)
+        ctx.plan, ctx.group = plan, group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, window, weight, bias = ctx.saved_tensors
+        x_grad, grad = torch.empty_like(x), grad.contiguous()
+        # Put back in the end, since others may hold this gradient; all of it would take longer.
+        head = grad[:, : weight.shape[1] - 1]
+        kept = head.clone()
+        of_parameters = conv_backward(grad, x, window, weight, bias, ctx.plan, ctx.group, x_grad)
+        head.copy_(kept)
+        return x_grad, *of_parameters, None, None
 
 
-def mend_head(
-    out: Tensor, x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> tuple[Tensor, Tensor]:
-    """Compute the first W - 1 outputs again, in place, now that ``past [B, W - 1, D]`` is known.
+def conv_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``silu(conv(x))`` of this rank's tokens ``[B, S/cp, D]``; a collective.
 
     Returns:
-        The tokens that they see, ``past`` first, for :func:`head_backward`; and these outputs. A
-        shard of fewer tokens has as many.
+        A new tensor ``[B, S/cp, D]``; and where its first W - 1 tokens depend on ranks before this
+        one, the window that they see, for :func:`conv_backward`, and these tokens. A shard of fewer
+        tokens has as many.
     """
+    halo = plan.halo(weight.shape[1] - 1)
+    coming = None if halo.is_empty else HaloGather(x, halo, group)
+    out = conv_without_halo(x, weight, bias, plan.seq_idx)
+    past = None if coming is None else coming.wait()
+    if not plan.continues[plan.rank]:
+        return out, None, None
     reach = past.shape[1]
     window = torch.cat([past, x[:, :reach]], dim=1)
     head = conv_without_halo(window, weight, bias, plan.head_seq_idx(reach))[:, reach:]
     out[:, :reach] = head
-    return window, head
-
-
-class HeadGradients(NamedTuple):
-    """What the first W - 1 outputs bring: gradients of the halo, these tokens, weight and bias."""
-
-    past: Tensor
-    tokens: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def add_to(self, x_grad: Tensor, weight_grad: Tensor, bias_grad: Tensor | None) -> None:
-        """Add, in place, to what the outputs after them bring."""
-        x_grad[:, : self.tokens.shape[1]] += self.tokens
-        weight_grad += self.weight
-        if bias_grad is not None:
-            bias_grad += self.bias
-
-
-def head_backward(
-    grad: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> HeadGradients:
-    """The adjoint of :func:`mend_head`; zeroes the first W - 1 tokens of ``grad [B, S, D]``."""
-    reach = weight.shape[1] - 1
-    head = grad[:, : window.shape[1] - reach]
-    from_head = F.pad(head, (0, 0, reach, 0))
-    head.zero_()
-    found = torch.empty_like(window)
-    seq_idx = plan.head_seq_idx(reach)
-    of_parameters = conv_backward(from_head, window, weight, bias, seq_idx, found)
-    return HeadGradients(found[:, :reach], found[:, reach:], *of_parameters)
+    return out, window, head
 
 
 def conv_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx, x_grad: Tensor
+    grad: Tensor,
+    x: Tensor,
+    window: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: RecurrencePlan,
+    group: dist.ProcessGroup,
+    x_grad: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The adjoint of :func:`conv_without_halo`: fills ``x_grad [B, S, D]``.
+    """The adjoint of :func:`conv_forward`: fills ``x_grad [B, S/cp, D]``; a collective.
+
+    Args:
+        grad: of the outputs, ``[B, S/cp, D]``; its first W - 1 tokens become zero.
 
     Returns:
         Gradients of weight and bias.
     """
+    halo, head, going = plan.halo(weight.shape[1] - 1), None, None
+    if window is not None:
+        head = _head_backward(grad, window, weight, bias, plan)
+    if not halo.is_empty:
+        past_grad = x.new_zeros(x.shape[0], halo.reach, x.shape[2]) if head is None else head.past
+        going = HaloGradient(past_grad, halo, group)
+    weight_grad, bias_grad = _backward_without_halo(grad, x, weight, bias, plan.seq_idx, x_grad)
+    if head is not None:
+        x_grad[:, : head.tokens.shape[1]] += head.tokens
+        weight_grad += head.weight
+        if bias_grad is not None:
+            bias_grad += head.bias
+    if going is not None:
+        going.add_to(x_grad)
+    return weight_grad, bias_grad
+
+
+def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
+    """``silu(conv(x))`` as if nothing came before ``x [B, S, D]``: a new tensor ``[B, S, D]``."""
+    out = causal_conv1d_fwd_function(_channels(x), weight, bias, seq_idx, None, None, True)
+    return out.transpose(1, 2)
+
+
+def _backward_without_halo(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx, x_grad: Tensor
+) -> tuple[Tensor, Tensor | None]:
     # The kernels write into a view only if its rows are aligned as they want them.
     given = x_grad.transpose(1, 2) if _is_aligned(x_grad) else None
     found, weight_grad, bias_grad, _ = causal_conv1d_bwd_function(
@@ -89,6 +122,29 @@ def conv_backward(
     return weight_grad, bias_grad
 
 
+class _HeadGradients(NamedTuple):
+    """What the first W - 1 outputs bring: gradients of the halo, these tokens, weight and bias."""
+
+    past: Tensor
+    tokens: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _head_backward(
+    grad: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
+) -> _HeadGradients:
+    """Take the gradient of the first W - 1 outputs out of ``grad [B, S, D]``, which is 0 then."""
+    reach = weight.shape[1] - 1
+    head = grad[:, : window.shape[1] - reach]
+    from_head = F.pad(head, (0, 0, reach, 0))
+    head.zero_()
+    found = torch.empty_like(window)
+    seq_idx = plan.head_seq_idx(reach)
+    of_parameters = _backward_without_halo(from_head, window, weight, bias, seq_idx, found)
+    return _HeadGradients(found[:, :reach], found[:, reach:], *of_parameters)
+
+
 def _is_aligned(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0
 
@@ -96,33 +152,3 @@ def _is_aligned(x: Tensor) -> bool:
 def _channels(x: Tensor) -> Tensor:
     """``[B, S, D]`` to ``[B, D, S]`` with neighbouring channels, as the kernels want them."""
     return (x if _is_aligned(x) else x.contiguous()).transpose(1, 2)
-
-
-class HaloConv(torch.autograd.Function):
-    """``silu(conv(x))`` of ``x [B, S, D]`` whose first window reaches into ``past [B, W - 1, D]``.
-
-    ``past`` is zero where nothing comes before; its gradient then has no meaning.
-    """
-
-    @staticmethod
-    def forward(ctx, x, past, weight, bias, plan: RecurrencePlan):
-        out, window = conv_without_halo(x, weight, bias, plan.seq_idx), None
-        if plan.continues[plan.rank]:
-            window, _ = mend_head(out, x, past, weight, bias, plan)
-        ctx.save_for_backward(x, window, weight, bias)
-        ctx.plan, ctx.past_shape = plan, past.shape
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, window, weight, bias = ctx.saved_tensors
-        x_grad, head = torch.empty_like(x), None
-        if window is not None:
-            grad = grad.clone()
-            head = head_backward(grad, window, weight, bias, ctx.plan)
-        parameters_grad = conv_backward(grad, x, weight, bias, ctx.plan.seq_idx, x_grad)
-        if head is None:
-            return x_grad, x.new_zeros(ctx.past_shape), *parameters_grad, None
-        head.add_to(x_grad, *parameters_grad)
-        return x_grad, head.past, *parameters_grad, None

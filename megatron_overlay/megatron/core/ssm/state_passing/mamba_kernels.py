@@ -40,7 +40,6 @@ from torch.autograd.function import once_differentiable
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.state_passing import chunk_kernels, kernel_conv
 from megatron.core.ssm.state_passing.carry import StateGather
-from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
 
 
 def kernel_scan(
@@ -89,13 +88,7 @@ class _Scan(torch.autograd.Function):
         seq_idx, heads = plan.seq_idx, A.shape[0]
         widths = [heads * sizes.headdim, conv_weight.shape[0], heads]
         z, xBC, dt = projected.split(widths, dim=-1)
-        halo = plan.halo(conv_weight.shape[1] - 1)
-        coming = None if halo.is_empty else HaloGather(xBC, halo, group)
-        convolved = kernel_conv.conv_without_halo(xBC, conv_weight, conv_bias, seq_idx)
-        past = None if coming is None else coming.wait()
-        window = head = None
-        if plan.continues[plan.rank]:
-            window, head = kernel_conv.mend_head(convolved, xBC, past, conv_weight, conv_bias, plan)
+        convolved, window, head = kernel_conv.conv_forward(xBC, conv_weight, conv_bias, plan, group)
         x, B, C = _Tokens.of(convolved, heads, sizes)
 
         decay, steps = _chunk_cumsum_fwd(dt, A, sizes.chunk, dt_bias=dt_bias, dt_softplus=True)
@@ -201,27 +194,12 @@ class _Scan(torch.autograd.Function):
             decay_grad, steps_grad, dt, A, dt_bias=dt_bias, dt_softplus=True, ddt=dt_grad
         )
 
-        weight_grad, bias_grad = _conv_backward(
+        weight_grad, bias_grad = kernel_conv.conv_backward(
             convolved_grad, xBC, window, conv_weight, conv_bias, plan, group, xBC_grad
         )
         return (
             projected_grad, weight_grad, bias_grad, dt_bias_grad, A_grad, D_grad, None, None, None
         )  # fmt: skip
-
-
-def _conv_backward(grad, x, window, weight, bias, plan, group, x_grad):
-    halo, head, going = plan.halo(weight.shape[1] - 1), None, None
-    if window is not None:
-        head = kernel_conv.head_backward(grad, window, weight, bias, plan)
-    if not halo.is_empty:
-        past_grad = x.new_zeros(x.shape[0], halo.reach, x.shape[2]) if head is None else head.past
-        going = HaloGradient(past_grad, halo, group)
-    weight_grad, bias_grad = kernel_conv.conv_backward(grad, x, weight, bias, plan.seq_idx, x_grad)
-    if head is not None:
-        head.add_to(x_grad, weight_grad, bias_grad)
-    if going is not None:
-        going.add_to(x_grad)
-    return weight_grad, bias_grad
 
 
 def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Tensor:
