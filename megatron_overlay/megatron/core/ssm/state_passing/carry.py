@@ -123,4 +123,5 @@ def _leaving(state: Tensor, transition: Tensor, entering: Tensor | None) -> Tens
         return state.clone()
     if transition.shape[-2:] == (1, 1):
         return torch.addcmul(state, transition, entering)
-    return state + transition @ entering
+    matrices = (t.flatten(0, 1) for t in (state, transition, entering))
+    return torch.baddbmm(*matrices).view_as(state)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,9 +46,9 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         qkv, gate.reshape(batch, length, heads, -1), beta, alpha, batch, length
     )
     g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
-    has_kernels = query.is_cuda and _has("fla")
-    rule = kernel_rule if has_kernels else reference_rule
-    y = layer._apply_gated_norm(rule(query, key, value, g, beta, plan, tokens.cp_group), gate)
+    rule = _kernel_rule() if query.is_cuda else None
+    out = (rule or reference_rule)(query, key, value, g, beta, plan, tokens.cp_group)
+    y = layer._apply_gated_norm(out, gate)
     y = y.reshape(batch, length, -1).transpose(0, 1).contiguous()
     return tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
 
@@ -83,36 +82,6 @@ def reference_rule(
     )[0]
 
 
-def kernel_rule(query, key, value, g, beta, plan: RecurrencePlan, group) -> Tensor:
-    """As :func:`reference_rule`, on the ``fla`` kernels (0.4.2 on).
-
-    Its kernels scan the chunks' matrices and states before the states are gathered; a packed
-    batch, which they want as one row, and each row of another go one after the other.
-    """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
-
-    if plan.is_local:
-        bounds = None
-        if plan.seq_idx is not None:
-            bounds = {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.cu_seqlens_host}
-        return fla_rule(query, key, value, g, beta, **bounds or {})[0]
-    # Older versions have no such module.
-    from fla.ops.cp import FLACPContext
-
-    before, after = plan.ranks_before(), plan.ranks_after()
-    context = FLACPContext(
-        group=group,
-        cu_seqlens=plan.cu_seqlens,
-        cu_seqlens_cpu=plan.cu_seqlens_host,
-        is_first_rank=not before,
-        pre_num_ranks=len(before),
-        is_last_rank=not after,
-        post_num_ranks=len(after),
-    )
-    rows = zip(*(t.split(1) for t in (query, key, value, g, beta)), strict=True)
-    return torch.cat([fla_rule(*row, cp_context=context)[0] for row in rows])
-
-
 def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -> Tensor:
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
@@ -130,6 +99,19 @@ def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -
         initial_states=past.transpose(1, 2),
         activation="silu",
     ).transpose(1, 2)
+
+
+@cache
+def _kernel_rule():
+    """The rule on the GPU kernels, or None where they are not installed."""
+    if not _has("fla"):
+        return None
+    version = importlib.import_module("fla").__version__
+    if not version.startswith("0.4."):
+        raise ImportError(f"state passing calls steps of flash-linear-attention 0.4, not {version}")
+    from megatron.core.ssm.state_passing.gated_delta_kernels import kernel_rule
+
+    return kernel_rule
 
 
 @cache

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
-from megatron.core.ssm.state_passing import chunk_kernels, kernel_conv
+from megatron.core.ssm.state_passing import kernel_conv, mamba_states
 from megatron.core.ssm.state_passing.carry import StateGather
 
 
@@ -95,13 +95,13 @@ class _Scan(torch.autograd.Function):
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
-            own = chunk_kernels.leaving_state(states, decay, seq_idx)
+            own = mamba_states.leaving_state(states, decay, seq_idx)
             coming = StateGather(own, _shapes_per_rank(states), group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = transitions = None
         if coming is not None:
             every_state, transitions = coming.wait()
-            entering = chunk_kernels.over_ranks(every_state, transitions, plan.ranks_before())
+            entering = mamba_states.over_ranks(every_state, transitions, plan.ranks_before())
             # The gathered states, cp times a state, need not outlive this call.
             transitions = transitions.contiguous()
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
@@ -151,7 +151,7 @@ class _Scan(torch.autograd.Function):
         entered_grad = _chunk_scan_bwd_dstates(C, decay, grad, seq_idx=seq_idx, dtype=states.dtype)
         coming = None
         if not plan.is_local:
-            own = chunk_kernels.entering_gradient(entered_grad, decay, seq_idx)
+            own = mamba_states.entering_gradient(entered_grad, decay, seq_idx)
             coming = StateGather(own.flatten(), [own.shape], group)
         scores_grad = _chunk_scan_bwd_dcb(
             x, steps, decay, grad, seq_idx=seq_idx, ngroups=sizes.ngroups
@@ -159,9 +159,7 @@ class _Scan(torch.autograd.Function):
         decay_grad = _chunk_scan_bwd_ddAcs_stable(x, steps, decay, grad, scores)
         leaving = None
         if coming is not None:
-            leaving = chunk_kernels.over_ranks(
-                *coming.wait(), transitions, plan.ranks_after()[::-1]
-            )
+            leaving = mamba_states.over_ranks(*coming.wait(), transitions, plan.ranks_after()[::-1])
         states_grad, chunk_decay_grad, _, states = _state_passing_bwd(
             states.flatten(-2),
             decay[..., -1],
@@ -187,7 +185,7 @@ class _Scan(torch.autograd.Function):
         )
         _bmm_chunk_bwd(C, scores_grad, residual=from_states, out=dB)
         _bmm_chunk_bwd(B, scores_grad.transpose(-1, -2), residual=to_states, out=dC)
-        chunk_kernels.add_decay_gradients(
+        mamba_states.add_decay_gradients(
             decay_grad, decay_grad_after, decay_grad_before, chunk_decay_grad
         )
         _, A_grad, dt_bias_grad = _chunk_cumsum_bwd(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
-from megatron.core.ssm.state_passing import chunk_kernels
+from megatron.core.ssm.state_passing import mamba_states
 from megatron.core.ssm.state_passing.carry import entering_state, leaving_gradient
 
 HEADS, CHUNK = 3, 16
@@ -55,7 +55,7 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
     decay = -torch.rand(batch, HEADS, chunks, CHUNK, device=DEVICE).cumsum(-1) / CHUNK
     entering = torch.randn(batch, HEADS, *state, device=DEVICE, requires_grad=True)
 
-    found = chunk_kernels.leaving_state(states, decay, seq_idx)
+    found = mamba_states.leaving_state(states, decay, seq_idx)
     left, crossed = found.split([entering.numel(), batch * HEADS])
     _, alone = gone_through(states, decay, ends, torch.zeros_like(entering))
     torch.testing.assert_close(left.view_as(alone), alone)
@@ -65,7 +65,7 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
 
     entered, _ = gone_through(states, decay, ends, entering)
     (wanted,) = torch.autograd.grad(entered, entering, grads)
-    torch.testing.assert_close(chunk_kernels.entering_gradient(grads, decay, seq_idx), wanted)
+    torch.testing.assert_close(mamba_states.entering_gradient(grads, decay, seq_idx), wanted)
 
 
 @pytest.mark.parametrize("lengths", [(40,), (9, 31), (25, 15), (10, 10, 10, 10)])
@@ -80,8 +80,8 @@ def test_a_state_crosses_the_ranks(lengths, rank):
     crosses = torch.tensor(plan.crosses, device=DEVICE).view(4, 1, 1, 1, 1)
     decays = decays.unflatten(1, (2, HEADS, 1, 1)).sigmoid_().mul_(crosses)
     for found, wanted in (
-        (chunk_kernels.over_ranks(states, decays, plan.ranks_before()), entering_state),
-        (chunk_kernels.over_ranks(states, decays, plan.ranks_after()[::-1]), leaving_gradient),
+        (mamba_states.over_ranks(states, decays, plan.ranks_before()), entering_state),
+        (mamba_states.over_ranks(states, decays, plan.ranks_after()[::-1]), leaving_gradient),
     ):
         expected = wanted(states, decays, plan)
         if expected is None:
@@ -93,7 +93,7 @@ def test_a_state_crosses_the_ranks(lengths, rank):
 def test_a_chunk_that_forgets_all_leaves_the_others_exact():
     states = torch.ones(1, 3, 1, 2, 2, device=DEVICE)
     decay = torch.tensor([-0.5, -1e6, -0.25], device=DEVICE).view(1, 1, 3, 1)
-    found = chunk_kernels.leaving_state(states, decay, None)
+    found = mamba_states.leaving_state(states, decay, None)
     torch.testing.assert_close(found[:4], torch.full_like(found[:4], 1 + math.exp(-0.25)))
     assert found[4] == 0
 
@@ -108,5 +108,5 @@ def test_gradients_of_the_decay_add_up(chunk):
     through_sums = (sums * before).sum() + (sums[..., -1] * of_chunk).sum()
     (wanted,) = torch.autograd.grad(through_sums, log_decay)
     wanted = grad + after + wanted
-    chunk_kernels.add_decay_gradients(grad, after, before, of_chunk)
+    mamba_states.add_decay_gradients(grad, after, before, of_chunk)
     torch.testing.assert_close(grad, wanted)

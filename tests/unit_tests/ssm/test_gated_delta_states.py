@@ -1,0 +1,103 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What our Triton kernels say of a shard's state, against the reference of the gated delta rule.
+
+Without a GPU they run in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
+from megatron.core.ssm.state_passing import gated_delta_states
+from megatron.core.ssm.state_passing.gated_delta_states import CHUNK
+from tests.unit_tests.ssm.whole_and_sharded import assert_close
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# GPUs multiply fp32 matrices in TF32, of 10 bits.
+TOLERANCE = 3e-3 if DEVICE.type == "cuda" else 1e-5
+BATCH, HEADS, OTHERS = 2, 2, 7
+"""Rows, heads, and tokens of another sample that lie beside those of the sample."""
+
+
+class Sample:
+    """``tokens`` tokens of one sample, and the chunks' solved systems."""
+
+    def __init__(self, tokens: int, size: int, width: int) -> None:
+        torch.manual_seed(1)
+        self.tokens, self.scale = tokens, size**-0.5
+
+        def normal(*shape):
+            return torch.randn(BATCH, tokens, HEADS, *shape, device=DEVICE)
+
+        def unit(*shape):
+            return torch.nn.functional.normalize(normal(*shape), dim=-1)
+
+        self.query, self.key = unit(size), unit(size)
+        self.value, self.grad = normal(width), normal(width)
+        self.g, self.beta = -normal().abs() / 8, normal().sigmoid()
+        parts = [self._solve(slice(at, at + CHUNK)) for at in range(0, tokens, CHUNK)]
+        self.decay, self.w, self.u, self.value_grad = (
+            torch.cat(part, 1) for part in zip(*parts, strict=True)
+        )
+
+    def _solve(self, chunk: slice):
+        """Decays, w and u of a chunk, and the gradient of what it writes by its own outputs."""
+        query, key, value, grad, beta, g = (
+            t[:, chunk].transpose(1, 2)
+            for t in (self.query, self.key, self.value, self.grad, self.beta, self.g)
+        )
+        decay, beta = g.cumsum(-1), beta.unsqueeze(-1)
+        between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).exp().tril()
+        system = (beta * key @ key.mT * between).tril(-1)
+        known = torch.cat([beta * decay.exp().unsqueeze(-1) * key, beta * value], dim=-1)
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        w, u = solved.split([key.shape[-1], value.shape[-1]], dim=-1)
+        value_grad = (query @ key.mT * between * self.scale).mT @ grad
+        return [t.transpose(1, 2).contiguous() for t in (decay, w, u, value_grad)]
+
+    def rule(self, **state):
+        return chunk_gated_delta_rule(
+            self.query, self.key, self.value, self.g, self.beta, chunk_size=CHUNK, **state
+        )
+
+
+def another_sample(t):
+    """Tokens that would spread if they were read."""
+    return t.new_full((BATCH, OTHERS, *t.shape[2:]), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "width"),
+    [
+        pytest.param(150, 16, 32, id="last-chunk-not-full"),
+        pytest.param(64, 128, 128, id="published-width"),
+        pytest.param(70, 24, 72, id="blocks-not-full"),
+        pytest.param(3, 16, 16, id="less-than-a-chunk"),
+    ],
+)
+class TestAgainstTheReference:
+    def test_what_tokens_leave_and_do_to_a_state(self, tokens, size, width):
+        sample, wanted = Sample(tokens, size, width), []
+
+        def enter(state, matrix):
+            wanted.extend([state, matrix])
+            return torch.zeros_like(state)
+
+        sample.rule(enter=enter)
+        tensors = (sample.key, sample.w, sample.u, sample.decay)
+        with_another = (torch.cat([another_sample(t), t], 1) for t in tensors)
+        both, *found = gated_delta_states.leaving_state(*with_another, OTHERS)
+        for part, reference in zip(found, wanted, strict=True):
+            assert_close(part, reference, TOLERANCE, "state or transition")
+        torch.testing.assert_close(both, torch.cat([part.flatten() for part in found]))
+
+    def test_gradient_of_the_state_that_enters(self, tokens, size, width):
+        sample = Sample(tokens, size, width)
+        state = torch.zeros(BATCH, HEADS, size, width, device=DEVICE, requires_grad=True)
+        out, _ = sample.rule(initial_state=state)
+        (wanted,) = torch.autograd.grad(out, state, sample.grad)
+        inputs = (sample.query, sample.key, sample.w, sample.decay, sample.grad, sample.value_grad)
+        with_another = (torch.cat([t, another_sample(t)], 1) for t in inputs)
+        found = gated_delta_states.entering_gradient(*with_another, sample.scale, tokens)
+        assert_close(found, wanted, TOLERANCE, "gradient")
