@@ -119,6 +119,22 @@ class TestHeadParallel(_EqualsOneRank):
             with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
                 call(pair.sharded, hidden, None)
 
+    def test_kernels_are_told_of_no_empty_sample(self, pair, monkeypatch):
+        """Those of fla count samples by their first chunks, of which these have none."""
+        if pair:
+            told, rule = [], pair.sharded.gated_delta_rule
+
+            def noting(*args, cu_seqlens, **options):
+                told.append(cu_seqlens.tolist())
+                return rule(*args, cu_seqlens=cu_seqlens, **options)
+
+            monkeypatch.setattr(pair.sharded, "gated_delta_rule", noting)
+            unit = 2 * pair.size
+            lengths = PaddedLengths((0, unit, 0, 2 * unit, 0), (0, unit, 0, 2 * unit, 0))
+            hidden = random_rows(6, 1, HIDDEN, seed=1)
+            call(pair.sharded, hidden, lengths.packed_seq_params(Utils.device))
+            assert told == [[0, unit, 3 * unit]]
+
     def test_packed_lengths_that_do_not_halve_are_refused(self, pair):
         if pair:
             lengths = PaddedLengths((pair.size, 3 * pair.size), (pair.size, 3 * pair.size))

@@ -73,7 +73,7 @@ def another_sample(t):
         pytest.param(150, 16, 32, id="last-chunk-not-full"),
         pytest.param(64, 128, 128, id="published-width"),
         pytest.param(70, 24, 72, id="blocks-not-full"),
-        pytest.param(3, 16, 16, id="less-than-a-chunk"),
+        pytest.param(3, 8, 16, id="less-than-a-chunk"),
     ],
 )
 class TestAgainstTheReference:

@@ -87,7 +87,8 @@ def _options(key: Tensor, columns: int, of_keys: int, of_values: int) -> dict[st
         of_keys: number of tensors of which a program reads all K columns.
         of_values: number of tensors of which it reads its block of columns.
     """
-    block, stages = triton.next_power_of_2(key.shape[-1]), 1
+    # A matrix product sums over 16 elements and more.
+    block, stages = max(16, triton.next_power_of_2(key.shape[-1])), 1
     if key.is_cuda:
         room = torch.cuda.get_device_properties(key.device).shared_memory_per_block_optin
         chunk = CHUNK * (of_keys * block + of_values * columns) * key.element_size()
