@@ -15,7 +15,7 @@ from tests.unit_tests.ssm.whole_and_sharded import assert_close
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # GPUs multiply fp32 matrices in TF32, of 10 bits.
-TOLERANCE = 3e-3 if DEVICE.type == "cuda" else 1e-5
+TOLERANCE = 2e-2 if DEVICE.type == "cuda" else 1e-5
 BATCH, HEADS, OTHERS = 2, 2, 7
 """Rows, heads, and tokens of another sample that lie beside those of the sample."""
 

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import causal_conv1d_fn, chunk_gated_delta_rule
 from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
+from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 
 
 def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
@@ -46,9 +44,9 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         qkv, gate.reshape(batch, length, heads, -1), beta, alpha, batch, length
     )
     g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
-    rule = _kernel_rule() if query.is_cuda else None
-    out = (rule or reference_rule)(query, key, value, g, beta, plan, tokens.cp_group)
-    y = layer._apply_gated_norm(out, gate)
+    kernels = gpu_kernels("gated_delta_kernels") if query.is_cuda else None
+    rule = kernels.kernel_rule if kernels else reference_rule
+    y = layer._apply_gated_norm(rule(query, key, value, g, beta, plan, tokens.cp_group), gate)
     y = y.reshape(batch, length, -1).transpose(0, 1).contiguous()
     return tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
 
@@ -86,10 +84,9 @@ def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
     # The kernels want the channels in groups of 8.
-    if x.is_cuda and x.shape[2] % 8 == 0 and _has("causal_conv1d"):
-        from megatron.core.ssm.state_passing.kernel_conv import HaloConv
-
-        return HaloConv.apply(x, weight, conv.bias, plan, group)
+    kernels = gpu_kernels("kernel_conv") if x.is_cuda and x.shape[2] % 8 == 0 else None
+    if kernels:
+        return kernels.HaloConv.apply(x, weight, conv.bias, plan, group)
     past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
     return causal_conv1d_fn(
         x.transpose(1, 2),
@@ -99,21 +96,3 @@ def _convolve(x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup) -
         initial_states=past.transpose(1, 2),
         activation="silu",
     ).transpose(1, 2)
-
-
-@cache
-def _kernel_rule():
-    """The rule on the GPU kernels, or None where they are not installed."""
-    if not _has("fla"):
-        return None
-    version = importlib.import_module("fla").__version__
-    if not version.startswith("0.4."):
-        raise ImportError(f"state passing calls steps of flash-linear-attention 0.4, not {version}")
-    from megatron.core.ssm.state_passing.gated_delta_kernels import kernel_rule
-
-    return kernel_rule
-
-
-@cache
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
 from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
+from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 
 
 def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
@@ -40,8 +38,9 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
     width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp
     projected = tokens.project_in(hidden_states, packed, mixer.in_proj, width)
-    scan = _kernels() if projected.is_cuda else None
-    y = (scan or reference_scan)(
+    kernels = gpu_kernels("mamba_kernels") if projected.is_cuda else None
+    scan = kernels.kernel_scan if kernels else reference_scan
+    y = scan(
         projected.transpose(0, 1),
         mixer.conv1d.weight.squeeze(1),
         mixer.conv1d.bias,
@@ -101,16 +100,3 @@ def reference_scan(
         conv_initial_states=past.transpose(1, 2),
         enter=lambda state, decay: carry_state(state, decay, plan, group),
     )
-
-
-@cache
-def _kernels():
-    """The scan on the GPU kernels, or None where they are not installed."""
-    if any(importlib.util.find_spec(name) is None for name in ("mamba_ssm", "causal_conv1d")):
-        return None
-    version = importlib.import_module("mamba_ssm").__version__
-    if not version.startswith("2.3."):
-        raise ImportError(f"state passing calls private kernels of mamba_ssm 2.3, not {version}")
-    from megatron.core.ssm.state_passing.mamba_kernels import kernel_scan
-
-    return kernel_scan
