@@ -156,8 +156,7 @@ def make_step(mode: str, layers, length: int, group, device) -> Callable[[], Non
 def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
     """Each step as a CUDA graph, collectives included; keep the steps, whose tensors they use.
 
-    The graphs share memory, as much as the largest needs: nothing outlives its step, and nothing
-    else may run between them.
+    The graphs share memory, as much as the largest step needs; nothing else may run between them.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

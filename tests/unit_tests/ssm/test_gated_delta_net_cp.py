@@ -154,19 +154,21 @@ class TestLimits:
         )
 
 
-def rule_inputs(tokens: int) -> dict[str, torch.Tensor]:
-    """fp64 inputs of a whole batch of one row; decays that outlive several shards."""
+def rule_inputs(
+    tokens: int, rows: int = 1, size: int = 4, width: int = 5
+) -> dict[str, torch.Tensor]:
+    """fp64 inputs of a whole batch; decays that outlive several shards."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape):
-        drawn = torch.randn(1, tokens, 3, *shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(rows, tokens, 3, *shape, generator=generator, dtype=torch.float64)
         return drawn.to(Utils.device)
 
     unit = torch.nn.functional.normalize
     return {
-        "query": unit(normal(4), dim=-1),
-        "key": unit(normal(4), dim=-1),
-        "value": normal(5),
+        "query": unit(normal(size), dim=-1),
+        "key": unit(normal(size), dim=-1),
+        "value": normal(width),
         "g": -normal().abs() / 8,
         "beta": normal().sigmoid(),
     }
@@ -180,7 +182,7 @@ class TestRule:
         "lengths", [(24,), (5, 1, 0, 17, 1), (6, 3, 3, 12), (280,), (70, 1, 209)], ids=str
     )
     def test_output_and_every_gradient_equal_one_rank(self, lengths):
-        found, expected, names = self._run(lengths)
+        found, expected, names = self._run(lengths, rule_inputs(sum(lengths)))
         for name, a, b in zip(names, found, expected, strict=True):
             assert_close(a, b, 1e-10, name)
 
@@ -190,25 +192,38 @@ class TestRule:
         modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
         inputs = rule_inputs(280)
         expected, _ = modeling.torch_chunk_gated_delta_rule(**inputs)
-        (found, *_), _, _ = self._run((280,))
+        (found, *_), _, _ = self._run((280,), inputs)
         own = slice(dist.get_rank() * 70, (dist.get_rank() + 1) * 70)
         assert_close(found, expected[:, own], 1e-5, "output")
 
-    def _run(self, lengths):
-        """Output and gradients of this rank's tokens: over four ranks, and over one."""
+    @pytest.mark.skipif(not HAVE_CUDA, reason="the kernels need a GPU")
+    @pytest.mark.parametrize(("lengths", "rows"), [((280,), 2), ((70, 1, 209), 1), ((560,), 1)])
+    def test_kernels_equal_one_rank(self, lengths, rows):
+        """In bf16, for heads of the published width."""
+        kernels = pytest.importorskip("megatron.core.ssm.state_passing.gated_delta_kernels")
+        inputs = rule_inputs(sum(lengths), rows, size=128, width=128)
+        inputs = {
+            name: t.to(torch.float32 if name == "g" else torch.bfloat16)
+            for name, t in inputs.items()
+        }
+        found, expected, names = self._run(lengths, inputs, kernels.kernel_rule)
+        for name, a, b in zip(names, found, expected, strict=True):
+            assert_close(a.float(), b.float(), 2e-2, name)
+
+    def _run(self, lengths, inputs, rule=reference_rule):
+        """Output and gradients of this rank's tokens: over four ranks, and by reference over one."""
         Utils.initialize_distributed()
         size, rank = dist.get_world_size(), dist.get_rank()
         lengths = PaddedLengths(lengths, lengths)
         generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(1, lengths.total, 3, 5, dtype=torch.float64, generator=generator)
-        weight = weight.to(Utils.device)
-        inputs = rule_inputs(lengths.total)
+        value = inputs["value"]
+        weight = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value)
         results = []
-        for ranks, at in ((size, rank), (1, 0)):
+        for rule_here, ranks, at in ((rule, size, rank), (reference_rule, 1, 0)):
             plan = plan_recurrence(lengths, ranks, at, Utils.device)
             own = slice(at * plan.shard_size, (at + 1) * plan.shard_size)
             leaves = [t[:, own].clone().requires_grad_() for t in inputs.values()]
-            o = reference_rule(*leaves, plan, dist.group.WORLD)
+            o = rule_here(*leaves, plan, dist.group.WORLD)
             (o * weight[:, own]).sum().backward()
             results.append([o.detach(), *(leaf.grad for leaf in leaves)])
         own = slice(rank * lengths.total // size, (rank + 1) * lengths.total // size)

@@ -4,13 +4,27 @@
 
 import importlib.util
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.gpu_kernels import PACKAGES, gpu_kernels
 
 NAME = "megatron.core.ssm.state_passing.gated_delta_kernels"
+
+
+def test_versions_are_those_that_the_extra_gpu_installs():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extra = map(Requirement, project["project"]["optional-dependencies"]["gpu"])
+    installed = {wanted.name: wanted.specifier for wanted in extra}
+    for packages in PACKAGES.values():
+        for package, version in packages.items():
+            name = "flash-linear-attention" if package == "fla" else package.replace("_", "-")
+            assert SpecifierSet(version) == installed[name], package
 
 
 @pytest.fixture
@@ -35,13 +49,13 @@ def test_a_module_whose_packages_are_there_is_given(install):
     assert gpu_kernels("gated_delta_kernels").__name__ == NAME
 
 
-def test_a_module_lacks_where_one_of_its_packages_does(install):
+def test_a_module_is_left_out_where_one_of_its_packages_is_missing(install):
     install(mamba_ssm="2.3.1")
     assert gpu_kernels("mamba_kernels") is None
 
 
-@pytest.mark.parametrize("version", ["0.5.0", "0.40.1"])
-def test_another_version_of_private_kernels_is_refused(install, version):
+@pytest.mark.parametrize("version", ["0.4.1", "0.5.0"])
+def test_another_version_is_refused(install, version):
     install(fla=version)
-    with pytest.raises(ImportError, match=f"private kernels of fla 0.4, not {version}"):
+    with pytest.raises(ImportError, match=f"needs fla >=0.4.2,<0.5 on GPUs, found {version}"):
         gpu_kernels("gated_delta_kernels")

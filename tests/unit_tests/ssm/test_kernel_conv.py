@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm import state_passing
@@ -51,6 +52,7 @@ def kernel_conv(monkeypatch):
 
 @requires_world_size(4)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("beside", [0, 8, 3], ids=["contiguous", "a-view", "a-view-not-aligned"])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -63,20 +65,22 @@ def kernel_conv(monkeypatch):
         pytest.param((4,), id="one-token-a-rank"),
     ],
 )
-def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, with_bias):
+def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, beside, with_bias):
     Utils.initialize_distributed()
     torch.manual_seed(1)
     lengths, rank = PaddedLengths(lengths, lengths), dist.get_rank()
     sharded = plan_recurrence(lengths, 4, rank, Utils.device)
     whole = plan_recurrence(lengths, 1, 0, Utils.device)
-    x, seed = (torch.randn(1, lengths.total, CHANNELS).to(Utils.device) for _ in range(2))
+    rows = 2 if len(lengths.padded) == 1 else 1
+    x, seed = (torch.randn(rows, lengths.total, CHANNELS).to(Utils.device) for _ in range(2))
     weight, bias = torch.randn(CHANNELS, WIDTH), torch.randn(CHANNELS) if with_bias else None
     of_layer = [t.to(Utils.device).requires_grad_() for t in (weight, bias) if t is not None]
     weight, bias = (*of_layer, None)[:2]
 
     own = slice(rank * sharded.shard_size, (rank + 1) * sharded.shard_size)
-    shard, x = x[:, own].clone().requires_grad_(), x.requires_grad_()
-    out = kernel_conv.HaloConv.apply(shard, weight, bias, sharded, dist.group.WORLD)
+    shard = F.pad(x[:, own], (0, beside)).requires_grad_()
+    given, x = shard[..., :CHANNELS], x.requires_grad_()
+    out = kernel_conv.HaloConv.apply(given, weight, bias, sharded, dist.group.WORLD)
     expected = causal_conv1d_fn(
         x.transpose(1, 2), weight, bias, whole.seq_idx, activation="silu"
     ).transpose(1, 2)
@@ -87,4 +91,5 @@ def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, with_bias):
         dist.all_reduce(of_rank)
     torch.testing.assert_close(out, expected[:, own])
     torch.testing.assert_close(seed, kept, rtol=0, atol=0)
-    torch.testing.assert_close(found, (wanted[0][:, own], *wanted[1:]))
+    wanted = (F.pad(wanted[0][:, own], (0, beside)), *wanted[1:])
+    torch.testing.assert_close(found, wanted)

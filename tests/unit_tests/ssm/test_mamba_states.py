@@ -12,10 +12,15 @@ import torch
 
 from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
 from megatron.core.ssm.state_passing import mamba_states
-from megatron.core.ssm.state_passing.carry import entering_state, leaving_gradient
+from megatron.core.ssm.state_passing.carry import (
+    entering_state,
+    leaving_gradient,
+    transitions_after,
+)
+from tests.unit_tests.test_utilities import HAVE_CUDA
 
 HEADS, CHUNK = 3, 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if HAVE_CUDA else "cpu")
 
 
 def gone_through(states, decay, ends, entering):
@@ -79,11 +84,12 @@ def test_a_state_crosses_the_ranks(lengths, rank):
     states = states.unflatten(1, (2, HEADS, 20, 30))
     crosses = torch.tensor(plan.crosses, device=DEVICE).view(4, 1, 1, 1, 1)
     decays = decays.unflatten(1, (2, HEADS, 1, 1)).sigmoid_().mul_(crosses)
-    for found, wanted in (
-        (mamba_states.over_ranks(states, decays, plan.ranks_before()), entering_state),
-        (mamba_states.over_ranks(states, decays, plan.ranks_after()[::-1]), leaving_gradient),
+    after = transitions_after(decays, plan)
+    for ranks, expected in (
+        (plan.ranks_before(), entering_state(states, decays, plan)),
+        (plan.ranks_after()[::-1], leaving_gradient(states, after, plan)),
     ):
-        expected = wanted(states, decays, plan)
+        found = mamba_states.over_ranks(states, decays, ranks)
         if expected is None:
             assert found is None
         else:

@@ -62,16 +62,25 @@ def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) ->
     return entering
 
 
-def leaving_gradient(grads: Tensor, transitions: Tensor, plan: RecurrencePlan) -> Tensor | None:
+def transitions_after(transitions: Tensor, plan: RecurrencePlan) -> Tensor:
+    """A copy of those of ``transitions [cp, B, H, …]`` that :func:`leaving_gradient` needs.
+
+    The tensor that they were gathered in, cp times a state, need not outlive the forward.
+    """
+    after = plan.ranks_after()
+    return transitions[after.start : after.stop].clone()
+
+
+def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tensor | None:
     """Gradient of the state that leaves this rank; None where it enters no other.
 
     Args:
         grads: g of all ranks, ``[cp, B, H, K, V]``: of the entering state, by own outputs alone.
-        transitions: as for :func:`entering_state`.
+        after: by :func:`transitions_after`.
     """
     leaving = None
-    for rank in reversed(plan.ranks_after()):
-        leaving = _leaving(grads[rank], transitions[rank].mT, leaving)
+    for rank, transition in reversed([*zip(plan.ranks_after(), after, strict=True)]):
+        leaving = _leaving(grads[rank], transition.mT, leaving)
     return leaving
 
 
@@ -97,20 +106,19 @@ class _CarryState(torch.autograd.Function):
         entering = entering_state(states, transitions, plan)
         if entering is None:
             entering = torch.zeros_like(state)
-        # The gathered states, cp times a state, need not outlive this call.
-        ctx.save_for_backward(transitions.contiguous(), entering)
-        ctx.plan, ctx.group = plan, group
+        ctx.save_for_backward(transitions_after(transitions, plan), entering)
+        ctx.plan, ctx.group, ctx.transition_shape = plan, group, transition.shape
         return entering
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        transitions, entering = ctx.saved_tensors
+        after, entering = ctx.saved_tensors
         (grads,) = StateGather(grad.flatten(), [grad.shape], ctx.group).wait()
-        leaving = leaving_gradient(grads, transitions, ctx.plan)
+        leaving = leaving_gradient(grads, after, ctx.plan)
         if leaving is None:
-            return torch.zeros_like(grad), torch.zeros_like(transitions[0]), None, None
-        if transitions.shape[-2:] == (1, 1):
+            return torch.zeros_like(grad), grad.new_zeros(ctx.transition_shape), None, None
+        if ctx.transition_shape[-2:] == (1, 1):
             transition_grad = (leaving * entering).sum((-2, -1), keepdim=True)
         else:
             transition_grad = leaving @ entering.mT

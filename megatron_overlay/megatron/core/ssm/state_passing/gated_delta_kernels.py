@@ -7,7 +7,8 @@ state and transition follow from its chunks' solved systems, and are gathered be
 from chunk to chunk; gradients likewise, by the transitions of the forward. ``gated_delta_states``
 goes over the chunks for them.
 
-Kept for the backward is what fla's own function keeps.
+Kept for the backward is what fla's own function keeps, the state that enters, and the transitions
+of the ranks that what leaves this one enters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.state_passing import gated_delta_states
-from megatron.core.ssm.state_passing.carry import StateGather, entering_state, leaving_gradient
+from megatron.core.ssm.state_passing.carry import (
+    StateGather,
+    entering_state,
+    leaving_gradient,
+    transitions_after,
+)
 
 CHUNK = gated_delta_states.CHUNK
 
@@ -42,9 +48,14 @@ def kernel_rule(
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """As ``gated_delta_net.reference_rule``, on a GPU, for K up to 256."""
+    """As ``gated_delta_net.reference_rule``, on a GPU, of tensors that it ``takes``."""
     tensors = (t.contiguous() for t in (query, key, value, g, beta))
     return _Rule.apply(*tensors, plan, group)
+
+
+def takes(key: Tensor) -> bool:
+    """There are kernels for this dtype and this K: up to 256 in 16 bits, 128 in 32."""
+    return key.element_size() <= 4 and key.shape[-1] * key.element_size() <= 512
 
 
 class _Rule(torch.autograd.Function):
@@ -57,25 +68,24 @@ class _Rule(torch.autograd.Function):
         )
         system = solve_tril(A=system, output_dtype=key.dtype, **packed)
         w, u = recompute_w_u_fwd(k=key, v=value, beta=beta, A=system, g=decay, **packed)
-        entering = transitions = None
+        entering = after = None
         if not plan.is_local:
             both, *own = gated_delta_states.leaving_state(key, w, u, decay, plan.bounds[-2])
             states, transitions = StateGather(both, [t.shape for t in own], group).wait()
             entering = entering_state(states, transitions, plan)
-            # The gathered states, cp times a state, need not outlive this call.
-            transitions = transitions.contiguous()
+            after = transitions_after(transitions, plan)
         states, written, _ = chunk_gated_delta_rule_fwd_h(
             k=key, w=w, u=u, g=decay, initial_state=_of_samples(entering, plan, 0), **packed
         )
         out = chunk_fwd_o(q=query, k=key, v=written, h=states, g=decay, scale=scale, **packed)
-        ctx.save_for_backward(query, key, value, decay, beta, system, entering, transitions)
+        ctx.save_for_backward(query, key, value, decay, beta, system, entering, after)
         ctx.plan, ctx.group, ctx.g_dtype = plan, group, g.dtype
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, decay, beta, system, entering, transitions = ctx.saved_tensors
+        query, key, value, decay, beta, system, entering, after = ctx.saved_tensors
         plan, grad, scale = ctx.plan, grad.contiguous(), key.shape[-1] ** -0.5
         packed = _packed(plan)
         w, u = recompute_w_u_fwd(k=key, v=value, beta=beta, A=system, g=decay, **packed)
@@ -90,7 +100,7 @@ class _Rule(torch.autograd.Function):
             k=key, w=w, u=u, g=decay, initial_state=_of_samples(entering, plan, 0), **packed
         )
         if coming is not None:
-            leaving = leaving_gradient(*coming.wait(), transitions, plan)
+            leaving = leaving_gradient(*coming.wait(), after, plan)
         states_grad, _, written_grad = chunk_gated_delta_rule_bwd_dhu(
             q=query, k=key, w=w, g=decay, dht=_of_samples(leaving, plan, -1), do=grad,
             dv=written_grad, scale=scale, **packed,
@@ -131,9 +141,8 @@ def _of_samples(state: Tensor | None, plan: RecurrencePlan, sample: int) -> Tens
     Args:
         state: ``[B, H, K, V]``; B is 1 where there are several samples.
     """
-    samples = len(plan.bounds) - 1
-    if state is None or samples == 1:
+    if state is None or plan.seq_idx is None:
         return state
-    found = state.new_zeros(samples, *state.shape[1:])
+    found = state.new_zeros(len(plan.bounds) - 1, *state.shape[1:])
     found[sample] = state[0]
     return found

@@ -30,6 +30,7 @@ def leaving_state(
     """What the tokens from ``first`` on leave when nothing enters, and what they do to a state.
 
     Args:
+        first: of the last sample of these tokens.
         w, u: the chunks' solved systems: a state h that enters one makes its tokens write
             ``u - w h`` at their keys.
 
@@ -66,6 +67,7 @@ def entering_gradient(
         grad: of the outputs, ``[B, S, H, V]``.
         value_grad: of what tokens write, by outputs of the same chunk alone, ``[B, S, H, V]``.
         scale: of the outputs.
+        end: of the first sample of these tokens.
 
     Returns:
         fp32 ``[B, H, K, V]``.
@@ -81,7 +83,7 @@ def entering_gradient(
 
 
 def _options(key: Tensor, columns: int, of_keys: int, of_values: int) -> dict[str, int]:
-    """Sizes of blocks, and of how many chunks the shared memory of a GPU has room at a time.
+    """Sizes of blocks, and how many chunks are loaded ahead, at least one: as shared memory allows.
 
     Args:
         of_keys: number of tensors of which a program reads all K columns.
@@ -98,7 +100,7 @@ def _options(key: Tensor, columns: int, of_keys: int, of_values: int) -> dict[st
     return sizes | {"num_warps": 4, "num_stages": stages}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "tokens"])
 def _leaving_kernel(
     key, w, u, decay, state, transition, first, tokens, heads,
     K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
@@ -132,7 +134,7 @@ def _leaving_kernel(
     tl.store(transition + at * K + columns[None, :], h, mask=is_row & is_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end", "tokens"])
 def _entering_gradient_kernel(
     query, key, w, decay, grad, value_grad, found, scale, end, tokens, heads,
     K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,

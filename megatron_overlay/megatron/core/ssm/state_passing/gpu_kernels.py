@@ -8,12 +8,14 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
+from packaging.specifiers import SpecifierSet
+
 PACKAGES = {
-    "gated_delta_kernels": {"fla": "0.4"},
-    "kernel_conv": {"causal_conv1d": None},
-    "mamba_kernels": {"causal_conv1d": None, "mamba_ssm": "2.3"},
+    "gated_delta_kernels": {"fla": ">=0.4.2,<0.5"},
+    "kernel_conv": {"causal_conv1d": ">=1.7,<2"},
+    "mamba_kernels": {"causal_conv1d": ">=1.7,<2", "mamba_ssm": ">=2.3,<2.4"},
 }
-"""What a module calls, and the version of those packages whose private kernels it calls."""
+"""The packages of which a module calls what is private to them, and the versions that have it."""
 
 
 @cache
@@ -21,17 +23,13 @@ def gpu_kernels(module: str) -> ModuleType | None:
     """A module of this folder; None where a package is missing and the reference ops serve.
 
     Raises:
-        ImportError: private kernels are called, and another version is installed.
+        ImportError: another version is installed.
     """
     packages = PACKAGES[module]
     if any(importlib.util.find_spec(package) is None for package in packages):
         return None
     for package, version in packages.items():
-        if version is None:
-            continue
         found = importlib.import_module(package).__version__
-        if not found.startswith(f"{version}."):
-            raise ImportError(
-                f"state passing calls private kernels of {package} {version}, not {found}"
-            )
+        if found not in SpecifierSet(version, prereleases=True):
+            raise ImportError(f"state passing needs {package} {version} on GPUs, found {found}")
     return importlib.import_module(f"{__package__}.{module}")

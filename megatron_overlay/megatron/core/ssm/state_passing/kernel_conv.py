@@ -36,8 +36,8 @@ class HaloConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, window, weight, bias = ctx.saved_tensors
-        x_grad, grad = torch.empty_like(x), grad.contiguous()
-        # Put back in the end, since others may hold this gradient; all of it would take longer.
+        # Others may hold this gradient: what changes is put back, and autograd need not know.
+        x_grad, grad = torch.empty_like(x), grad.contiguous().data
         head = grad[:, : weight.shape[1] - 1]
         kept = head.clone()
         of_parameters = conv_backward(grad, x, window, weight, bias, ctx.plan, ctx.group, x_grad)

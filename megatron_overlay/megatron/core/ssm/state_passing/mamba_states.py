@@ -94,7 +94,7 @@ def _sum_chunks(states, decay, seq_idx, found, crossed) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "tokens"])
 def _sum_chunks_kernel(
     states, decay, seq_idx, found, crossed, chunks, heads, size, chunk_size, tokens,
     decay_row, decay_head, decay_chunk, decay_token,
@@ -140,7 +140,7 @@ def _sum_chunks_kernel(
         tl.store(crossed + row * heads + head + tl.arange(0, 1), left, mask=is_first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "first", "step"])
 def _over_ranks_kernel(
     states, decays, found, count, first, step, states_rank, decays_rank, size, BLOCK: tl.constexpr
 ):
