@@ -211,7 +211,7 @@ class TestRule:
             assert_close(a.float(), b.float(), 2e-2, name)
 
     def _run(self, lengths, inputs, rule=reference_rule):
-        """Output and gradients of this rank's tokens: over four ranks, and by reference over one."""
+        """Output and gradients of this rank's tokens: over four ranks, and the reference on one."""
         Utils.initialize_distributed()
         size, rank = dist.get_world_size(), dist.get_rank()
         lengths = PaddedLengths(lengths, lengths)
