@@ -24,21 +24,22 @@ def start() -> torch.device:
     return device
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what has been started on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """A call's share of the fastest round, the least disturbed one; ranks start each together."""
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     call()
     rounds = []
     for _ in range(ROUNDS):
-        synchronize()
+        synchronize(device)
         dist.barrier()
         started = time.perf_counter()
         for _ in range(CALLS):
             call()
-        synchronize()
+        synchronize(device)
         rounds.append(time.perf_counter() - started)
     return min(rounds) / CALLS

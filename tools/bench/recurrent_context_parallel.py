@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import start
+from ranks import start, synchronize
 from torch import Tensor, nn
 
 from megatron.core.context_parallel_layout import (
@@ -178,13 +178,11 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
     """Seconds of one step, of the slowest rank."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     dist.barrier()
     started = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     seconds = torch.tensor(time.perf_counter() - started, device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item()

@@ -12,9 +12,8 @@ from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
 from megatron.core.ssm.state_passing import gated_delta_states
 from megatron.core.ssm.state_passing.gated_delta_states import CHUNK
 from tests.unit_tests.ssm.whole_and_sharded import assert_close
-from tests.unit_tests.test_utilities import HAVE_CUDA
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
-DEVICE = torch.device("cuda" if HAVE_CUDA else "cpu")
 # GPUs multiply fp32 matrices in TF32, of 10 bits.
 TOLERANCES = {torch.float32: 2e-2 if HAVE_CUDA else 1e-5}
 # The interpreter cannot multiply bf16.
@@ -28,10 +27,10 @@ class Sample:
 
     def __init__(self, tokens: int, size: int, width: int, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
-        self.tokens, self.scale = tokens, size**-0.5
+        self.scale = size**-0.5
 
         def normal(*shape):
-            return torch.randn(BATCH, tokens, HEADS, *shape, device=DEVICE)
+            return torch.randn(BATCH, tokens, HEADS, *shape, device=Utils.device)
 
         def unit(*shape):
             return torch.nn.functional.normalize(normal(*shape), dim=-1)
@@ -105,7 +104,7 @@ class TestAgainstTheReference:
 
     def test_gradient_of_the_state_that_enters(self, tokens, size, width, dtype):
         sample = Sample(tokens, size, width, dtype)
-        state = torch.zeros(BATCH, HEADS, size, width, device=DEVICE, requires_grad=True)
+        state = torch.zeros(BATCH, HEADS, size, width, device=Utils.device, requires_grad=True)
         out, _ = sample.rule(initial_state=state)
         (wanted,) = torch.autograd.grad(out, state, sample.grad)
         inputs = (sample.query, sample.key, sample.w, sample.decay, sample.grad, sample.value_grad)

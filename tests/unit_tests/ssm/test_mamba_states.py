@@ -17,10 +17,10 @@ from megatron.core.ssm.state_passing.carry import (
     leaving_gradient,
     transitions_after,
 )
-from tests.unit_tests.test_utilities import HAVE_CUDA
+from tests.unit_tests.test_utilities import Utils
 
 HEADS, CHUNK = 3, 16
-DEVICE = torch.device("cuda" if HAVE_CUDA else "cpu")
+DEVICE = Utils.device
 
 
 def gone_through(states, decay, ends, entering):

@@ -39,13 +39,13 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     projected = tokens.project_in(hidden_states, packed, layer.in_proj, sum(widths)).transpose(0, 1)
     batch, length = projected.shape[:2]
     qkv, gate, beta, alpha = projected.split(widths, dim=-1)
-    deterministic = layer.config.deterministic_mode
-    qkv = _convolve(qkv, layer.conv1d, plan, tokens.cp_group, deterministic)
+    on_kernels = qkv.is_cuda and not layer.config.deterministic_mode
+    qkv = _convolve(qkv, layer.conv1d, plan, tokens.cp_group, on_kernels)
     query, key, value, gate, beta, alpha = layer._prepare_qkv_for_gated_delta_rule(
         qkv, gate.reshape(batch, length, heads, -1), beta, alpha, batch, length
     )
     g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
-    kernels = gpu_kernels("gated_delta_kernels") if query.is_cuda and not deterministic else None
+    kernels = gpu_kernels("gated_delta_kernels") if on_kernels else None
     rule = kernels.kernel_rule if kernels and kernels.takes(key) else reference_rule
     y = layer._apply_gated_norm(rule(query, key, value, g, beta, plan, tokens.cp_group), gate)
     y = y.reshape(batch, length, -1).transpose(0, 1).contiguous()
@@ -82,13 +82,12 @@ def reference_rule(
 
 
 def _convolve(
-    x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup, deterministic: bool
+    x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup, on_kernels: bool
 ) -> Tensor:
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
     # The kernels want the channels in groups of 8.
-    can_take = x.is_cuda and x.shape[2] % 8 == 0 and not deterministic
-    kernels = gpu_kernels("kernel_conv") if can_take else None
+    kernels = gpu_kernels("kernel_conv") if on_kernels and x.shape[2] % 8 == 0 else None
     if kernels:
         return kernels.HaloConv.apply(x, weight, conv.bias, plan, group)
     past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)

@@ -30,7 +30,7 @@ def leaving_state(
     """What the tokens from ``first`` on leave when nothing enters, and what they do to a state.
 
     Args:
-        first: of the last sample of these tokens.
+        first: where the last sample of these tokens begins.
         w, u: the chunks' solved systems: a state h that enters one makes its tokens write
             ``u - w h`` at their keys.
 
@@ -67,7 +67,7 @@ def entering_gradient(
         grad: of the outputs, ``[B, S, H, V]``.
         value_grad: of what tokens write, by outputs of the same chunk alone, ``[B, S, H, V]``.
         scale: of the outputs.
-        end: of the first sample of these tokens.
+        end: where the first sample of these tokens ends.
 
     Returns:
         fp32 ``[B, H, K, V]``.

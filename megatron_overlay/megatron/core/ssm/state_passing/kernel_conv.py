@@ -81,7 +81,7 @@ def conv_backward(
     """The adjoint of :func:`conv_forward`: fills ``x_grad [B, S/cp, D]``; a collective.
 
     Args:
-        grad: of the outputs, ``[B, S/cp, D]``; its first W - 1 tokens become zero.
+        grad: of the outputs, ``[B, S/cp, D]``; given a window, its first W - 1 tokens become zero.
 
     Returns:
         Gradients of weight and bias.
