@@ -13,10 +13,14 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.process_groups_from_grid import EXPERT_FIELDS, groups_from_grid
+from megatron.core.process_groups_from_grid import (
+    EXPERT_FIELDS,
+    SAME_GROUPS,
+    groups_from_grid,
+)
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
+ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
 
 
@@ -104,6 +108,9 @@ class TestFields:
             intra_dp_cp=[1, 3, 5, 7],
             intra_expt_dp=[1, 5],
             intra_dist_opt=list(range(16)),
+            dp_cp_gtp_remat=[1, 3, 5, 7],
+            expt_dp_gtp_remat=[1, 5],
+            tp_ep_pp_with_egtp_remat=[4, 5, 6, 7, 12, 13, 14, 15],
         )
 
     def test_pp_inside_dp_keeps_experts_within_the_stage(self):
@@ -127,7 +134,8 @@ class TestFields:
     def test_expert_fields_are_none_without_an_expert_view(self):
         groups = fields_of(0, tp=2, dp=2)
         without = {name for name, group in groups.items() if group is None}
-        assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | {"intra_expt_dp"}
+        same = {field for field, of in SAME_GROUPS.items() if of in EXPERT_FIELDS}
+        assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | same
 
     def test_plain_view_with_shared_pp_serves_as_expert_view(self):
         names = ["expt_tp", "ep", "expt_dp", "pp"]

@@ -34,6 +34,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
 from megatron.core.dist_checkpointing.serialization import verify_integrity_manifest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -158,6 +159,7 @@ def _publish(partial: Path, final: Path, record: Record) -> None:
     dist.barrier()
 
 
+@no_code_from_checkpoints()
 def load(trainer: Trainer, directory: Path) -> None:
     """Go on from the newest whole checkpoint under ``directory``; collective.
 

@@ -5,17 +5,6 @@
 import torch.distributed as dist
 
 
-def experts_have_own_layout(config) -> bool:
-    """Whether expert gradients are reduced over expert-DP instead of the dense DP·CP group.
-
-    With EP == 1 and expert-TP == TP both groups hold the same ranks. With EP == 1 but another
-    expert-TP they don't: with TP 2 and expert-TP 1 both TP ranks hold the same expert and see
-    other tokens, so their gradients have to be added.
-    """
-    same_tp = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-    return config.expert_model_parallel_size > 1 or not same_tp
-
-
 def expert_dp_group_without_view(config, dp_cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """What DDP takes for expert-DP when the collection says ``expt_dp=None``.
 
@@ -25,9 +14,12 @@ def expert_dp_group_without_view(config, dp_cp_group: dist.ProcessGroup) -> dist
     Raises:
         ValueError: a MoE model on more than one tensor or expert rank, which needs the groups.
     """
-    if config.num_moe_experts and (
-        experts_have_own_layout(config) or config.tensor_model_parallel_size > 1
-    ):
+    sizes = (
+        config.tensor_model_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+    )
+    if config.num_moe_experts and max(sizes) > 1:
         raise ValueError(
             f"{config.num_moe_experts} experts with tp={config.tensor_model_parallel_size}, "
             f"ep={config.expert_model_parallel_size}, etp={config.expert_tensor_parallel_size} "

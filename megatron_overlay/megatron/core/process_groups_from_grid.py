@@ -32,6 +32,22 @@ EXPERT_FIELDS: dict[str, tuple[str, ...]] = {
     "tp_ep": ("expt_tp", "ep"),
     "tp_ep_pp": ("expt_tp", "ep", "pp"),
 }
+SAME_GROUPS = {
+    "intra_dp_cp": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "dp_cp_gtp_remat": "dp_cp",
+    "expt_dp_gtp_remat": "expt_dp",
+    "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
+}
+"""Fields that differ with several optimizer instances or weight rematerialization (GTP) only."""
+UNUSED_FIELDS = (
+    "inter_dist_opt",
+    "hcp",
+    "dp_cp_ag",
+    "expt_dp_ag",
+    "gtp_remat",
+    "expt_gtp_remat",
+)
 DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
 EXPERT_DIMS = frozenset(("expt_tp", "ep", "expt_dp", "pp"))
 
@@ -45,8 +61,9 @@ def groups_from_grid(
     has already are taken as they are, so a second call returns the same ones and makes none. The
     grid owns them all: after a failure midway, too, ``grid.destroy()`` frees what was made.
 
-    The fields that only hierarchical CP or a second all-gather communicator need (``hcp``,
-    ``dp_cp_ag``, ``expt_dp_ag``) are ``None``, and so are ``inter_dist_opt`` with one optimizer
+    The fields that only hierarchical CP, a second all-gather communicator or weight
+    rematerialization need (``hcp``, ``dp_cp_ag``, ``expt_dp_ag``, ``gtp_remat``,
+    ``expt_gtp_remat``) are ``None``, and so are ``inter_dist_opt`` with one optimizer
     instance and the expert fields of a grid without a view along ``expt_tp, ep, expt_dp``. ``embd``
     and ``pos_embd`` are ``None`` on pipeline stages that hold no embedding.
 
@@ -75,9 +92,8 @@ def groups_from_grid(
     for field, dims in EXPERT_FIELDS.items():
         groups[field] = None if view is None else _get_or_create(grid, dims, view)
 
-    groups["intra_dp_cp"] = groups["dp_cp"]
-    groups["intra_expt_dp"] = groups["expt_dp"]
-    groups.update(dict.fromkeys(("inter_dist_opt", "hcp", "dp_cp_ag", "expt_dp_ag")))
+    groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
+    groups.update(dict.fromkeys(UNUSED_FIELDS))
     for field, rank_enum in instances.items():
         name = f"{field}/{num_distributed_optimizer_instances}"
         groups[field] = _get_or_derive(grid, name, rank_enum)

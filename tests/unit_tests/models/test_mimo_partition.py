@@ -64,8 +64,7 @@ class Batch:
         labels = 1 + torch.arange(self.rows * self.tokens).view(self.rows, self.tokens)
         self.labels = labels
         self.loss_mask = torch.ones(self.rows, self.tokens)
-        self.attention_mask = torch.ones(self.rows, self.tokens, dtype=torch.bool)
-        self.embeddings = labels[..., None] * torch.tensor([1.0, -1.0])
+        self.embeddings = labels.t()[..., None] * torch.tensor([1.0, -1.0])
 
     def shards(self, cp: int, tp: int, samples=None) -> list[tuple]:
         """What each rank of cp × tp receives, TP ranks fastest."""
@@ -74,7 +73,6 @@ class Batch:
                 self.embeddings,
                 self.labels,
                 self.loss_mask,
-                self.attention_mask,
                 packed(samples) if samples else None,
             )
             for cp_rank in range(cp)
@@ -110,33 +108,32 @@ class TestEveryTokenHasOnePlace:
     def test_shards_hold_every_token_once_and_else_padding(self, batch, samples, cp, tp):
         shards = batch.shards(cp, tp, samples)
         labels = torch.cat([shard[1] for shard in shards[::tp]], dim=1)
-        embeddings = torch.cat([shard[0] for shard in shards], dim=1)
+        embeddings = torch.cat([shard[0] for shard in shards])
         for row in range(batch.rows):
             wanted = batch.labels[row].tolist()
             assert sorted(filter(None, labels[row].tolist())) == wanted
-            assert sorted(filter(None, embeddings[row, :, 0].tolist())) == wanted
+            assert sorted(filter(None, embeddings[:, row, 0].tolist())) == wanted
 
     def test_all_tensors_of_a_rank_hold_the_same_tokens(self, batch, samples, cp, tp):
         shards = batch.shards(cp, tp, samples)
         for cp_rank in range(cp):
             parts = shards[cp_rank * tp : (cp_rank + 1) * tp]
-            embeddings = torch.cat([part[0] for part in parts], dim=1)
-            for _, labels, loss_mask, attention_mask, _ in parts:
-                assert torch.equal(embeddings[..., 0], labels.float())
-                assert torch.equal(embeddings[..., 1], -labels.float())
+            embeddings = torch.cat([part[0] for part in parts])
+            for _, labels, loss_mask, _ in parts:
+                assert torch.equal(embeddings[..., 0].t(), labels.float())
+                assert torch.equal(embeddings[..., 1].t(), -labels.float())
                 assert torch.equal(loss_mask, (labels > 0).float())
-                assert torch.equal(attention_mask, labels > 0)
 
     def test_gathered_shards_give_back_the_batch(self, batch, samples, cp, tp):
         shards = batch.shards(cp, tp, samples)
         adapter = adapter_of(cp, tp)
         lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
         by_cp_rank = [
-            torch.cat([part[0] for part in shards[start : start + tp]], dim=1)
+            torch.cat([part[0] for part in shards[start : start + tp]])
             for start in range(0, cp * tp, tp)
         ]
-        whole = adapter.layout(lengths).unshard(by_cp_rank, dim=1)
-        assert torch.equal(lengths.unpad(whole, dim=1), batch.embeddings)
+        whole = adapter.layout(lengths).unshard(by_cp_rank)
+        assert torch.equal(lengths.unpad(whole), batch.embeddings)
 
     def test_owners_are_the_ranks_that_receive_the_tokens(self, batch, samples, cp, tp):
         params = packed(samples) if samples else None
@@ -150,7 +147,7 @@ class TestEveryTokenHasOnePlace:
         for index, shard in enumerate(batch.shards(cp, tp, samples)):
             adapter = adapter_of(cp, tp, *divmod(index, tp))
             found = padding_arguments(batch.labels, adapter, params)
-            is_padding = shard[0][..., 0] == 0
+            is_padding = shard[0][..., 0].t() == 0
             assert torch.equal(found.get("padding_mask", torch.zeros_like(is_padding)), is_padding)
             lengths = adapter.lengths(batch.tokens, params)
             assert bool(found) == (lengths.real != lengths.padded)
@@ -167,10 +164,17 @@ class TestZigzag:
         assert labels == [[1, 2, 0, 0, 6, 7, 12, 13], [3, 4, 5, 0, 8, 9, 10, 11]]
 
     def test_packed_parameters_tell_real_from_padded_boundaries(self):
-        params = Batch(1, 26).shards(2, 2, ROW)[0][4]
+        params = Batch(1, 26).shards(2, 2, ROW)[0][3]
         assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]
         assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20, 40]
         assert params.seq_idx.tolist() == [[0] * 8 + [1] * 8 + [2] * 4 + [3] * 20]
+
+    def test_packed_parameters_are_padded_where_a_stage_has_no_tensor(self):
+        first = Batch(1, 26).shards(2, 2, ROW)[0][3]
+        *tensors, middle = adapter_of(2, 2).shard(None, None, None, packed(ROW))
+        assert tensors == [None, None, None]
+        assert torch.equal(middle.cu_seqlens_q_padded, first.cu_seqlens_q_padded)
+        assert torch.equal(middle.seq_idx, first.seq_idx)
 
     def test_samples_padded_by_the_loader_stay_as_they_are(self):
         """Upstream's packing: boundaries of what is real, and of what the row holds."""
@@ -202,7 +206,7 @@ class TestRefusals:
     def test_padding_without_a_loss_mask(self):
         batch = Batch(1, 5)
         with pytest.raises(ValueError, match=r"of \(5,\) tokens are padded to \(8,\).*loss_mask"):
-            adapter_of(4, 1).shard(batch.embeddings, batch.labels, None, None)
+            adapter_of(4, 1).shard(batch.embeddings, batch.labels, None)
 
     def test_samples_that_do_not_cover_the_row(self):
         with pytest.raises(ValueError, match="have 26 tokens, the sequence 30"):
@@ -226,7 +230,7 @@ class TestConfig:
         )
         assert not config.is_partitioning_enabled
         batch = Batch(2, 13)
-        given = (batch.embeddings, batch.labels, None, None, None)
+        given = (batch.embeddings, batch.labels, None, None)
         found = PartitionAdapter(config).shard(*given)
         assert all(a is b for a, b in zip(found, given, strict=True))
 

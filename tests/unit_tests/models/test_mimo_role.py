@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where ranks stand in the language model's pipeline when modules share them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
@@ -12,7 +14,7 @@ from megatron.core.models.mimo.config.role import (
     ModuleStageInfo,
     RankRole,
 )
-from megatron.core.models.mimo.pipeline_stage import stage_position
+from megatron.core.models.mimo.pipeline_stage import role_with_pipeline, stage_position
 
 DIMS = ["tp", "cp", "pp", "dp"]
 
@@ -26,9 +28,14 @@ def grids(monkeypatch):
     }
 
 
-def role_of(rank: int, grids, monkeypatch, *virtual: int) -> RankRole:
+def role_of(rank: int, grids, monkeypatch, vp_stage=None, vp_size=None) -> RankRole:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    return RankRole.build(["images"], grids, *virtual)
+    language = SimpleNamespace(virtual_pipeline_model_parallel_size=vp_size)
+    config = SimpleNamespace(
+        module_to_grid_map=grids,
+        language_model_spec=SimpleNamespace(params={"config": language, "vp_stage": vp_stage}),
+    )
+    return role_with_pipeline(RankRole.build(["images"], grids), config)
 
 
 class TestColocatedRole:

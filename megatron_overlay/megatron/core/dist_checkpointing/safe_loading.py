@@ -9,8 +9,10 @@ can name any function to call. Here the metadata may name its own classes only, 
 
 from __future__ import annotations
 
-import io
+import contextlib
+import os
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,23 +68,33 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-class SafeFileSystemReader(FileSystemReader):
-    """PyTorch's reader, but for the metadata."""
+@contextlib.contextmanager
+def no_code_from_checkpoints() -> Iterator[None]:
+    """Inside, reading a distributed checkpoint runs no code from it, however it is read.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See :func:`read_metadata`."""
-        return read_metadata(self)
-
-
-def read_metadata(reader: FileSystemReader) -> Metadata:
-    """The metadata of a checkpoint.
-
-    Args:
-        reader: of it.
+    Objects and the common state are read as ``torch.load`` reads weights, which PyTorch's own
+    switch enforces; other classes can be allowed by ``torch.serialization.add_safe_globals``.
 
     Raises:
-        CheckpointingException: it names anything but the classes of metadata, or is no metadata.
+        CheckpointingException: inside, where something else is asked for.
     """
+    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before, read_metadata = os.environ.get(switch), FileSystemReader.read_metadata
+    os.environ[switch] = "1"
+    FileSystemReader.read_metadata = _read_metadata
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointingException(f"an object is refused: {reason}") from error
+    finally:
+        FileSystemReader.read_metadata = read_metadata
+        del os.environ[switch]
+        if before is not None:
+            os.environ[switch] = before
+
+
+def _read_metadata(reader: FileSystemReader, *_: Any, **__: Any) -> Metadata:
     with reader.fs.create_stream(reader._get_metadata_path(), "rb") as stream:
         try:
             metadata = _Unpickler(stream).load()
@@ -94,16 +106,3 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = reader.load_id
     return metadata
-
-
-def load_object(content: io.BytesIO) -> Any:
-    """An object of a checkpoint: numbers, text, tensors, and containers of them.
-
-    Raises:
-        CheckpointingException: it is anything else.
-    """
-    try:
-        return torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointingException(f"an object is refused: {reason}") from error

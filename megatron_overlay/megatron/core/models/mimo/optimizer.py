@@ -151,6 +151,11 @@ class MimoOptimizer(MegatronOptimizer):
         for opt in self._optimizers.values():
             opt.zero_grad(set_to_none)
 
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Put the parameters of every module where DDP gathers them from."""
+        for opt in self._optimizers.values():
+            opt.prepare_model_params_for_param_sync()
+
     def get_loss_scale(self) -> torch.Tensor:
         """What losses are multiplied by: ``[1]``, the same for all modules."""
         for leaf in self._leaves:
@@ -288,7 +293,9 @@ def _unscale(leaf: MegatronOptimizer) -> bool:
             parameter.grad.abs().sum()
             for parameter in leaf.get_parameters()
             if parameter.grad is not None
-            and not param_is_not_tensor_parallel_duplicate(parameter, leaf.tp_group)
+            and not param_is_not_tensor_parallel_duplicate(
+                parameter, leaf.tp_group, getattr(leaf, "expert_tp_group", None)
+            )
         ]
         return found_inf or bool(repeated and not torch.stack(repeated).sum().isfinite())
     leaf._copy_model_grads_to_main_grads()

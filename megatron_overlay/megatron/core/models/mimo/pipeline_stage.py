@@ -1,20 +1,21 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The language model's pipeline in a colocated MimoModel: where a rank stands, and what it runs."""
+"""Where a rank of a colocated MimoModel stands in the language model's pipeline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
+import torch.distributed as dist
 
-from megatron.core.models.mimo.partition.language_batch import padding_arguments
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import unwrap_model
-
-if TYPE_CHECKING:
-    from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config import MimoModelConfig
+from megatron.core.models.mimo.config.role import (
+    MIMO_LANGUAGE_MODULE_KEY,
+    ModuleLayout,
+    ModuleStageInfo,
+    RankRole,
+)
 
 
 class StagePosition(NamedTuple):
@@ -44,38 +45,23 @@ def stage_position(
     )
 
 
-def forward_later_stage(
-    model: MimoModel,
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    labels: Tensor | None,
-    loss_mask: Tensor | None,
-    packed_seq_params: PackedSeqParams | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Run the language model on hidden states that ``model.set_input_tensor`` was given.
+def role_with_pipeline(role: RankRole, config: MimoModelConfig) -> RankRole:
+    """The role of a rank, with its position in the language model's pipeline.
+
+    Upstream's role of a colocated rank holds every module whole.
 
     Args:
-        input_ids, position_ids, labels, loss_mask: ``[B, S]``, whole; they are sharded here.
-        packed_seq_params: of a packed batch, with global ``cu_seqlens``.
-
-    Returns:
-        Hidden states ``[padded/(cp·tp), B, H]``, or on the last stage what the language model makes
-        of them; and the loss mask ``[B, padded/cp]``.
+        role: as ``RankRole.build`` gives it; changed in place where the modules are colocated.
+        config: of the model.
     """
-    unwrap_model(model.language_model).set_input_tensor(model.input_tensors)
-    padding = {}
-    if model.partition_adapter is not None:
-        padding = padding_arguments(input_ids, model.partition_adapter, packed_seq_params)
-        _, labels, loss_mask, _, packed_seq_params = model.partition_adapter.shard(
-            None, labels, loss_mask, None, packed_seq_params
+    if role.mode is ModuleLayout.COLOCATED and config.module_to_grid_map:
+        language = config.language_model_spec.params
+        role.modules[MIMO_LANGUAGE_MODULE_KEY] = ModuleStageInfo(
+            *stage_position(
+                config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY],
+                dist.get_rank(),
+                language.get("vp_stage"),
+                language["config"].virtual_pipeline_model_parallel_size,
+            )
         )
-    output = model.language_model(
-        input_ids=None,
-        position_ids=position_ids,
-        decoder_input=None,
-        labels=labels,
-        attention_mask=None,
-        packed_seq_params=packed_seq_params,
-        **padding,
-    )
-    return output, loss_mask
+    return role

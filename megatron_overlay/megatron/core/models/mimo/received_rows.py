@@ -8,13 +8,17 @@ CP rank uses the rows of its own tokens only, so that the gradients of all CP ra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.utils import unwrap_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.model.base import MimoModel
 
 
 class _GradientToFirst(torch.autograd.Function):
@@ -32,13 +36,18 @@ class _GradientToFirst(torch.autograd.Function):
         return total, None
 
 
-def with_whole_gradient(rows: Tensor, groups: ProcessGroupCollection) -> Tensor:
+def with_whole_gradient(model: MimoModel, rows: Tensor) -> Tensor:
     """The same rows; on the rank that sends it back, their gradient is that of all CP ranks.
 
+    The rows of colocated modules are left as they are: their bridge adds the gradients up.
+
     Args:
+        model: the MimoModel.
         rows: ``[n, H]``, the same on all TP and CP ranks of a stage.
-        groups: the language model's.
     """
+    if model.role.mode is ModuleLayout.COLOCATED:
+        return rows
+    groups = unwrap_model(model.language_model).pg_collection
     if groups.cp.size() == 1 or groups.tp.rank() > 0:
         return rows
     return _GradientToFirst.apply(rows, groups.cp)

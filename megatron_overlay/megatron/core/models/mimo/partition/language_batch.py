@@ -5,37 +5,28 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed import ProcessGroup
 
+from megatron.core.models.mimo.config import MimoModelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.utils import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
-def shard_language_batch(
-    adapter: PartitionAdapter | None,
-    embeddings: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    loss_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What a rank of the language model takes of a batch, on any pipeline stage.
-
-    Position ids stay whole: rotary embeddings pick out their CP rank's part themselves.
+def partition_groups(
+    config: MimoModelConfig, cp_group: ProcessGroup | None, tp_group: ProcessGroup | None
+) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """CP and TP group of the language model; those that are None come from its grid.
 
     Args:
-        adapter: of the language model; None where nothing is sharded.
-        embeddings: ``[S, B, H]``; None on later stages, which receive hidden states.
-        labels, loss_mask: ``[B, S]`` or None.
-
-    Returns:
-        The same three: ``[padded/(cp·tp), B, H]``, ``[B, padded/cp]``, ``[B, padded/cp]``.
-
-    Raises:
-        ValueError: as ``PartitionAdapter.shard``.
+        config: without grids, None stays None and means the global group.
     """
-    if adapter is None:
-        return embeddings, labels, loss_mask
-    rows = None if embeddings is None else embeddings.transpose(0, 1)
-    rows, labels, loss_mask, _, _ = adapter.shard(rows, labels, loss_mask, None)
-    return None if rows is None else rows.transpose(0, 1).contiguous(), labels, loss_mask
+    if not config.module_to_grid_map:
+        return cp_group, tp_group
+    grid = config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY]
+    if cp_group is None and "cp" in grid.dim_names:
+        cp_group = grid.get_pg("cp")
+    return cp_group, tp_group or grid.get_pg("tp")
 
 
 def row_owners(
@@ -78,7 +69,7 @@ def packed_parameters(packing: dict | PackedSeqParams | None) -> PackedSeqParams
 
 def padding_arguments(
     input_ids: torch.Tensor,
-    adapter: PartitionAdapter,
+    adapter: PartitionAdapter | None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> dict[str, torch.Tensor]:
     """What tells a language model's experts which tokens ``adapter`` has added as padding.
@@ -87,12 +78,15 @@ def padding_arguments(
 
     Args:
         input_ids: ``[B, S]``.
+        adapter: of the language model; None where nothing is sharded.
         packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
 
     Returns:
         ``padding_mask``, bool ``[B, padded/(cp·tp)]`` as the embeddings are sharded, true at
         padding; nothing where there is none.
     """
+    if adapter is None:
+        return {}
     lengths = adapter.lengths(input_ids.size(1), packed_seq_params)
     if lengths.real == lengths.padded:
         return {}

@@ -118,7 +118,7 @@ class PartitionAdapter:
                 f"found {seq_length}"
             )
         samples = (seq_length,)
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+        if _is_packed(packed_seq_params):
             samples = PaddedLengths.of_packed(packed_seq_params).padded
         if sum(samples) != seq_length:
             raise ValueError(
@@ -162,41 +162,66 @@ class PartitionAdapter:
         embeddings: torch.Tensor | None,
         labels: torch.Tensor | None,
         loss_mask: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple:
-        """Shard a whole batch; every tensor may be None.
+    ) -> tuple[
+        torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, PackedSeqParams | None
+    ]:
+        """Shard a whole batch; every tensor may be None, as on later pipeline stages.
+
+        Position ids stay whole: rotary embeddings pick out their CP rank's part themselves.
 
         Args:
-            embeddings: ``[B, S, H]``.
-            labels, loss_mask, attention_mask: ``[B, S]``; padding gets 0, so it bears no loss.
+            embeddings: ``[S, B, H]``.
+            labels, loss_mask: ``[B, S]``; padding gets 0, so it bears no loss.
             packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
 
         Returns:
-            The same five: embeddings ``[B, padded/(cp·tp), H]``, the others ``[B, padded/cp]``,
+            The same four: embeddings ``[padded/(cp·tp), B, H]``, the others ``[B, padded/cp]``,
             and the packed parameters with their padded boundaries.
 
         Raises:
             ValueError: the sequence has to be padded and there is no loss mask to record it in.
         """
-        present = [t for t in (embeddings, labels, loss_mask, attention_mask) if t is not None]
-        if not self.cfg.is_partitioning_enabled or not present:
-            return embeddings, labels, loss_mask, attention_mask, packed_seq_params
-        lengths = self.lengths(present[0].size(1), packed_seq_params)
+        lengths = self._lengths_of(embeddings, labels, loss_mask, packed_seq_params)
+        if lengths is None:
+            return embeddings, labels, loss_mask, packed_seq_params
         if lengths.real != lengths.padded and labels is not None and loss_mask is None:
             raise ValueError(
                 f"samples of {lengths.real} tokens are padded to {lengths.padded}: give a loss_mask"
             )
         if embeddings is not None:
-            local = self.shard_embeddings(embeddings.transpose(0, 1), lengths)
-            embeddings = local.transpose(0, 1)
-        labels, loss_mask, attention_mask = (
+            embeddings = self.shard_embeddings(embeddings, lengths)
+        labels, loss_mask = (
             None if tensor is None else self.shard_tokens(tensor, lengths)
-            for tensor in (labels, loss_mask, attention_mask)
+            for tensor in (labels, loss_mask)
         )
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            packed_seq_params = lengths.packed_seq_params(present[0].device)
-        return embeddings, labels, loss_mask, attention_mask, packed_seq_params
+        if _is_packed(packed_seq_params):
+            packed_seq_params = lengths.packed_seq_params(packed_seq_params.cu_seqlens_q.device)
+        return embeddings, labels, loss_mask, packed_seq_params
+
+    def _lengths_of(
+        self,
+        embeddings: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> PaddedLengths | None:
+        """Sample lengths of a batch; None where nothing is to be cut."""
+        if not self.cfg.is_partitioning_enabled:
+            return None
+        if embeddings is not None:
+            return self.lengths(embeddings.size(0), packed_seq_params)
+        for tensor in (labels, loss_mask):
+            if tensor is not None:
+                return self.lengths(tensor.size(1), packed_seq_params)
+        if _is_packed(packed_seq_params):
+            total = sum(PaddedLengths.of_packed(packed_seq_params).padded)
+            return self.lengths(total, packed_seq_params)
+        return None
+
+
+def _is_packed(packed_seq_params: PackedSeqParams | None) -> bool:
+    return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
 
 
 @lru_cache(maxsize=64)
