@@ -169,7 +169,6 @@ DAMAGES = {
     "truncated shard": (lambda d: os.truncate(largest(d), 100), "is damaged"),
     "flipped bit in a shard": (lambda d: flip(largest(d)), "is damaged"),
     "missing shard": (lambda d: largest(d).unlink(), "file missing"),
-    "flipped bit in the common part": (lambda d: flip(d / "common.pt"), "common.pt"),
     "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), ".metadata"),
     "missing manifest": (lambda d: (d / "integrity.json").unlink(), "manifest not found"),
     "damaged manifest": (lambda d: (d / "integrity.json").write_text("{"), "is damaged"),
@@ -243,9 +242,21 @@ class TestRefusals:
             for leaf in run.optimizer._leaves:
                 assert {group["max_lr"] for group in leaf.param_groups} == {5e-3}
 
+    def test_a_hostile_common_state_runs_no_code(self, shared_path):
+        made = shared_path / "made by the checkpoint"
+        with self.run() as run:
+            losses(run, 1)
+            run.scheduler.state_dict = lambda: Touch(made)
+            checkpoint.save(run, shared_path)
+        if dist.get_rank() == 0 and made.exists():
+            made.rmdir()  # copying it while saving made it
+        dist.barrier()
+        self.assert_refused(shared_path, "does not fit this model")
+        assert not made.exists()
+
     @pytest.mark.parametrize("part", [".metadata", "common.pt"])
-    def test_hostile_runs_no_code(self, saved, part):
-        """Its hashes are right; what is refused is what it would do."""
+    def test_hostile_files_run_no_code(self, saved, part):
+        """Their hashes are right; what is refused is what they would do."""
         whole, made = checkpoint.newest(saved), saved / "made by the checkpoint"
         if dist.get_rank() == 0:
             content = pickle.dumps(Touch(made))

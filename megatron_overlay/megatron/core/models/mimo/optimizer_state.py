@@ -29,7 +29,7 @@ COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
 """Of a parameter group, what depends on the layout."""
 
-OWN_OF_RUN = ("max_lr", "min_lr")
+OWN_OF_RUN = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Of a parameter group, what a run that goes on may have changed."""
 
 Group = dict[str, object]
@@ -112,22 +112,27 @@ def _take_common(part: dict) -> dict:
     return taken
 
 
-def _numbered(groups: list[Group]) -> dict[tuple, Group]:
-    """Groups by what identifies them, and their number among those alike."""
-    keys = [key for key in param_group_identifier_keys if key not in OWN_OF_LAYOUT]
-    result: dict[tuple, Group] = {}
-    for group in groups:
-        identity = tuple(group.get(key) for key in keys)
-        number = sum(1 for other in result if other[:-1] == identity)
-        result[*identity, number] = group
-    return result
+def _identities(groups: list[Group]) -> list[tuple]:
+    """What identifies each group, whatever the layout and the run's rates.
+
+    Groups that differ in their rates alone are numbered from the lowest rates on.
+    """
+    keys = [k for k in param_group_identifier_keys if k not in OWN_OF_LAYOUT + OWN_OF_RUN]
+    lasting = [tuple(group.get(key) for key in keys) for group in groups]
+    rates = [tuple(group.get(key) or 0.0 for key in OWN_OF_RUN) for group in groups]
+    places = sorted(range(len(groups)), key=lambda place: rates[place])
+    numbers = {}
+    for place in places:
+        alike = [other for other in places if lasting[other] == lasting[place]]
+        numbers[place] = alike.index(place)
+    return [(*lasting[place], numbers[place]) for place in range(len(groups))]
 
 
 def _distinct(chain: list[list[Group]]) -> list[Group]:
     """The settings of all groups of a chain, each once, in an order that no layout changes."""
     merged: dict[tuple, Group] = {}
     for groups in chain:
-        for identity, group in _numbered(groups).items():
+        for identity, group in zip(_identities(groups), groups, strict=True):
             merged.setdefault(identity, group)
     return [
         {k: deepcopy(v) for k, v in merged[identity].items() if k not in OWN_OF_LAYOUT}
@@ -137,7 +142,8 @@ def _distinct(chain: list[list[Group]]) -> list[Group]:
 
 def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group]:
     """The optimizer's groups with the saved settings."""
-    known, own = _numbered(saved), _numbered(current)
+    known = dict(zip(_identities(saved), saved, strict=True))
+    own = _identities(current)
     missing = [identity for identity in own if identity not in known]
     if missing:
         raise ValueError(
@@ -147,7 +153,7 @@ def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group
     return [
         deepcopy(known[identity])
         | {key: group[key] for key in OWN_OF_LAYOUT + OWN_OF_RUN if key in group}
-        for identity, group in own.items()
+        for identity, group in zip(own, current, strict=True)
     ]
 
 
