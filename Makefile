@@ -15,9 +15,9 @@ TRAIN_ARGS ?= --model tiny --device cpu --transformer-impl local --placement col
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
 	--save $(abspath $(RUN))/checkpoints --save-interval 50 --restart-from-latest
 
-.PHONY: help setup fetch apply lock train test lint clean
+.PHONY: help setup fetch apply lock train test test-all lint clean
 help: ## Show this help
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
 
 setup: $(VENV)/installed apply ## Virtual environment and applied checkout
 
@@ -45,7 +45,10 @@ train: setup ## Train the tiny VLM on real digits, on CPU ranks
 	    --standalone --nproc-per-node $(TRAIN_RANKS) \
 	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) $(TRAIN_OUT)
 
-test: setup ## Run every test
+test: setup ## Show every capability: each test once, with the first of its rows
+	$(VENV)/bin/python tests/run.py --once
+
+test-all: setup ## Run every row of every test
 	$(VENV)/bin/python tests/run.py
 
 lint: $(VENV)/installed ## Check the style

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every test: whole runs beside the plain tests, then each world size once, under torchrun.
 
-    tests/run.py [pytest arguments]      e.g. tests/run.py -k layout
+    tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
 Ranks see the checkout in build/ and this repository's tests/; the temporary directory shared by
 the worlds holds the one-rank runs that they are compared with.

@@ -106,9 +106,11 @@ def requires_world_size(size: int) -> pytest.MarkDecorator:
     return pytest.mark.world_size(size)
 
 
-# Getters of virtual stages and of the memory buffer read no group. Those of weight rematerialization
-# (GTP) are read by every layer, which takes None for "unused".
-_GROUP_GETTER = re.compile(r"get_(?!virtual_|.*gtp_weight_remat).*(group|groups|gloo|ranks?|world_size)")
+# Getters of virtual stages and of the memory buffer read no group. Layers read those of weight
+# rematerialization (GTP), and takes None for "unused".
+_GROUP_GETTER = re.compile(
+    r"get_(?!virtual_|.*gtp_weight_remat).*(group|groups|gloo|ranks?|world_size)"
+)
 
 
 def group_getters() -> list[Callable]:
