@@ -45,6 +45,7 @@ class Job:
         packed: whether the samples of a microbatch lie end to end in one row.
         tied: whether the output layer has the embeddings' weight.
         frozen: modules that are not trained.
+        overlap: whether gradients are reduced during the backward.
     """
 
     samples: Sequence[Sample]
@@ -52,6 +53,7 @@ class Job:
     packed: bool = False
     tied: bool = False
     frozen: tuple[str, ...] = ()
+    overlap: bool = False
 
     @property
     def modalities(self) -> list[str]:
@@ -108,9 +110,9 @@ def _forward_step(batches, model: MimoModel):
     return output, partial(_loss, loss_mask=loss_mask)
 
 
-def _wrap_in_ddp(chunks: list[MimoModel], modules: dict[str, Module]) -> None:
+def _wrap_in_ddp(job: Job, chunks: list[MimoModel], modules: dict[str, Module]) -> None:
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=job.overlap
     )
 
     def wrapped(name: str, module: torch.nn.Module) -> torch.nn.Module:
@@ -130,7 +132,7 @@ def _wrap_in_ddp(chunks: list[MimoModel], modules: dict[str, Module]) -> None:
 def train(job: Job, modules: dict[str, Module], steps: int) -> Steps:
     """Train with Megatron's schedules, DDP and distributed optimizer."""
     chunks = job.model(modules)
-    _wrap_in_ddp(chunks, modules)
+    _wrap_in_ddp(job, chunks, modules)
     optimizer = get_mimo_optimizer(
         chunks,
         OptimizerConfig(

@@ -142,3 +142,9 @@ class TestWhatRealBatchesBring:
     @pytest.mark.parametrize("microbatches", [1, 4])
     def test_fewer_microbatches_than_stages_and_more(self, microbatches):
         check(replace(UNEVEN, microbatches=microbatches), self.CP_2_PP_2, images=self.FAN_IN)
+
+    @requires_world_size(4)
+    @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
+    def test_gradients_reduced_during_the_backward(self, language, job):
+        check(replace(job, microbatches=2, overlap=True), language, images=dict(dp=4))

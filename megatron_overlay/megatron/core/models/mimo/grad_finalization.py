@@ -24,16 +24,29 @@ def ddp_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParalle
     Args:
         chunks: one MimoModel for each virtual stage; the first holds the modalities.
     """
+    return [stages for stages in _held_modules(chunks) if stages]
+
+
+def _held_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
+    """Each module's stages that DDP wraps, maybe none; the language model is the last."""
     modalities = [[module] for chunk in chunks for module in chunk.modality_submodules.values()]
     held = [*modalities, [chunk.language_model for chunk in chunks]]
-    return [module for module in held if isinstance(module[0], DistributedDataParallel)]
+    return [[s for s in stages if isinstance(s, DistributedDataParallel)] for stages in held]
 
 
 @contextlib.contextmanager
 def no_grad_sync(chunks: Sequence[MimoModel]) -> Iterator[None]:
-    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``."""
+    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``.
+
+    That of the encoders stays held back, until it is finished: on a rank without images their
+    backward does not run, and would start the reductions in another order than on its siblings.
+    """
+    *encoders, language = _held_modules(chunks)
+    for module in itertools.chain(*encoders):
+        for group in module.bucket_groups + module.expert_parallel_bucket_groups:
+            group.is_last_microbatch = False
     with contextlib.ExitStack() as stack:
-        for module in itertools.chain(*ddp_modules(chunks)):
+        for module in language:
             stack.enter_context(module.no_sync())
         yield
 
@@ -83,9 +96,6 @@ def finalize_mimo_grads(
 def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) -> None:
     """Reduce the gradients of each module that this rank holds over the module's own groups."""
     for stages in ddp_modules(model):
-        for stage in stages:
-            if stage.ddp_config.overlap_grad_reduce:
-                stage.start_grad_sync()
         finalize_model_grads(
             stages,
             None,
