@@ -329,7 +329,7 @@ class TestRecurrencePlan:
     def test_refuses_boundaries_of_another_batch(self):
         params = pad_lengths([5, 9], cp_size=2).packed_seq_params("cpu")
         assert lengths_of_batch(params, 20).padded == (8, 12)
-        with pytest.raises(ValueError, match="end at 20, but the CP ranks hold 40 tokens"):
+        with pytest.raises(ValueError, match="end at 20, which does not match the 40 tokens"):
             lengths_of_batch(params, 40)
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -49,12 +49,17 @@ def _transformer_engine() -> LayerSpecs:
     from megatron.core.models.vision.vit_layer_specs import (
         get_vit_layer_with_transformer_engine_spec,
     )
+    from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 
+    layers = hybrid_stack_spec.submodules
+    gdn = layers.gdn_layer
+    mixer = replace(gdn.submodules.self_attention, module=SiluGatedDeltaNet)
+    gdn = replace(gdn, submodules=replace(gdn.submodules, self_attention=mixer))
     return LayerSpecs(
         vit_layer=get_vit_layer_with_transformer_engine_spec(),
         projector_norm=TENorm,
         projector_mlp=MLPSubmodules(
             linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
         ),
-        hybrid_stack=hybrid_stack_spec,
+        hybrid_stack=replace(hybrid_stack_spec, submodules=replace(layers, gdn_layer=gdn)),
     )

@@ -24,26 +24,26 @@ class Recurrence:
 
     def rules(self, tp: int, cp: int, preset: LanguagePreset) -> list[tuple[bool, str]]:
         """(broken, what it says) of each rule on the heads of recurrent layers."""
-        remedy = "; --cp-linear state-passing takes any cp" if cp > 1 else ""
-        spread = 1 if self.mode == "state-passing" else cp
-        rules = []
-        if "G" in preset.pattern:
-            heads = {
-                "GDN key heads": preset.gdn_key_heads,
-                "GDN value heads": preset.gdn_value_heads,
-            }
-            for what, n in heads.items():
-                rules.append((n % tp > 0, f"tp={tp} must divide the {n} {what}"))
-                text = f"tp·cp = {tp * spread} must divide the {n} {what}{remedy}"
-                rules.append((n % (tp * spread) > 0, text))
-        if "M" in preset.pattern and spread > 1:
-            # Not at the top: it loads torch, which bad input need not wait for.
-            from megatron.core.ssm.head_parallel_limits import fitting_cp_sizes
+        p, rules = preset, []
+        if "G" in p.pattern:
+            for n, what in ((p.gdn_key_heads, "key"), (p.gdn_value_heads, "value")):
+                rules.append((n % tp > 0, f"tp={tp} must divide the {n} GDN {what} heads"))
+        if self.mode == "state-passing" or cp == 1:
+            return rules
+        # Not at the top: it loads torch, which bad input need not wait for.
+        from megatron.core.ssm.head_parallel_limits import gated_delta_net_cp_sizes, mamba_cp_sizes
 
-            sizes = fitting_cp_sizes(preset.mamba_heads, preset.mamba_groups, tp)
-            text = (
-                f"cp={cp} must be one of {sizes} to split the {preset.mamba_heads} Mamba heads "
-                f"and {preset.mamba_groups} groups at tp={tp}{remedy}"
+        def split(what: str, sizes: list[int]) -> tuple[bool, str]:
+            return cp not in sizes, (
+                f"cp={cp} must be one of {sizes} to split the {what} at tp={tp}; "
+                "--cp-linear state-passing takes any cp"
             )
-            rules.append((cp not in sizes, text))
+
+        if "G" in p.pattern:
+            what = f"{p.gdn_key_heads} key and {p.gdn_value_heads} value heads of GDN layers"
+            sizes = gated_delta_net_cp_sizes(p.gdn_key_heads, p.gdn_value_heads, tp)
+            rules.append(split(what, sizes))
+        if "M" in p.pattern:
+            what = f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups"
+            rules.append(split(what, mamba_cp_sizes(p.mamba_heads, p.mamba_groups, tp)))
         return rules

@@ -42,7 +42,7 @@ def make_mixer(
     with torch.no_grad():
         # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
         generator = torch.Generator().manual_seed(tp_rank)
-        for parameter in (mixer.D, mixer.norm.weight, mixer.conv1d.bias):
+        for parameter in (mixer.D, mixer.norm.weight, mixer.conv1d_bias):
             noise = torch.rand(parameter.shape, generator=generator)
             parameter.add_(noise.to(parameter.device))
     return mixer.to(Utils.device, dtype)

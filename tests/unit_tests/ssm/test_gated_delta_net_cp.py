@@ -9,7 +9,9 @@ import torch.distributed as dist
 from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
+from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.ssm.state_passing.gated_delta_net import reference_rule
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -29,7 +31,9 @@ HIDDEN, SEQUENCE, BATCH = 32, 48, 2
 PACKED = (5, 0, 1, 139, 9)
 
 
-def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -> GatedDeltaNet:
+def make_layer(
+    groups, mode: str, layout: str, dtype: torch.dtype, heads: int, **options
+) -> GatedDeltaNet:
     model_parallel_cuda_manual_seed(
         7, tp_rank=groups.tp.rank(), ep_rank=0, etp_rank=groups.tp.rank()
     )
@@ -46,12 +50,12 @@ def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -
         use_cpu_initialization=True,
         params_dtype=dtype,
         linear_context_parallel=mode,
-        hybrid_token_layout=layout,
+        **options,
     )
     submodules = GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=SequenceParallelNorm, out_proj=RowParallelLinear
     )
-    layer = GatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
+    layer = SiluGatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
     with torch.no_grad():
         # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
         generator = torch.Generator().manual_seed(groups.tp.rank())
@@ -59,6 +63,8 @@ def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -
         layer.dt_bias.add_(noise[0])
         # Decays slow enough that a state outlives a shard.
         layer.A_log.copy_(noise[1] - 4)
+    if layer.layer_tokens:
+        layer.layer_tokens.is_zigzag = layout == "zigzag"
     return layer.to(Utils.device, dtype)
 
 
@@ -66,9 +72,11 @@ def make_layer(groups, mode: str, layout: str, dtype: torch.dtype, heads: int) -
 def pair(request):
     """The layers."""
     (ranks, layout, dtype), (mode, heads) = request.param, request.node.cls.mode
+    options = request.node.cls.options
 
     def make(groups, shards):
-        return make_layer(groups, mode, layout if shards else "zigzag", dtype, heads)
+        sharded = options if shards else {}
+        return make_layer(groups, mode, layout, dtype, heads, **sharded)
 
     yield from Pair(ranks, make, layout, dtype).while_used()
 
@@ -79,6 +87,7 @@ def call(layer, hidden, packed_seq_params):
 
 class _EqualsOneRank(EqualsOneRank):
     call = staticmethod(call)
+    options = {}
     hidden, sequence, batch, packed = HIDDEN, SEQUENCE, BATCH, PACKED
 
 
@@ -98,6 +107,53 @@ class _EqualsOneRank(EqualsOneRank):
 )
 class TestStatePassing(_EqualsOneRank):
     mode = ("state-passing", 2)
+
+    def test_another_activation_is_refused(self, pair, monkeypatch):
+        if pair:
+            monkeypatch.setattr(pair.sharded, "activation", "gelu")
+            with pytest.raises(ValueError, match="whose activation is silu, not gelu"):
+                call(pair.sharded, random_rows(4, BATCH, HIDDEN, seed=1), None)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    cases(
+        (2, Ranks(cp=2), "zigzag", torch.float32),
+        (2, Ranks(cp=2), "contiguous", torch.float32),
+    ),
+    indirect=True,
+)
+class TestStatePassingThatComputesItsNormAgain(_EqualsOneRank):
+    mode = ("state-passing", 2)
+    options = dict(
+        recompute_granularity="selective",
+        recompute_modules=["gdn_norm_out"],
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=1,
+    )
+
+    @pytest.fixture(autouse=True)
+    def _copied_storage(self, monkeypatch):
+        """Upstream compiles what lets two tensors share one storage, which takes a minute."""
+
+        def copy(output, computed):
+            output.untyped_storage().resize_(computed.untyped_storage().nbytes())
+            output.untyped_storage().copy_(computed.untyped_storage())
+
+        monkeypatch.setattr(random, "_get_share_storage", lambda: copy)
+
+    def test_what_was_discarded_is_computed_again(self, pair, monkeypatch):
+        if pair:
+            computed = []
+            norm = pair.sharded._apply_gated_norm
+            monkeypatch.setattr(
+                pair.sharded, "_apply_gated_norm", lambda *a: (computed.append(1), norm(*a))[1]
+            )
+            hidden = random_rows(8, BATCH, HIDDEN, seed=1).requires_grad_()
+            out = call(pair.sharded, hidden, None)
+            assert len(computed) == 1
+            out.sum().backward()
+            assert len(computed) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, zigzag_layout
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.head_parallel_limits import check_head_parallel, fitting_cp_sizes
+from megatron.core.ssm.head_parallel_limits import check_mamba, mamba_cp_sizes
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.token_order import sample_of_each_token, to_rank_order, to_sequence_order
 from megatron.core.transformer import TransformerConfig
@@ -113,7 +113,7 @@ class TestTokenOrder:
 
     def test_boundaries_of_one_rank_are_refused(self, cp_size):
         params = pad_lengths((48,), cp_size).packed_seq_params("cpu")
-        with pytest.raises(ValueError, match=f"end at 48.*hold {48 * cp_size} tokens"):
+        with pytest.raises(ValueError, match=f"end at 48.*match the {48 * cp_size} tokens"):
             to_sequence_order(torch.zeros(48 * cp_size, 1), cp_size, params)
 
 
@@ -128,6 +128,11 @@ class TestSampleOfEachToken:
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
         with pytest.raises(ValueError, match="total_tokens"):
             sample_of_each_token(params, tokens=8)
+
+    def test_one_sample_needs_no_index(self):
+        cu_seqlens = torch.tensor([0, 8], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
+        assert sample_of_each_token(params, tokens=8) is None
 
     def test_another_number_of_tokens_is_refused(self):
         params = pad_lengths((8,), cp_size=2).packed_seq_params("cpu")
@@ -149,7 +154,7 @@ class TestLimits:
         ],
     )
     def test_sizes_that_fit(self, heads, groups, tp, expected):
-        assert fitting_cp_sizes(heads, groups, tp) == expected
+        assert mamba_cp_sizes(heads, groups, tp) == expected
 
     @pytest.mark.parametrize(
         "heads, groups, tp, cp, message",
@@ -158,25 +163,20 @@ class TestLimits:
                 64, 8, 2, 64,
                 "a Mamba layer of 64 heads in 8 groups cannot be spread over tp=2, cp=64: "
                 "tp·cp = 128 must divide the heads; "
-                "cp sizes that fit with tp=2: 1, 2, 4, 8, 16, 32",
+                "cp sizes that fit with tp=2: 1, 2, 4, 8, 16, 32; state passing takes any",
             ),
             (
                 12, 4, 1, 3,
                 "a Mamba layer of 12 heads in 4 groups cannot be spread over tp=1, cp=3: one of cp "
                 "and the 4 groups of a TP rank must divide the other; "
-                "cp sizes that fit with tp=1: 1, 2, 4, 12",
-            ),
-            (
-                12, 4, 3, 1,
-                "a Mamba layer of 12 heads in 4 groups cannot be spread over tp=3, which must "
-                "divide both; tp sizes that fit: 1, 2, 4",
+                "cp sizes that fit with tp=1: 1, 2, 4, 12; state passing takes any",
             ),
         ],
-        ids=["heads", "groups", "tp"],
+        ids=["heads", "groups"],
     )  # fmt: skip
     def test_the_refusal_names_numbers_rule_and_sizes(self, heads, groups, tp, cp, message):
         with pytest.raises(ValueError) as refusal:
-            check_head_parallel(heads, groups, tp, cp)
+            check_mamba(heads, groups, tp, cp)
         assert str(refusal.value) == message
 
     @pytest.mark.parametrize("cp, groups", [(5, 1), (3, 4)])

@@ -11,6 +11,7 @@ from megatron.core.context_parallel_layout import pad_lengths
 from megatron.core.ssm.state_passing import layer_tokens
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.ssm.state_passing.options import check_options
+from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.ssm import test_gated_delta_net_cp as gated_delta_net
 from tests.unit_tests.ssm import test_mamba_state_passing_cp as mamba
@@ -50,9 +51,7 @@ def stand_in_group(size: int, rank: int = 0) -> SimpleNamespace:
 
 
 def tokens_of(tp_size: int, sequence_parallel: bool, tp_cp=None) -> LayerTokens:
-    config = SimpleNamespace(
-        hybrid_token_layout="zigzag", hidden_size=8, sequence_parallel=sequence_parallel
-    )
+    config = SimpleNamespace(hidden_size=8, sequence_parallel=sequence_parallel)
     groups = SimpleNamespace(
         tp=stand_in_group(tp_size), cp=stand_in_group(2), tp_cp=tp_cp or stand_in_group(4)
     )
@@ -103,3 +102,14 @@ class TestOptions:
         config = SimpleNamespace(linear_context_parallel=mode, hybrid_token_layout=layout)
         with pytest.raises(ValueError, match=message):
             check_options(config)
+
+    def test_states_of_another_dtype_are_refused(self):
+        """Upstream's head-parallel layers take the option, from kernels that have it."""
+        with pytest.raises(ValueError, match="takes no mamba_training_ssm_states_dtype"):
+            TransformerConfig(
+                num_layers=1,
+                hidden_size=8,
+                num_attention_heads=1,
+                mamba_training_ssm_states_dtype=torch.float32,
+                linear_context_parallel="state-passing",
+            )

@@ -92,8 +92,9 @@ class Pair:
         ]
         self.is_member = self.grids[0].is_current_rank_in_grid()
         if self.is_member:
-            self.cp_group, self.rank = groups[0].cp, groups[0].cp.rank()
-            self.sharded, self.whole = make(groups[0], True), make(groups[1], False)
+            self.groups = groups[0]
+            self.cp_group, self.rank = self.groups.cp, self.groups.cp.rank()
+            self.sharded, self.whole = make(self.groups, True), make(groups[1], False)
             self.sharded.load_state_dict(self.whole.state_dict())
 
     def while_used(self) -> Iterator[Pair | None]:

@@ -34,6 +34,7 @@ from megatron.core.context_parallel_layout.recurrence_plan import (
 from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
 from megatron.core.context_parallel_layout.token_layout import (
     TokenLayout,
+    check_zigzag_lengths,
     contiguous_layout,
     thd_partitioned_indices,
     zigzag_layout,
@@ -47,6 +48,7 @@ __all__ = [
     "RecurrencePlan",
     "Route",
     "TokenLayout",
+    "check_zigzag_lengths",
     "contiguous_layout",
     "exchange",
     "gather_tokens",

@@ -152,7 +152,7 @@ def lengths_of_batch(packed_seq_params: PackedSeqParams | None, total: int) -> P
     lengths = PaddedLengths.of_packed(packed_seq_params)
     if lengths.total != total:
         raise ValueError(
-            f"the cu_seqlens of PackedSeqParams end at {lengths.total}, but the CP ranks "
-            f"hold {total} tokens; they count the tokens of all CP ranks, with padding"
+            f"the cu_seqlens of PackedSeqParams end at {lengths.total}, which does not match the "
+            f"{total} tokens that the CP ranks hold; they count those of all ranks, with padding"
         )
     return lengths

@@ -95,16 +95,25 @@ def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     Raises:
         ValueError: a padded length does not divide by 2·cp_size.
     """
-    if cp_size > 1 and any(padded % (2 * cp_size) for padded in lengths.padded):
-        raise ValueError(
-            f"zigzag over cp={cp_size} needs sample lengths that are multiples of {2 * cp_size}, "
-            f"got {lengths.padded}; pad them with pad_lengths(lengths, {cp_size})"
-        )
+    check_zigzag_lengths(lengths, cp_size)
     rows = [
         thd_partitioned_indices(lengths.cu_seqlens_padded, lengths.total, cp_size, rank).long()
         for rank in range(cp_size)
     ]
     return TokenLayout("zigzag", lengths, torch.stack(rows))
+
+
+def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
+    """Refuse lengths that do not halve on ``cp_size`` ranks.
+
+    Raises:
+        ValueError: a padded length does not divide by 2·cp_size.
+    """
+    if cp_size > 1 and any(padded % (2 * cp_size) for padded in lengths.padded):
+        raise ValueError(
+            f"zigzag over cp={cp_size} needs sample lengths that are multiples of {2 * cp_size}, "
+            f"got {lengths.padded}; pad them with pad_lengths(lengths, {cp_size})"
+        )
 
 
 def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:

@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
     TokenLayout,
+    check_zigzag_lengths,
     lengths_of_batch,
+    plan_recurrence,
     zigzag_layout,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -44,16 +46,18 @@ def to_rank_order(
     return _Permute.apply(tensor, layout.tokens.flatten(), layout.places)
 
 
-def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor:
-    """The sample index at which a scan forgets its state, int32 ``[1, tokens]``.
+def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor | None:
+    """The sample index at which a scan forgets its state, int32 ``[1, tokens]``; None for one.
 
     ``tokens`` counts the whole packed row, over all CP ranks and with padding.
 
     Raises:
-        ValueError: ``packed_seq_params`` tells no samples apart, or describes another row.
+        ValueError: ``packed_seq_params`` tells samples not apart, or describes another row.
     """
     seq_idx = packed_seq_params.seq_idx
     if seq_idx is None:
+        if len(packed_seq_params.cu_seqlens_q) == 2:
+            return None
         raise ValueError(
             "packed samples need PackedSeqParams(total_tokens=…) for a Mamba layer, which would "
             f"carry its state from one sample to the next; this row has {tokens} tokens"
@@ -64,6 +68,24 @@ def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Ten
             "total_tokens and cu_seqlens count the tokens of all CP ranks, with padding"
         )
     return seq_idx
+
+
+def sample_starts(
+    packed_seq_params: PackedSeqParams | None, tokens: int, cp_size: int, device: torch.device
+) -> Tensor | None:
+    """Where the samples of a packed row begin, and its end, int32; None for a plain batch.
+
+    Empty samples are left out: ``fla`` takes those after them for each other. ``tokens`` counts as
+    in :func:`sample_of_each_token`.
+
+    Raises:
+        ValueError: ``packed_seq_params`` describes another row, or a length (of a sample, if
+            packed) is no multiple of 2·cp_size.
+    """
+    is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    lengths = lengths_of_batch(packed_seq_params if is_packed else None, tokens)
+    check_zigzag_lengths(lengths, cp_size)
+    return plan_recurrence(lengths, 1, 0, device).cu_seqlens if is_packed else None
 
 
 def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:

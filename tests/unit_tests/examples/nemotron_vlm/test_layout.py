@@ -63,7 +63,7 @@ class TestRules:
         ("preset", "language", "text"),
         [
             (tiny(), "cp=3", "cp=3 must be one of [1, 2, 4, 8, 16, 32] to split the 32 Mamba"),
-            (tiny_gdn(), "cp=16", "tp·cp = 16 must divide the 8 GDN key heads"),
+            (tiny_gdn(), "cp=16", "cp=16 must be one of [1, 2, 4, 8] to split the 8 key and"),
         ],
     )
     def test_only_head_parallel_layers_limit_cp(self, preset, language, text):

@@ -12,10 +12,11 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -46,7 +47,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 submodules=TransformerLayerSubmodules(
                     input_layernorm=SequenceParallelNorm,
                     self_attention=ModuleSpec(
-                        module=GatedDeltaNet,
+                        module=SiluGatedDeltaNet,
                         submodules=GatedDeltaNetSubmodules(
                             in_proj=ColumnParallelLinear,
                             out_norm=SequenceParallelNorm,

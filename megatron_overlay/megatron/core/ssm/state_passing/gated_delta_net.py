@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from megatron.core.ssm.ops.reference import causal_conv1d_fn, chunk_gated_delta_
 from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
 
 def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
@@ -26,12 +29,18 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         Output and bias, as the layer's own forward.
 
     Raises:
-        ValueError: for inference, or tokens that do not divide over the ranks.
+        ValueError: for inference, an activation other than SiLU, or tokens that do not divide over
+            the ranks.
     """
     tokens = layer.layer_tokens
     if inference_context is not None:
         raise ValueError(
             f"inference takes cp=1; this gated delta net passes states over cp={tokens.cp_size}"
+        )
+    if layer.activation not in ("silu", "swish"):
+        raise ValueError(
+            f"state passing takes a gated delta net whose activation is silu, not "
+            f"{layer.activation}; SiluGatedDeltaNet has it whatever the MLPs have"
         )
     plan = tokens.recurrence(hidden_states, packed)
     heads = layer.num_value_heads // layer.tp_size
@@ -41,15 +50,26 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     qkv, gate, beta, alpha = projected.split(widths, dim=-1)
     on_kernels = qkv.is_cuda and not layer.config.deterministic_mode
     qkv = _convolve(qkv, layer.conv1d, plan, tokens.cp_group, on_kernels)
-    query, key, value, gate, beta, alpha = layer._prepare_qkv_for_gated_delta_rule(
-        qkv, gate.reshape(batch, length, heads, -1), beta, alpha, batch, length
+    query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
+        qkv, gate.reshape(batch, length, heads, -1), batch, length, beta, alpha
     )
     g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
     kernels = gpu_kernels("gated_delta_kernels") if on_kernels else None
     rule = kernels.kernel_rule if kernels and kernels.takes(key) else reference_rule
-    y = layer._apply_gated_norm(rule(query, key, value, g, beta, plan, tokens.cp_group), gate)
-    y = y.reshape(batch, length, -1).transpose(0, 1).contiguous()
-    return tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
+    y = rule(query, key, value, g, beta, plan, tokens.cp_group)
+    norm = partial(_norm, layer)
+    again = CheckpointWithoutOutput(layer.config.fp8) if layer.recompute_norm_out else None
+    y = again.checkpoint(norm, y, gate) if again else norm(y, gate)
+    out, bias = tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
+    if again:
+        again.discard_output_and_register_recompute(out)
+    return out, bias
+
+
+def _norm(layer, y: Tensor, gate: Tensor) -> Tensor:
+    """The gated norm of ``y [B, S/cp, H, V]``, ``[S/cp, B, H·V]``."""
+    normed = layer._apply_gated_norm(y, gate).reshape(*y.shape[:2], -1)
+    return normed.transpose(0, 1).contiguous()
 
 
 def reference_rule(

@@ -10,63 +10,87 @@ then around each of them, and its output at the end. Between pipeline stages tok
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.ssm.state_passing.options import CONTIGUOUS
 
-ATTENTION_SYMBOLS = ("*", "D")
+RECURRENT = (Symbols.MAMBA, Symbols.GDN)
+ANY_ORDER = (Symbols.MLP, Symbols.MOE)
+"""Every other layer, a kind that is yet to come too, is given zigzag tokens."""
 
 
-class ContiguousTokens:
-    """Converts for one stack; its attention layers convert for themselves from here on.
+def keep_tokens_contiguous(stack: nn.Module) -> None:
+    """Make a HybridStack do so, if its config wants it and there are several CP ranks.
 
     Args:
-        stack: HybridStack whose layers are built.
+        stack: with its layers.
+
+    Raises:
+        ValueError: its layers are to be captured as CUDA graphs one by one, without conversions.
     """
+    config = stack.config
+    if config.hybrid_token_layout != CONTIGUOUS or stack.pg_collection.cp.size() == 1:
+        return
+    if config.cuda_graph_impl in ("local", "transformer_engine"):
+        raise ValueError(
+            f"hybrid_token_layout={CONTIGUOUS!r} takes no CUDA graphs of single layers "
+            f"(cuda_graph_impl={config.cuda_graph_impl!r}); 'full_iteration' and 'none' fit"
+        )
+    around = _Conversions(LayerTokens(config, stack.pg_collection))
+    stack.register_forward_pre_hook(around.enter, with_kwargs=True)
+    if stack.post_process:
+        stack.register_forward_hook(around.leave, with_kwargs=True)
+    for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
+        if symbol in RECURRENT:
+            _tell_contiguous(layer)
+        elif symbol not in ANY_ORDER:
+            layer.register_forward_pre_hook(around.before_attention, with_kwargs=True)
+            layer.register_forward_hook(around.after_attention, with_kwargs=True)
 
-    def __init__(self, stack: nn.Module) -> None:
-        self._tokens = LayerTokens(stack.config, stack.pg_collection)
-        self._is_first = stack.pre_process or stack.is_mtp_layer
-        self._is_last = stack.post_process or stack.is_mtp_layer
-        for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
-            if symbol in ATTENTION_SYMBOLS:
-                layer.register_forward_pre_hook(self._before_attention, with_kwargs=True)
-                layer.register_forward_hook(self._after_attention, with_kwargs=True)
 
-    def enter(
-        self, hidden: Tensor, padding_mask: Tensor | None, packed: PackedSeqParams | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the stack starts with; a collective.
+class _Conversions:
+    """Forward hooks; each is a collective where it moves tokens."""
 
-        Args:
-            hidden: ``[S/(cp·sp), B, H]``, zigzag on the first stage, then contiguous.
-            padding_mask: bool ``[B, S/(cp·sp)]`` or None, zigzag on every stage.
-        """
-        if padding_mask is not None:
+    def __init__(self, tokens: LayerTokens) -> None:
+        self._tokens = tokens
+
+    def enter(self, stack, args, kwargs):
+        """Zigzag to contiguous: the padding mask on every stage, hidden states on the first."""
+        mask = kwargs.get("padding_mask")
+        if mask is not None:
             # Some backends move no bool.
-            rows = self._tokens.to_contiguous(padding_mask.t().to(torch.uint8), packed)
-            padding_mask = rows.t().bool()
-        if self._is_first:
-            hidden = self._tokens.to_contiguous(hidden, packed)
-        return hidden, padding_mask
+            mask = mask.t().to(torch.uint8)
+            rows = self._tokens.to_contiguous(mask, kwargs.get("packed_seq_params"))
+            kwargs = kwargs | {"padding_mask": rows.t().bool()}
+        if stack.pre_process:
+            return _with_hidden(self._tokens.to_contiguous, args, kwargs)
+        return args, kwargs
 
-    def leave(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """What the stack ends with: zigzag on the last stage; a collective there."""
-        return self._tokens.to_zigzag(hidden, packed) if self._is_last else hidden
+    def leave(self, stack, args, kwargs, hidden):
+        """What the last stage ends with, after its norm, which takes tokens in any order."""
+        return self._tokens.to_zigzag(hidden, kwargs.get("packed_seq_params"))
 
-    def _before_attention(self, layer, args, kwargs):
-        packed = kwargs.get("packed_seq_params")
-        hidden = self._tokens.to_zigzag(kwargs["hidden_states"], packed)
-        return args, kwargs | {"hidden_states": hidden}
+    def before_attention(self, layer, args, kwargs):
+        """What an attention layer is given."""
+        return _with_hidden(self._tokens.to_zigzag, args, kwargs)
 
-    def _after_attention(self, layer, args, kwargs, output):
+    def after_attention(self, layer, args, kwargs, output):
+        """What it returns: hidden states, and more that stays as it is."""
         hidden, *rest = output
         return self._tokens.to_contiguous(hidden, kwargs.get("packed_seq_params")), *rest
 
 
-def contiguous_tokens(stack: nn.Module) -> ContiguousTokens | None:
-    """For a stack that is to keep its tokens contiguous over several CP ranks; else None."""
-    is_wanted = stack.config.hybrid_token_layout == CONTIGUOUS
-    return ContiguousTokens(stack) if is_wanted and stack.pg_collection.cp.size() > 1 else None
+def _with_hidden(move, args, kwargs):
+    """The arguments of a forward with its hidden states moved, the first or a keyword."""
+    packed = kwargs.get("packed_seq_params")
+    if args:
+        return (move(args[0], packed), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": move(kwargs["hidden_states"], packed)}
+
+
+def _tell_contiguous(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if tokens := getattr(module, "layer_tokens", None):
+            tokens.is_zigzag = False

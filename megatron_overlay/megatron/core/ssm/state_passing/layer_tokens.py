@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -22,7 +23,7 @@ from megatron.core.context_parallel_layout import (
     zigzag_layout,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.state_passing.options import ZIGZAG
+from megatron.core.ssm.state_passing.options import passes_states
 
 Projection = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
@@ -33,13 +34,17 @@ class LayerTokens:
     Args:
         config: TransformerConfig.
         pg_collection: groups ``tp`` and ``cp``; with sequence parallelism also ``tp_cp``.
+
+    Attributes:
+        is_zigzag: tokens come and go as attention has them. A stack that keeps them contiguous
+            sets it to False.
     """
 
     def __init__(self, config, pg_collection) -> None:
         self.cp_group = pg_collection.cp
         self.tp_size = pg_collection.tp.size()
         self.cp_size = self.cp_group.size()
-        self.is_zigzag = config.hybrid_token_layout == ZIGZAG
+        self.is_zigzag = True
         self.hidden_size = config.hidden_size
         self.sp_size = self.tp_size if config.sequence_parallel else 1
         self._hidden_group = self.cp_group
@@ -104,6 +109,32 @@ class LayerTokens:
 
     def _hidden_route(self, lengths: PaddedLengths, device: torch.device) -> Route:
         return _route(lengths, self._hidden_group, self.sp_size, device)
+
+
+def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None]:
+    """What a recurrent layer keeps: the groups over which it spreads its heads, and its tokens.
+
+    Returns:
+        ``pg_collection`` and None; for a layer that passes states between ranks, a copy whose
+        ``cp`` is one rank, and what moves its tokens.
+    """
+    if not passes_states(config) or pg_collection.cp.size() == 1:
+        return pg_collection, None
+    groups = copy.copy(pg_collection)
+    groups.cp = _OneRank()
+    return groups, LayerTokens(config, pg_collection)
+
+
+class _OneRank:
+    """Stands for the CP group where a layer keeps all heads: it spreads them over one rank."""
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1
+
+    def rank(self) -> int:
+        """This rank among them."""
+        return 0
 
 
 def _route(lengths: PaddedLengths, group, sp_size: int, device: torch.device) -> Route:

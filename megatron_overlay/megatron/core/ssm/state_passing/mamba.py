@@ -42,8 +42,8 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     scan = kernels.kernel_scan if kernels else reference_scan
     y = scan(
         projected.transpose(0, 1),
-        mixer.conv1d.weight.squeeze(1),
-        mixer.conv1d.bias,
+        mixer.conv1d_weight.squeeze(1),
+        mixer.conv1d_bias,
         mixer.dt_bias.float(),
         -torch.exp(mixer.A_log.float()),
         mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,

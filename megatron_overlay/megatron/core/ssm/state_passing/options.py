@@ -23,6 +23,11 @@ def check_options(config) -> None:
             f"hybrid_token_layout={CONTIGUOUS!r} needs linear_context_parallel={STATE_PASSING!r}, "
             f"not {config.linear_context_parallel!r}: heads are spread from zigzag tokens"
         )
+    if passes_states(config) and config.mamba_training_ssm_states_dtype is not None:
+        raise ValueError(
+            f"linear_context_parallel={STATE_PASSING!r} takes no mamba_training_ssm_states_dtype: "
+            "its states between chunks have the dtype of the activations"
+        )
 
 
 def passes_states(config) -> bool:
@@ -30,18 +35,6 @@ def passes_states(config) -> bool:
     return config.linear_context_parallel == STATE_PASSING
 
 
-def head_parallel_size(config, cp_size: int) -> int:
+def head_parallel_size(config) -> int:
     """Over how many ranks a recurrent layer spreads its heads, beside TP."""
-    return 1 if passes_states(config) else cp_size
-
-
-class OneRank:
-    """Stands for the CP group where a layer keeps all heads: it spreads them over one rank."""
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return 1
-
-    def rank(self) -> int:
-        """This rank among them."""
-        return 0
+    return 1 if passes_states(config) else config.context_parallel_size

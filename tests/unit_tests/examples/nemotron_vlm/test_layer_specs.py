@@ -1,0 +1,21 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the model is built of."""
+
+import pytest
+
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
+
+
+def delta_net(stack) -> type:
+    return stack.submodules.gdn_layer.submodules.self_attention.module
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_delta_nets_have_their_own_activation(implementation):
+    """The MLPs of this model have a squared ReLU; upstream's own spec stays as it is."""
+    assert delta_net(layer_specs(implementation).hybrid_stack) is SiluGatedDeltaNet
+    assert delta_net(hybrid_stack_spec) is GatedDeltaNet
