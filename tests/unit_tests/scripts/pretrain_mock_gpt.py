@@ -75,7 +75,7 @@ if __name__ == "__main__":
     pretrain(
         pretrain_cfg_container_from_args(args),
         datasets,
-        model,
         ModelType.encoder_or_decoder,
         forward_step,
+        model_provider=model,
     )
