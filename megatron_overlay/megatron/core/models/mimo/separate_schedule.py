@@ -54,11 +54,11 @@ def encoders_to_language(model: MimoModel) -> MultiModulePipelineCommunicator:
 
 def destroy_bridges() -> None:
     """Free the process groups of all communicators, those that are not gone with the world's."""
-    cache = BridgeCommunicator._broadcast_pg_cache
-    for group in cache.values():
-        if group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
-    cache.clear()
+    for cache in (BridgeCommunicator._broadcast_pg_cache, BridgeCommunicator._bridge_pg_cache):
+        for group in cache.values():
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        cache.clear()
 
 
 def own_groups(
