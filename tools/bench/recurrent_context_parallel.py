@@ -93,6 +93,7 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
     import torch.nn.functional as F
 
     from megatron.core.models.hybrid.hybrid_local_specs import get_hybrid_local_stack_spec
+    from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
@@ -109,7 +110,6 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
         linear_context_parallel=passing,
-        hybrid_token_layout=tokens,
         **(SMALL if options.small else PUBLISHED),
     )
     stack = get_hybrid_local_stack_spec().submodules
@@ -118,7 +118,10 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
         build_module(spec, config=config, layer_number=number + 1, pg_collection=groups)
         for number in range(options.layers)
     ]
-    return nn.ModuleList(layers).to(device)
+    layers = nn.ModuleList(layers).to(device)
+    if tokens == "contiguous":
+        tokens_are_contiguous(layers)
+    return layers
 
 
 def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:

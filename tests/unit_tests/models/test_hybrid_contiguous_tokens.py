@@ -12,7 +12,6 @@ from megatron.core.context_parallel_layout import PaddedLengths, contiguous_layo
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_local_specs import get_hybrid_local_stack_spec
-from megatron.core.ssm.state_passing.hybrid_stack import ANY_ORDER, RECURRENT
 from megatron.core.ssm.state_passing.layer_tokens import groups_and_tokens
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -65,10 +64,8 @@ class Seen(TransformerLayer):
 
 @pytest.fixture
 def ranks(request):
-    """A layout's groups, and the tokens of this rank as attention and recurrent layers have them.
-
-    Without layers of two ranks: only their groups are used.
-    """
+    """Groups of a layout, and this rank's tokens as attention and recurrent layers have them."""
+    # Its layers are not used.
     pair = Pair(request.param, lambda groups, _: nn.Identity(), "zigzag")
     config = make_config(
         context_parallel_size=request.param.cp,
@@ -120,10 +117,9 @@ class TestOrderOfTokens:
         hidden = rows(ranks.zigzag)
         out = stack(hidden, attention_mask=None)
         for symbol, layer in zip(EVERY_LAYER, stack.layers, strict=True):
-            is_contiguous = symbol in RECURRENT + ANY_ORDER
-            expected = ranks.contiguous if is_contiguous else ranks.zigzag
+            expected = ranks.zigzag if symbol in "*D+" else ranks.contiguous
             assert layer.tokens == expected, symbol
-            if symbol in RECURRENT:
+            if symbol in "MG":
                 assert not layer.layer_tokens.is_zigzag, symbol
         assert torch.equal(out, hidden)
         weight = torch.rand_like(out)

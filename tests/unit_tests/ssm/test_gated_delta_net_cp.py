@@ -11,6 +11,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.ssm.state_passing.gated_delta_net import reference_rule
+from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -63,8 +64,8 @@ def make_layer(
         layer.dt_bias.add_(noise[0])
         # Decays slow enough that a state outlives a shard.
         layer.A_log.copy_(noise[1] - 4)
-    if layer.layer_tokens:
-        layer.layer_tokens.is_zigzag = layout == "zigzag"
+    if layout == "contiguous":
+        tokens_are_contiguous(layer)
     return layer.to(Utils.device, dtype)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.ssm.state_passing.mamba import reference_scan
 from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import (
@@ -48,8 +49,8 @@ def mixer_of(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> Ma
         mamba_num_groups=GROUPS,
         linear_context_parallel="state-passing" if passes_states else "head-parallel",
     )
-    if mixer.layer_tokens:
-        mixer.layer_tokens.is_zigzag = layout == "zigzag"
+    if layout == "contiguous":
+        tokens_are_contiguous(mixer)
     with torch.no_grad():
         # Decays slow enough that a state outlives a shard.
         mixer.A_log.sub_(3)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
+from megatron.core.ssm.state_passing.layer_tokens import LayerTokens, tokens_are_contiguous
 from megatron.core.ssm.state_passing.options import CONTIGUOUS
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
@@ -44,7 +44,7 @@ def keep_tokens_contiguous(stack: nn.Module) -> None:
         stack.register_forward_hook(around.leave, with_kwargs=True)
     for symbol, layer in zip(stack.layer_type_list, stack.layers, strict=True):
         if symbol in RECURRENT:
-            _tell_contiguous(layer)
+            tokens_are_contiguous(layer)
         elif symbol not in ANY_ORDER:
             layer.register_forward_pre_hook(around.before_attention, with_kwargs=True)
             layer.register_forward_hook(around.after_attention, with_kwargs=True)
@@ -88,9 +88,3 @@ def _with_hidden(move, args, kwargs):
     if args:
         return (move(args[0], packed), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": move(kwargs["hidden_states"], packed)}
-
-
-def _tell_contiguous(layer: nn.Module) -> None:
-    for module in layer.modules():
-        if tokens := getattr(module, "layer_tokens", None):
-            tokens.is_zigzag = False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
@@ -36,8 +36,8 @@ class LayerTokens:
         pg_collection: groups ``tp`` and ``cp``; with sequence parallelism also ``tp_cp``.
 
     Attributes:
-        is_zigzag: tokens come and go as attention has them. A stack that keeps them contiguous
-            sets it to False.
+        is_zigzag: tokens come and go as attention has them, until a stack that keeps them
+            contiguous calls :func:`tokens_are_contiguous`.
     """
 
     def __init__(self, config, pg_collection) -> None:
@@ -123,6 +123,13 @@ def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None
     groups = copy.copy(pg_collection)
     groups.cp = _OneRank()
     return groups, LayerTokens(config, pg_collection)
+
+
+def tokens_are_contiguous(layers: nn.Module) -> None:
+    """Tell the recurrent ones among ``layers`` that their tokens come and go contiguous."""
+    for module in layers.modules():
+        if tokens := getattr(module, "layer_tokens", None):
+            tokens.is_zigzag = False
 
 
 class _OneRank:
