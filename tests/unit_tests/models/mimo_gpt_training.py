@@ -46,6 +46,7 @@ class Job:
         tied: whether the output layer has the embeddings' weight.
         frozen: modules that are not trained.
         overlap: whether gradients are reduced during the backward.
+        per_token: whether the loss is that of all tokens, or the mean of the ranks' means.
     """
 
     samples: Sequence[Sample]
@@ -54,6 +55,7 @@ class Job:
     tied: bool = False
     frozen: tuple[str, ...] = ()
     overlap: bool = False
+    per_token: bool = True
 
     @property
     def modalities(self) -> list[str]:
@@ -119,12 +121,14 @@ def _wrap_in_ddp(job: Job, chunks: list[MimoModel], modules: dict[str, Module]) 
         if not any(p.requires_grad for p in module.parameters()):
             return module
         config, groups = modules[name].config(), modules[name].groups
+        config.calculate_per_token_loss = job.per_token
         return DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
 
     for chunk in chunks:
         for name, module in chunk.modality_submodules.items():
             chunk.modality_submodules[name] = wrapped(name, module)
         chunk.language_model = wrapped(LANGUAGE, chunk.language_model)
+        chunk.config.calculate_per_token_loss = job.per_token
         chunk.config.finalize_model_grads_func = finalize_mimo_grads
         chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 

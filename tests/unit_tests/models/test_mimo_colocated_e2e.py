@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
@@ -29,6 +30,14 @@ TEXT_ONLY_PART = Job([draw({IMAGES: 3 if 4 <= seed < 8 else 0}, seed) for seed i
 TEXT_ONLY = Job([draw({IMAGES: 0}, seed) for seed in range(16)])
 TWO_ENCODERS = Job([draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)])
 PACKED = Job([draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)], packed=True)
+
+LIKE_LENGTHS = Job(
+    [
+        replace(sample, loss_mask=torch.ones_like(sample.loss_mask))
+        for sample in (draw({IMAGES: seed % 4}, seed, length=12) for seed in range(16))
+    ]
+)
+"""The mean of the ranks' means is that of all tokens."""
 
 TOLERANCE = 1e-5
 """Relative, of fp32 losses and gradient norms: sums in another order."""
@@ -148,3 +157,9 @@ class TestWhatRealBatchesBring:
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
     def test_gradients_reduced_during_the_backward(self, language, job):
         check(replace(job, microbatches=2, overlap=True), language, images=dict(dp=4))
+
+    @requires_world_size(4)
+    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
+    def test_a_loss_that_is_a_mean_of_means(self, language, encoder):
+        check(replace(LIKE_LENGTHS, per_token=False), language, images=encoder)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
@@ -94,7 +95,12 @@ def finalize_mimo_grads(
 
 
 def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) -> None:
-    """Reduce the gradients of each module that this rank holds over the module's own groups."""
+    """Reduce the gradients of each module that this rank holds over the module's own groups.
+
+    Where the loss is a mean of the ranks' means, so are the gradients: of the ranks that have the
+    loss, which are the language model's, while DDP divides by the module's own.
+    """
+    grids = model[0].mimo_config.module_to_grid_map
     for stages in ddp_modules(model):
         finalize_model_grads(
             stages,
@@ -102,3 +108,9 @@ def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) 
             pg_collection=unwrap_model(stages[0]).pg_collection,
             force_all_reduce=force_all_reduce,
         )
+        if not stages[0].config.calculate_per_token_loss:
+            grid = grids[MIMO_LANGUAGE_MODULE_KEY]
+            sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+            with_loss = sizes["dp"] * sizes.get("cp", 1)
+            for stage in stages:
+                stage.scale_gradients(stage.dp_cp_group.size() / with_loss)
