@@ -3,21 +3,22 @@
 """Applying and reverting: what lands, what comes back, and that nothing moves without need."""
 
 import os
+import shutil
 import time
 
 import pytest
 
-from mini import STATE, UPSTREAM, numbered, snapshot
+from mini import SECOND_UPSTREAM, STATE, UPSTREAM, numbered, snapshot, write_tree
 
 
 def test_apply_gives_patched_replaced_and_new_files(world):
     assert world.apply().out == ["applied: 5 files changed"]
-    assert world.text("megatron/core/sub/b.py") == numbered("b", {3: "B three"})
+    assert world.text("megatron/core/sub/b.py") == numbered("b", {3: "B_three"})
     assert world.text("megatron/core/a.py") == numbered(
-        "a", {3: "A three", 10: "a 10\nA ten and a half"}
+        "a", {3: "A_three", 10: "a_10\nA_ten_and_a_half"}
     )
-    assert world.text("megatron/core/replaced.py") == "ours instead\n"
-    assert world.text("megatron/core/new/deep/module.py") == "new module\n"
+    assert world.text("megatron/core/replaced.py") == "ours_instead\n"
+    assert world.text("megatron/core/new/deep/module.py") == "new_module\n"
     assert os.access(world.checkout / "examples/mimo/run.py", os.X_OK)
 
 
@@ -85,7 +86,7 @@ def test_apply_after_the_patch_set_changed_starts_from_the_originals(world):
     world.apply()
     world.edit_patch_set()
     assert world.apply().out[0].startswith("updated: ")
-    assert world.text("megatron/core/a.py") == numbered("a", {3: "A three"})
+    assert world.text("megatron/core/a.py") == numbered("a", {3: "A_three"})
     assert world.text("megatron/core/sub/b.py") == numbered("b", {3: "B3"})
     assert world.text("megatron/core/replaced.py") == "ours, later\n"
     assert not (world.checkout / "megatron/core/new").exists()
@@ -163,5 +164,39 @@ def test_private_folder_holds_only_originals_after_an_apply(world):
     world.edit_patch_set()
     world.apply()
     names = {path.name for path in (world.checkout / STATE).iterdir()}
-    assert names == {".gitignore", "blobs", "applied.json"}
-    assert len(list((world.checkout / STATE / "blobs").iterdir())) == 3
+    assert names == {".gitignore", "originals", "applied.json"}
+    assert len(list((world.checkout / STATE / "originals").iterdir())) == 3
+
+
+def test_both_versions_of_the_lock_are_recognised(world):
+    shutil.rmtree(world.checkout)
+    write_tree(world.checkout, SECOND_UPSTREAM)
+    original = snapshot(world.checkout)
+    assert world.apply().out == ["applied: 5 files changed"]
+    assert world.text("megatron/core/a.py") == "a_0\n" + numbered(
+        "a", {3: "A_three", 10: "a_10\nA_ten_and_a_half"}
+    )
+    assert world.apply("--status").out == ["applied: 5 files"]
+    world.apply("--revert")
+    assert snapshot(world.checkout) == original
+
+
+def test_the_configuration_of_git_on_the_machine_changes_nothing(world, monkeypatch):
+    world.apply()
+    applied, patches = world.files(), snapshot(world.root / "patches")
+    world.apply("--revert")
+    home = write_tree(
+        world.base / "home",
+        {
+            ".gitconfig": "[core]\nautocrlf = true\n[diff]\nnoprefix = true\n[apply]\n"
+            "whitespace = error\n[merge]\nconflictStyle = diff3\n",
+            ".config/git/attributes": "* -diff\n*.py text eol=crlf\n",
+        },
+    )
+    for name, value in {"HOME": home, "GIT_DIR": "/no/such", "GIT_DIFF_OPTS": "-U0"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert world.lock().out == ["patches and lock are up to date"]
+    assert world.apply().code == 0
+    assert world.files() == applied
+    assert world.run("refresh", world.checkout).code == 0
+    assert snapshot(world.root / "patches") == patches

@@ -36,12 +36,9 @@ class FileState:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def same(a: FileState | None, b: FileState | None) -> bool:
-    return b is None if a is None else a.same(b)
-
-
-def state_from_json(value: dict | None) -> FileState | None:
-    return None if value is None else FileState(**value)
+def same(a: FileState | None, *others: FileState | None) -> bool:
+    """``a`` has the content of one of ``others``."""
+    return any(b is None if a is None else a.same(b) for b in others)
 
 
 def check_relative(path: str, where: str) -> str:
@@ -61,24 +58,23 @@ class Checkout:
     """A Megatron-LM tree. ``root`` is resolved once; below it no symlink is ever followed.
 
     Raises:
-        OverlayError: ``root`` is no Megatron-LM checkout, or not of version ``wanted``.
+        OverlayError: ``root`` is no Megatron-LM checkout.
     """
 
-    def __init__(self, root: Path, wanted: str):
+    def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
         info = self.root / "megatron/core/package_info.py"
         if not info.is_file():
             raise OverlayError(
                 NOT_THE_PIN, f"{root} is not a Megatron-LM checkout: it has no {info.name}"
             )
-        found = read_version(info.read_text(errors="replace"))
-        if found != wanted:
-            raise OverlayError(
-                NOT_THE_PIN, f"{root} is Megatron-LM {found}; this overlay needs {wanted}"
-            )
+        self.version = read_version(info.read_text(errors="replace"))
 
     def path(self, relative: str) -> Path:
         return self.root / check_relative(relative, "checkout")
+
+    def read(self, relative: str) -> bytes:
+        return self.path(relative).read_bytes()
 
     def look(self, relative: str) -> FileState | None:
         """The state of a path.

@@ -2,91 +2,104 @@
 # SPDX-License-Identifier: Apache-2.0
 """``apply_overlay.sh``: apply, check, status and revert on one checkout."""
 
-import contextlib
-
-from overlay.checkout import Checkout, same
-from overlay.errors import OverlayError
+from overlay.checkout import Checkout, FileState, same
+from overlay.errors import LOCAL_EDITS, OverlayError
 from overlay.patchset import PatchSet
-from overlay.plan import is_done, keep_contents, plan_apply, plan_revert
-from overlay.store import Manifest, Store, Transaction
+from overlay.plan import Plan, contents_of, plan_apply, refuse
+from overlay.store import Store
+from overlay.three_way import merge_onto
 
 
 def apply(patchset: PatchSet, checkout: Checkout, link: bool) -> list[str]:
     """Bring the checkout to the present state of the patch set; links stay links."""
     store = Store(checkout)
     with store.locked():
-        lines = _finish(store)
-        transaction = plan_apply(patchset, checkout, store, link or _is_linked(store.manifest()))
-        if is_done(transaction):
-            return [*lines, "already applied"]
-        _run(transaction, patchset, store)
-    verb = "updated" if transaction.old else "applied"
-    return [*lines, f"{verb}: {_count(transaction.changes)} changed"]
+        plan = plan_apply(patchset, checkout, store, link)
+        if plan.is_done():
+            return ["already applied"]
+        store.move(plan.old, plan.new, plan.changes, contents_of(plan, patchset, store))
+    return [_done(plan)]
+
+
+def three_way(patchset: PatchSet, checkout: Checkout) -> tuple[str, list[str]]:
+    """Merge the patch set into a git tree whose files differ from the lock.
+
+    Returns what was done, and what is left to do by hand.
+    """
+    store = Store(checkout)
+    with store.locked():
+        merged = merge_onto(patchset, checkout, store)
+        plan = plan_apply(patchset, checkout, store, False, merged.files, merged.base)
+        if not plan.is_done():
+            store.move(
+                plan.old, plan.new, plan.changes, contents_of(plan, patchset, store, merged.files)
+            )
+    return _done(plan), merged.notes
 
 
 def check(patchset: PatchSet, checkout: Checkout) -> list[str]:
     """What ``apply`` would do; writes nothing."""
-    store = Store(checkout)
-    if store.pending():
-        return ["an interrupted run would be finished first"]
-    transaction = plan_apply(patchset, checkout, store, _is_linked(store.manifest()))
-    if is_done(transaction):
+    plan = plan_apply(patchset, checkout, Store(checkout), False)
+    if plan.is_done():
         return ["already applied"]
-    return [f"would change {_count(transaction.changes)}", *sorted(transaction.changes)]
+    return [f"would change {_count(plan.changes)}", *sorted(plan.changes)]
 
 
-def revert(patchset: PatchSet, checkout: Checkout) -> list[str]:
+def revert(checkout: Checkout) -> list[str]:
     """Give the originals back, byte for byte."""
     store = Store(checkout)
     with store.locked():
-        lines = _finish(store)
-        transaction = plan_revert(checkout, store)
-        if transaction is None:
-            return [*lines, "not applied"]
-        _run(transaction, patchset, store)
-    return [*lines, f"reverted: {_count(transaction.changes)} changed"]
+        old = store.manifest()
+        if old is None:
+            return ["not applied"]
+        now = {path: checkout.look(path) for path in old.files}
+        edited = [p for p, e in old.files.items() if not same(now[p], None, e.before, *e.ours)]
+        refuse(LOCAL_EDITS, [f"{path} was edited since the overlay was applied" for path in edited])
+        ends = {path: entry.before for path, entry in old.files.items()}
+        changes = {path: (now[path], end) for path, end in ends.items() if not same(now[path], end)}
+        digests = {then.sha256 for _, then in changes.values() if then and then.sha256}
+        store.move(old, None, changes, {digest: store.original(digest) for digest in digests})
+    return [f"reverted: {_count(changes)} changed"]
 
 
 def status(patchset: PatchSet, checkout: Checkout) -> list[str]:
     """One of applied, not applied, modified since, partly applied; then the files it is about."""
     store = Store(checkout)
-    if pending := store.pending():
-        return ["partly applied: the next run ends an interrupted one", *sorted(pending.changes)]
     manifest = store.manifest()
     if manifest is None:
         return _status_without_manifest(patchset, checkout)
-    now = {path: _look(checkout, path) for path in manifest.files}
     lost, edited = [], []
     for path, entry in sorted(manifest.files.items()):
-        if not same(now[path], entry.after):
-            gone = now[path] is None or same(now[path], entry.before)
-            (lost if gone else edited).append(path)
+        now = _look(checkout, path)
+        if not same(now, None, entry.before, *entry.ours):
+            edited.append(path)
+        elif not same(now, entry.ours[-1]):
+            lost.append(path)
     if edited:
         return ["modified since", *edited]
     if lost:
         return ["partly applied: apply again to repair", *lost]
-    if is_done(plan_apply(patchset, checkout, store, _is_linked(manifest))):
+    locked = patchset.lock.changed_in(checkout.version)
+    files = manifest.files.items()
+    merged = [p for p, e in files if p in locked and _digest(e.before) != locked[p][0]]
+    if merged or not locked:
+        return [f"applied: merged from the patches for {manifest.version}"]
+    if plan_apply(patchset, checkout, store, False).is_done():
         return [f"applied: {_count(manifest.files)}"]
     return ["applied: an earlier state of the patch set; apply again to update"]
 
 
-def _is_linked(manifest: Manifest | None) -> bool:
-    return manifest is not None and any(entry.after.link for entry in manifest.files.values())
-
-
 def _status_without_manifest(patchset: PatchSet, checkout: Checkout) -> list[str]:
-    now = {path: _look(checkout, path) for path in patchset.lock.files}
-    locked = sorted(patchset.lock.files.items())
-    patched = [path for path, entry in locked if now[path] and now[path].sha256 == entry.after]
-    if patched:
+    locked = sorted(patchset.lock.changed_in(checkout.version).items())
+    now = {path: _digest(_look(checkout, path)) for path, _ in locked}
+    if patched := [path for path, (_, after) in locked if now[path] == after]:
         return ["partly applied: patched files without their originals", *patched]
-    differ = [
-        path for path, entry in locked if now[path] is None or now[path].sha256 != entry.before
-    ]
-    return ["not applied: files differ from the lock", *differ] if differ else ["not applied"]
+    if differ := [path for path, (before, _) in locked if now[path] != before]:
+        return ["not applied: files differ from the lock", *differ]
+    return ["not applied"]
 
 
-def _look(checkout: Checkout, path: str):
+def _look(checkout: Checkout, path: str) -> FileState | None:
     """As ``Checkout.look``; a path behind a symlink counts as absent."""
     try:
         return checkout.look(path)
@@ -94,20 +107,12 @@ def _look(checkout: Checkout, path: str):
         return None
 
 
-def _finish(store: Store) -> list[str]:
-    finished = store.finish_pending()
-    store.tidy()
-    return ["finished an interrupted run"] if finished else []
+def _digest(state: FileState | None) -> str | None:
+    return state and state.sha256
 
 
-def _run(transaction: Transaction, patchset: PatchSet, store: Store) -> None:
-    try:
-        keep_contents(transaction, patchset, store)
-        store.run(transaction)
-    except (OverlayError, OSError):
-        with contextlib.suppress(OSError):
-            store.tidy()
-        raise
+def _done(plan: Plan) -> str:
+    return f"{'updated' if plan.old else 'applied'}: {_count(plan.changes)} changed"
 
 
 def _count(paths) -> str:

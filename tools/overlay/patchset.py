@@ -4,70 +4,16 @@
 
 import os
 import re
-import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from overlay.checkout import check_relative, sha256
 from overlay.errors import FAILED, OverlayError
+from overlay.lock import BY_OVERLAY, Lock
 
 # Folder of ours -> where it lands in a checkout.
 OVERLAY_ROOTS = {"megatron_overlay": "", "examples/mimo": "examples/mimo"}
-BY_OVERLAY = "overlay"
-PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
-_LOCK_HEADER = """\
-# The pin, and what the patch set does to it. `make lock` writes the tables [patches] and [files];
-# a new pin is put into the first five lines by hand.
-"""
-
-
-@dataclass(frozen=True)
-class LockedFile:
-    """An upstream file that we change: sha256 before and after, and which patches do it
-    (``["overlay"]`` for a file that is replaced whole)."""
-
-    before: str
-    after: str
-    by: tuple[str, ...]
-
-
-@dataclass
-class Lock:
-    """``patches/upstream.toml``."""
-
-    version: str
-    tag: str
-    commit: str
-    sdist: str
-    sdist_sha256: str
-    patches: dict[str, str] = field(default_factory=dict)
-    files: dict[str, LockedFile] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> "Lock":
-        try:
-            table = tomllib.loads(path.read_text())
-            for name, entry in table.get("files", {}).items():
-                check_relative(name, path.name)
-                table["files"][name] = LockedFile(
-                    entry["before"], entry["after"], tuple(entry["by"])
-                )
-            return cls(**table)
-        except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise OverlayError(FAILED, f"{path}: no usable lock: {error}") from None
-
-    def text(self) -> str:
-        lines = [
-            f'{name} = "{getattr(self, name)}"'
-            for name in ("version", "tag", "commit", "sdist", "sdist_sha256")
-        ]
-        lines += ["", "[patches]"]
-        lines += [f'"{name}" = "{digest}"' for name, digest in self.patches.items()]
-        for path, entry in sorted(self.files.items()):
-            by = ", ".join(f'"{name}"' for name in entry.by)
-            lines += ["", f'[files."{path}"]', f'before = "{entry.before}"']
-            lines += [f'after = "{entry.after}"', f"by = [{by}]"]
-        return _LOCK_HEADER + "\n".join(lines) + "\n"
+_PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
 
 
 @dataclass(frozen=True)
@@ -88,17 +34,24 @@ class PatchSet:
         self.lock = Lock.read(self.patch_dir / "upstream.toml")
         self.overlay = _overlay_files(self.root)
 
-    def series(self) -> list[str]:
-        """Names of the patches, in the order in which they apply."""
-        names = (self.patch_dir / "series").read_text().split()
-        for name in names:
-            if not PATCH_NAME.fullmatch(name):
-                raise OverlayError(
-                    FAILED, f"patches/series: {name!r} is not named NNNN-topic.patch"
-                )
-        return names
+    def series(self) -> dict[str, bytes]:
+        """The patches by name, in the order in which they apply."""
+        return {name: self._patch(name) for name in self._names()}
 
-    def patch(self, name: str) -> bytes:
+    def _names(self) -> list[str]:
+        return (self.patch_dir / "series").read_text().split()
+
+    def by_number(self) -> dict[str, bytes]:
+        """The patches that lie in ``patches/``, in the order of their numbers: the next series."""
+        names = sorted(path.name for path in self.patch_dir.glob("*.patch"))
+        for name, following in zip(names, [*names[1:], "end"], strict=True):
+            if name[:4] == following[:4]:
+                raise OverlayError(FAILED, f"patches/{name} and {following} have the same number")
+        return {name: self._patch(name) for name in names}
+
+    def _patch(self, name: str) -> bytes:
+        if not _PATCH_NAME.fullmatch(name):
+            raise OverlayError(FAILED, f"patches: {name!r} is not named NNNN-topic.patch")
         try:
             return (self.patch_dir / name).read_bytes()
         except OSError as error:
@@ -111,16 +64,16 @@ class PatchSet:
         """
         lines = []
         series = self.series()
-        if series != list(self.lock.patches):
+        if list(series) != list(self.lock.patches):
             lines.append("patches/series lists other patches than the lock does")
-        for name in series:
-            if sha256(self.patch(name)) != self.lock.patches.get(name):
+        for name, patch in series.items():
+            if sha256(patch) != self.lock.patches.get(name):
                 lines.append(f"patches/{name} differs from the lock")
         for path, entry in self.lock.files.items():
             source = self.overlay.get(path)
             if (entry.by == (BY_OVERLAY,)) != (source is not None):
                 lines.append(f"{path}: the lock and the overlay disagree on who changes it")
-            elif source and source.sha256 != entry.after:
+            elif source and {source.sha256} != set(entry.after.values()):
                 lines.append(f"overlay file {path} differs from the lock")
         if lines:
             raise OverlayError(FAILED, *(f"{line}: run `make lock`" for line in lines))
