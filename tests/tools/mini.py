@@ -128,7 +128,7 @@ class World:
         (self.root / "examples/mimo/run.py").chmod(0o755)
         write_tree(self.checkout, UPSTREAM)
         (self.root / "patches").mkdir()
-        write_tree(self.root, {"patches/upstream.toml": f'pin = "{PIN}"\n', "patches/series": ""})
+        write_tree(self.root, {"patches/upstream.toml": f'pin = "{PIN}"\n'})
         self.add_version(PIN, UPSTREAM)
         self.add_version(SECOND, SECOND_UPSTREAM)
         first = edit("megatron/core/a.py", "a_3", "A_three")

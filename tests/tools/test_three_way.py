@@ -73,7 +73,7 @@ def test_conflicts_have_ordinary_markers_and_exit_1(later):
     "files, note",
     [
         ({B: None}, f"gone: {B}, which 0001 changed"),
-        ({REPLACED: "theirs, later\n"}, f"review: {REPLACED} is ours, and upstream's is another"),
+        ({REPLACED: "theirs, later\n"}, f"review: {REPLACED} is ours, and not what upstream has"),
         ({"megatron/core/new/deep/module.py": "theirs\n"}, "review: megatron/core/new/deep/"),
     ],
 )

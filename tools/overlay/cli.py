@@ -3,10 +3,11 @@
 """The command line."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
-from overlay import operations
+from overlay.apply import Application
 from overlay.checkout import Checkout
 from overlay.drift import drift
 from overlay.errors import FAILED, USAGE, OverlayError
@@ -84,18 +85,20 @@ def _run(options: argparse.Namespace) -> int:
 
 def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], int]:
     checkout = Checkout(options.checkout)
-    if options.three_way:
-        done, left = operations.three_way(patchset, checkout)
-        return [done, *left], FAILED if left else 0
-    if not (options.revert or options.status) or Store(checkout).manifest() is None:
-        check_version(checkout.root, checkout.version, patchset.lock.locked)
-    if options.revert:
-        return operations.revert(checkout), 0
-    if options.status:
-        return operations.status(patchset, checkout), 0
-    if options.check:
-        return operations.check(patchset, checkout), 0
-    return operations.apply(patchset, checkout, options.link), 0
+    store, only_looks = Store(checkout), options.check or options.status
+    with contextlib.nullcontext() if only_looks else store.locked():
+        application = Application(patchset, checkout)
+        applied = application.old is not None
+        if not options.three_way and not (applied and (options.revert or options.status)):
+            check_version(checkout.root, checkout.version, patchset.lock.locked)
+        if options.three_way:
+            done, left = application.three_way()
+            return [done, *left], FAILED if left else 0
+        if options.revert:
+            return application.revert(), 0
+        if options.status:
+            return application.status(), 0
+        return application.apply(options.link, options.check), 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from overlay.checkout import Checkout, sha256
+from overlay.checkout import Checkout, digest, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 from overlay.git import user_git
 from overlay.lock import Lock, Version, check_version
@@ -139,7 +139,7 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
         return commit
     checkout, files = Checkout(into), lock.changed_in(version)
     for path, (before, _) in files.items():
-        if getattr(checkout.look(path), "sha256", None) != before:
+        if digest(checkout.look(path)) != before:
             raise OverlayError(
                 DIFFERS_FROM_LOCK,
                 f"{wanted.tag} at {remote}: {path} differs from the lock: nothing kept",

@@ -2,17 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write our side of the patch set: canonical patches, the series, the lock; or check them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from overlay import git, header, series
-from overlay.checkout import Checkout, sha256
+from overlay.checkout import Checkout, digest, regular, sha256
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import upstream
 from overlay.lock import BY_OVERLAY, LockedFile, check_version
 from overlay.patchset import PatchSet
 from overlay.series import Step
-from overlay.store import Manifest, Store, Touched
+from overlay.store import Manifest, Store
 
 Texts = dict[str, bytes]  # patches by name
 
@@ -26,7 +25,7 @@ def refresh(
         OverlayError: the patch set is inconsistent; or, with ``only_check``, not in that form.
     """
     lines: list[str] = []
-    patches, lock, old_pin = patchset.by_number(), patchset.lock, patchset.lock.pin
+    patches, lock, old_pin = patchset.series(), patchset.lock, patchset.lock.pin
     steps = series.build(patches, upstream(lock, lock.pin, patchset.root).get)
     if checkout:
         steps, lines = _take_edits(patchset, checkout, steps, into)
@@ -57,12 +56,12 @@ def _take_edits(
     if version != lock.pin:
         steps, conflicts = series.port(steps, upstream(lock, lock.pin, patchset.root).get, original)
         lock.pin = version
-    applied = steps[-1].tree if steps else {}
+    applied = series.last_tree(steps)
     for path, data in applied.items():
         entry = manifest.files.get(path)
-        if entry is None or entry.before.sha256 != sha256(original(path)):
+        if entry is None or digest(entry[0]) != sha256(original(path)):
             raise OverlayError(FAILED, f"{path}: its original is not that of {version}")
-        if version == manifest.version and entry.ours[-1].sha256 != sha256(data):
+        if version == manifest.version and digest(entry[-1]) != sha256(data):
             raise OverlayError(
                 FAILED, f"{checkout.root} has not the present patches applied (see {path})"
             )
@@ -83,8 +82,8 @@ def _edits(patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes]) ->
         state = checkout.look(path)
         if path in patchset.overlay or state is None:
             continue
-        if state.sha256 != sha256(applied.get(path, data)):
-            edits[path] = checkout.read(path)
+        if digest(state) != sha256(applied.get(path, data)):
+            edits[path] = checkout.path(path).read_bytes()
             if b"\n<<<<<<< " in edits[path]:
                 raise OverlayError(FAILED, f"{path} has conflict markers left: resolve them")
     return edits
@@ -141,7 +140,6 @@ def _lock_files(patchset: PatchSet, texts: Texts, old_pin: str) -> list[str]:
 
 def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:
     files = dict(texts)
-    files["series"] = "".join(f"{name}\n" for name in texts).encode()
     files["upstream.toml"] = patchset.lock.text().encode()
     stale = [name for name, text in files.items() if _read(patchset.patch_dir / name) != text]
     gone = [name for name in patches if name not in texts]
@@ -159,16 +157,14 @@ def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
     store, lock = Store(checkout), patchset.lock
     files_of = upstream(lock, lock.pin, patchset.root)
     with store.locked():
-        manifest = store.manifest() or Manifest(lock.pin)
-        files = {path: entry for path, entry in manifest.files.items() if path in patchset.overlay}
-        patched = [path for path in lock.changed_in(lock.pin) if lock.is_patched(path)]
-        for path in patched:
-            now, old = checkout.look(path), manifest.files.get(path)
-            before = old.before if old else replace(now, sha256=sha256(files_of[path]))
-            files[path] = Touched(before, [now])
-        store.record(
-            Manifest(lock.pin, files, manifest.folders), [files_of[path] for path in patched]
-        )
+        manifest = store.manifest() or Manifest(lock.pin, {})
+        files = {p: states for p, states in manifest.files.items() if p in patchset.overlay}
+        for path in filter(lock.is_patched, lock.changed_in(lock.pin)):
+            store.keep(files_of[path])
+            now = checkout.look(path)
+            known = manifest.files.get(path, [regular(now, sha256(files_of[path]))])
+            files[path] = [known[0], now]
+        store.write(Manifest(lock.pin, files))
 
 
 def check_headers(patchset: PatchSet) -> list[str]:
@@ -177,7 +173,7 @@ def check_headers(patchset: PatchSet) -> list[str]:
     Raises:
         OverlayError: one line for each thing that is wrong.
     """
-    wrong, total, patches = [], 0, patchset.by_number()
+    wrong, total, patches = [], 0, patchset.series()
     for name, patch in patches.items():
         diff = header.split(patch)[1]
         changed = sum(git.touched(f"patches/{name}", diff).values()) if diff else 0

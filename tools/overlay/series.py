@@ -46,6 +46,11 @@ def build(patches: dict[str, bytes], original: Original, scratch: Path | None = 
     return steps
 
 
+def last_tree(steps: list[Step]) -> dict[str, bytes]:
+    """All patched files, with every patch."""
+    return steps[-1].tree if steps else {}
+
+
 def render(steps: list[Step], original: Original) -> dict[str, bytes]:
     """The canonical text of each patch: what it changes against what stands before it."""
     texts, before = {}, {}

@@ -16,60 +16,24 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from overlay.checkout import STATE_DIR, Checkout, FileState, same, sha256
+from overlay.checkout import STATE_DIR, Checkout, digest, parents, same, sha256
 from overlay.errors import FAILED, OverlayError
 
-Changes = dict[str, tuple[FileState | None, FileState | None]]  # by path: now, then
-
-
-@dataclass
-class Touched:
-    """A path under our care: what stood there before us (None: nothing), and what we put there;
-    several states, the newest last, only while a run is under way or after it was killed."""
-
-    before: FileState | None
-    ours: list[FileState]
+States = dict[str, str | None]  # by path
 
 
 @dataclass
 class Manifest:
-    """What is applied: touched files by path, the folders that were made for them, and the version
-    that the patches were written for (another one than the checkout's after a three-way merge)."""
+    """What is applied. ``version`` is the one that the patches are written for: another one than the
+    checkout's after a three-way merge. ``files`` has, by path, what stood there before us, then the
+    states that we put there: several only while a run is under way or after it was killed."""
 
     version: str
-    files: dict[str, Touched] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, value: dict) -> "Manifest":
-        files = {}
-        for path, entry in value["files"].items():
-            before = entry["before"] and FileState(**entry["before"])
-            files[path] = Touched(before, [FileState(**state) for state in entry["ours"]])
-        return cls(value["version"], files, value["folders"])
-
-    def to_json(self) -> dict:
-        files = {}
-        for path, entry in sorted(self.files.items()):
-            before = entry.before and entry.before.to_json()
-            files[path] = {"before": before, "ours": [state.to_json() for state in entry.ours]}
-        return {"version": self.version, "files": files, "folders": sorted(self.folders)}
-
-    def on_the_way_to(self, new: "Manifest | None") -> "Manifest":
-        """What must be known while files change from this manifest's states to those of ``new``."""
-        if new is None:
-            return self
-        files = dict(self.files)
-        for path, entry in new.files.items():
-            old = files[path].ours if path in files else []
-            files[path] = Touched(entry.before, [s for s in old if s not in entry.ours])
-            files[path].ours.extend(entry.ours)
-        return Manifest(new.version, files, sorted({*self.folders, *new.folders}))
+    files: dict[str, list[str | None]]
 
 
 class Store:
@@ -82,47 +46,42 @@ class Store:
         self._applied = self.root / "applied.json"
         for path in (self.root, self._originals):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise OverlayError(
-                    FAILED, f"{path} is not a folder of this tool: refused to use it"
-                )
+                raise OverlayError(FAILED, f"{path} is not a folder of this tool: refused")
 
     @contextmanager
     def locked(self):
         """Keep a second run out of this checkout while the body runs, and tidy up after it."""
         descriptor = os.open(self.checkout.root, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                where = self.checkout.root
-                raise OverlayError(FAILED, f"another run is at work in {where}") from None
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError, OverlayError):
-                    self._tidy()
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+            self._tidy()
+        except BlockingIOError:
+            message = f"another run is at work in {self.checkout.root}"
+            raise OverlayError(FAILED, message) from None
+        except (OverlayError, OSError):
+            with contextlib.suppress(OverlayError, OSError):
+                self._tidy()
+            raise
         finally:
             os.close(descriptor)
 
     def manifest(self) -> Manifest | None:
         try:
-            return Manifest.from_json(json.loads(self._applied.read_text()))
+            return Manifest(**json.loads(self._applied.read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OverlayError(
-                FAILED, f"{self._applied} is damaged: restore it or fetch anew"
-            ) from None
+        except (OSError, ValueError, TypeError):
+            message = f"{self._applied} is damaged: restore it or fetch anew"
+            raise OverlayError(FAILED, message) from None
 
-    def original(self, digest: str) -> bytes:
-        try:
-            data = (self._originals / Path(digest).name).read_bytes()
-        except OSError:
-            data = b""
-        if sha256(data) != digest:
-            raise OverlayError(
-                FAILED, f"{self._originals}/{digest} is missing or damaged: fetch anew"
-            )
+    def original(self, path: str, manifest: Manifest) -> bytes:
+        """The file that stood at ``path``, which must have been a regular one."""
+        wanted = digest(manifest.files[path][0])
+        kept = self._originals / Path(wanted).name
+        data = kept.read_bytes() if kept.is_file() else b""
+        if sha256(data) != wanted:
+            raise OverlayError(FAILED, f"{kept} is missing or damaged: fetch anew")
         return data
 
     def scratch(self) -> Path:
@@ -132,115 +91,84 @@ class Store:
             self._replace(self.root / ".gitignore", b"*\n")
         return self.root
 
-    def move(
-        self,
-        old: Manifest | None,
-        new: Manifest | None,
-        changes: Changes,
-        contents: dict[str, bytes],
-    ) -> None:
-        """Carry the changes out, then let the manifest be ``new`` (None: nothing is applied).
-
-        ``contents`` has, by sha256, the regular files that are put in place.
+    def move(self, new: Manifest | None, ends: States, contents: dict[str, bytes]) -> None:
+        """Bring every path to its end, then let the manifest be ``new`` (None: nothing is applied).
 
         Raises:
-            OverlayError: the machine refused a step; the changes were undone.
+            OverlayError: the machine refused a step; what was done is undone.
         """
-        present = [path for path, (now, _) in changes.items() if now and now.sha256]
-        contents = contents | {changes[p][0].sha256: self.checkout.read(p) for p in present}
-        made, wanted = (set(manifest.folders) if manifest else set() for manifest in (old, new))
-        self.scratch()
-        for path, entry in new.files.items() if new else ():
-            if entry.before and entry.before.sha256:
-                if old and path in old.files:
-                    self.original(entry.before.sha256)
-                else:
-                    self._keep(self.checkout.read(path))
-        self._write_manifest((old or Manifest(new.version)).on_the_way_to(new))
+        old = self.manifest() or Manifest("", {})
+        now = {path: self.checkout.look(path) for path in ends}
+        undo = {p: self.checkout.path(p).read_bytes() for p, state in now.items() if digest(state)}
+        files = dict(old.files)
+        for path, (before, *ours) in new.files.items() if new else ():
+            if path not in old.files and digest(before):
+                self.keep(undo[path])
+            files[path] = [*files.get(path, [before]), *ours]
+        self.write(Manifest(new.version if new else old.version, files))
         try:
-            self._go(wanted, {p: then for p, (_, then) in changes.items()}, made - wanted, contents)
+            self._go(ends, contents)
         except OSError as error:
-            self._go(made, {p: now for p, (now, _) in changes.items()}, wanted - made, contents)
-            self._write_manifest(old)
+            self._go(now, undo)
+            self.write(old if old.files else None)
             path = error.filename2 or error.filename
-            raise OverlayError(
-                FAILED, f"{path}: {error.strerror}: the checkout is as before"
-            ) from None
-        self._write_manifest(new)
+            message = f"{path}: {error.strerror}: the checkout is as before"
+            raise OverlayError(FAILED, message) from None
+        self.write(new)
 
-    def record(self, manifest: Manifest, originals: list[bytes]) -> None:
-        """Take the files of the checkout, as they stand, under our care."""
-        self.scratch()
-        for data in originals:
-            self._keep(data)
-        self._write_manifest(manifest)
+    def keep(self, original: bytes) -> None:
+        self._replace(self.scratch() / "originals" / sha256(original), original)
 
-    def _go(
-        self,
-        folders: Iterable[str],
-        states: dict[str, FileState | None],
-        unneeded: Iterable[str],
-        contents: dict[str, bytes],
-    ) -> None:
-        for folder in sorted(folders):
-            self.checkout.path(folder).mkdir(exist_ok=True)
-        for path, state in sorted(states.items()):
-            if not same(self.checkout.look(path), state):
-                self._put(self.checkout.path(path), state, contents)
-        for folder in sorted(unneeded, reverse=True):
-            _remove_if_empty(self.checkout.path(folder))
-
-    def _put(self, path: Path, state: FileState | None, contents: dict[str, bytes]) -> None:
-        if state is None:
-            path.unlink(missing_ok=True)
-            return
-        temporary = self.root / "tmp"
-        temporary.unlink(missing_ok=True)
-        if state.link is not None:
-            temporary.symlink_to(state.link)
-        else:
-            temporary.write_bytes(contents[state.sha256])
-            temporary.chmod(state.mode)
-        os.replace(temporary, path)
-
-    def _keep(self, data: bytes) -> None:
-        self._replace(self._originals / sha256(data), data)
-
-    def _write_manifest(self, manifest: Manifest | None) -> None:
+    def write(self, manifest: Manifest | None) -> None:
         if manifest is None:
             self._applied.unlink(missing_ok=True)
         else:
-            self._replace(self._applied, json.dumps(manifest.to_json(), indent=1).encode())
+            data = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
+            self._replace(self.scratch() / "applied.json", data)
 
-    def _replace(self, path: Path, data: bytes) -> None:
-        """Write a file of ours so that it is old or new, never torn."""
+    def _go(self, ends: States, contents: dict[str, bytes]) -> None:
+        for path, state in sorted(ends.items()):
+            if not same(self.checkout.look(path), state):
+                self._put(self.checkout.path(path), state, contents.get(path))
+        for path in [path for path, state in ends.items() if state is None]:
+            self._remove_empty_folders(path)
+
+    def _put(self, path: Path, state: str | None, data: bytes | None) -> None:
+        if state is None:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode, _, target = state.partition(" ")
+        self._replace(path, target if mode == "link" else data, mode)
+
+    def _replace(self, path: Path, content: bytes | str, mode: str = "644") -> None:
+        """Make a file, or a symlink to a text, so that it is old or new, never torn."""
         temporary = self.root / "tmp"
         temporary.unlink(missing_ok=True)
-        temporary.write_bytes(data)
+        if isinstance(content, str):
+            temporary.symlink_to(content)
+        else:
+            temporary.write_bytes(content)
+            temporary.chmod(int(mode, 8))
         os.replace(temporary, path)
+
+    def _remove_empty_folders(self, path: str) -> None:
+        """Remove folders above a file of ours that is gone. Bytecode caches do not count."""
+        for folder in map(self.checkout.path, reversed(parents(path))):
+            if folder.is_dir():
+                if any(entry.name != "__pycache__" for entry in folder.iterdir()):
+                    return
+                shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+                folder.rmdir()
 
     def _tidy(self) -> None:
         """Remove what no manifest needs; without a manifest, the private folder itself."""
         manifest = self.manifest()
-        if manifest is None:
-            shutil.rmtree(self.root, ignore_errors=True)
-            return
-        used = {entry.before.sha256 for entry in manifest.files.values() if entry.before}
-        for path in [*self.root.iterdir(), *self._originals.iterdir()]:
-            if path.name not in {".gitignore", "applied.json", "originals", *used}:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that we made, unless somebody put files of their own into it. Bytecode caches
-    of files that are gone do not count."""
-    cache = folder / "__pycache__"
-    try:
-        if [entry.name for entry in folder.iterdir()] == [cache.name]:
-            shutil.rmtree(cache)
-        folder.rmdir()
-    except FileNotFoundError:
-        pass
-    except OSError:
-        if not any(folder.iterdir()):
-            raise
+        used = {".gitignore", "applied.json", "originals"} if manifest else set()
+        used |= {digest(states[0]) for states in manifest.files.values()} if manifest else set()
+        for folder in (self._originals, self.root):
+            for path in folder.iterdir() if folder.exists() else ():
+                if path.name not in used:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not manifest and self.root.exists():
+            self.root.rmdir()
