@@ -47,8 +47,10 @@ def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None =
         # names that are gone: imported, reached through a module, a class, an object, a string
         (IMPORT, "def f(", "def f2(", "gone: megatron.core.m.f"),
         ("import megatron.core.m as m\nm.LIMIT", "LIMIT", "MOST", "gone: megatron.core.m.LIMIT"),
-        ("import megatron.core.m\nmegatron.core.m.LIMIT", "LIMIT", "X", "gone: megatron.core.m.LIMIT"),
-        ("from megatron.core import m\nm.C.method", "method", "x", "gone: megatron.core.m.C.method"),
+        ("import megatron.core.m\nmegatron.core.m.LIMIT", "LIMIT", "X",
+         "gone: megatron.core.m.LIMIT"),
+        ("from megatron.core import m\nm.C.method", "method", "x",
+         "gone: megatron.core.m.C.method"),
         (IMPORT + "C(1)._queue", "_queue", "_q", "gone: megatron.core.m.C._queue"),
         (IMPORT + "def h(c: C | None):\n  c.child.inherited(1)", "inherited", "x",
          "gone: megatron.core.m.Base.inherited"),
@@ -78,7 +80,8 @@ def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None =
          "signature: megatron.core.m.f no argument key; now (a, b=, name=)"),
         (IMPORT + "f(1)", "b=1", "b", "signature: megatron.core.m.f needs b; now (a, b, key=)"),
         (IMPORT + "f(1, 2)", "a, b=1", "b, a=1",
-         "signature: megatron.core.m.f passes a where b is now, b where a is now; now (b, a=, key=)"),
+         "signature: megatron.core.m.f passes a where b is now, b where a is now; "
+         "now (b, a=, key=)"),
         (IMPORT + "f(1, 2)", ", b=1", "",
          "signature: megatron.core.m.f takes 1 positional arguments, 2 are passed; now (a, key=)"),
         (IMPORT + "C(1).method(1, flag=True)", ", flag=False", "",

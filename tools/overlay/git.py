@@ -85,7 +85,7 @@ def apply(
 
 
 def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
-    """The canonical diff between two trees: fixed algorithm and context, no index lines, no headings
+    """The canonical diff between two trees: fixed algorithm and context, no index lines, nothing
     behind the hunk ranges, so that equal trees give equal bytes."""
     with tempfile.TemporaryDirectory() as folder:
         for side, files in (("a", old), ("b", new)):

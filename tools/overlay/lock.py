@@ -31,7 +31,7 @@ class Version:
 @dataclass(frozen=True)
 class LockedFile:
     """An upstream file that we change: which patches do it (``("overlay",)`` where it is replaced
-    whole), and by version its sha256 before and after. A version that lacks the file is left out."""
+    whole), and its sha256 before and after in each version that has it."""
 
     by: tuple[str, ...]
     before: dict[str, str]

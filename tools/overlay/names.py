@@ -3,8 +3,8 @@
 """Names and signatures in a tree of Python files, from the syntax alone: nothing is imported.
 
 Modules are parsed when they are first asked for. Names are followed through re-exports, relative
-imports, base classes and annotations. What lies outside the tree, or cannot be told, is
-``UNKNOWN``, or ``EXTERNAL`` if it is of another package; what should be in the tree and is not is ``None``.
+imports, base classes and annotations. What cannot be told is ``UNKNOWN``, what is of another package
+is ``EXTERNAL``, and what should be in the tree and is not is ``None``.
 """
 
 import ast
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from overlay.checkout import parents
+from overlay.signature import Signature
 
 UNKNOWN, EXTERNAL = object(), object()
 # Decorators that leave the signature as it is.
@@ -21,33 +22,6 @@ _PLAIN_DECORATORS = set(
     "deprecate_inference_params experimental_fn wraps lru_cache cache".split()
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a call may pass. ``positional`` holds names in order; receivers are left out."""
-
-    positional: tuple[str, ...]
-    keyword: frozenset[str]
-    required: frozenset[str]
-    any_positional: bool = False
-    any_keyword: bool = False
-
-    def problem(self, positional: int, keywords: frozenset[str], more: bool) -> str | None:
-        """Why a call with so many positional arguments and these keywords fails. ``more``: it also
-        passes ``*args`` or ``**kwargs``."""
-        if positional > len(self.positional) and not self.any_positional:
-            return f"takes {len(self.positional)} positional arguments, {positional} are passed"
-        if not self.any_keyword and (unknown := keywords - {*self.positional, *self.keyword}):
-            return f"no argument {', '.join(sorted(unknown))}"
-        missing = self.required - keywords - {*self.positional[:positional]}
-        return None if more or not missing else f"needs {', '.join(sorted(missing))}"
-
-    def __str__(self) -> str:
-        optional = {*self.positional, *self.keyword} - self.required
-        names = [*self.positional, *["*args"] * self.any_positional, *sorted(self.keyword)]
-        names = [f"{name}=" if name in optional else name for name in names]
-        return f"({', '.join(names + ['**kwargs'] * self.any_keyword)})"
 
 
 @dataclass(eq=False)
@@ -177,11 +151,11 @@ class Tree:
             base = self.evaluate(of.module, expression)
             if is_class(base) and id(base.node) not in seen:
                 yield from self.bases(base, seen | {id(base.node)})
-            elif base is UNKNOWN:
+            else:
                 yield UNKNOWN
 
     def value_of(self, of: Definition):
-        """The object that a value, a property, or a call of a function gives, if its class is told."""
+        """The object that a value, a property, or a call of a function gives."""
         annotation = getattr(of.node, "returns", of.type_name)
         return self.instance_of(of.module, annotation)
 
@@ -224,7 +198,7 @@ class Tree:
         if decorators - _PLAIN_DECORATORS:
             return None
         bound = of.owner is not None and "staticmethod" not in decorators
-        return _signature(of.node.args, bound)
+        return Signature.of(of.node.args, bound)
 
     def _of_fields(self, of: Definition) -> Signature | None:
         """The constructor that a dataclass or a NamedTuple gets from its fields."""
@@ -298,22 +272,6 @@ def imports_of(node: ast.AST, package: str) -> Iterator[tuple[str, str, str | No
 
 def is_class(found) -> bool:
     return isinstance(found, Definition) and isinstance(found.node, ast.ClassDef)
-
-
-def _signature(args: ast.arguments, bound: bool) -> Signature:
-    positional = [arg.arg for arg in args.posonlyargs + args.args]
-    needed = positional[: len(positional) - len(args.defaults)]
-    keyword = {arg.arg for arg in args.kwonlyargs}
-    pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    required = {arg.arg for arg, default in pairs if default is None}
-    first = int(bound)
-    return Signature(
-        tuple(positional[first:]),
-        frozenset(keyword),
-        frozenset({*needed[first:], *required}),
-        args.vararg is not None,
-        args.kwarg is not None,
-    )
 
 
 def last_name(expression: ast.expr) -> str:

@@ -57,7 +57,9 @@ class PatchSet:
             if ours != (set(entry.after.values()) if entry.by == (BY_OVERLAY,) else set()):
                 stale.append(f"overlay file {path}")
         if stale:
-            raise OverlayError(FAILED, *(f"{s} differs from the lock: run `make lock`" for s in stale))
+            raise OverlayError(
+                FAILED, *(f"{s} differs from the lock: run `make lock`" for s in stale)
+            )
 
 
 def _overlay_files(root: Path) -> dict[str, Source]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write our side of the patch set: canonical patches, the series, the lock; or check them."""
+"""Write our side of the patch set, canonical patches and the lock, or check it."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ Texts = dict[str, bytes]  # patches by name
 def refresh(
     patchset: PatchSet, checkout: Checkout | None, into: list[str], only_check: bool = False
 ) -> list[str]:
-    """Bring patches, series and lock to their canonical form, with the edits of an applied checkout.
+    """Bring patches and lock to their canonical form, with an applied checkout's edits.
 
     Raises:
         OverlayError: the patch set is inconsistent; or, with ``only_check``, not in that form.
@@ -35,7 +35,10 @@ def refresh(
             raise OverlayError(FAILED, f"patches/{name} changes nothing: fill or delete it")
         del texts[name]
         lines.append(f"dropped patches/{name}: it changes nothing any more")
-    lines += _lock_files(patchset, texts, old_pin)
+    if lock.pin != old_pin:
+        del lock.versions[old_pin]
+        lines.append(f"{old_pin} left the lock: {lock.pin} is the pin")
+    _lock_files(patchset, texts)
     lines += _write(patchset, patches, texts, only_check)
     if checkout:
         _adopt(patchset, checkout)
@@ -105,28 +108,20 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
     return found[0]
 
 
-def _lock_files(patchset: PatchSet, texts: Texts, old_pin: str) -> list[str]:
-    """Bring the tables of the lock up to date: apply the patches to every version in it.
-
-    A version that the patches no longer apply to leaves the lock if it was the pin until now.
-    """
-    lock, lines, files = patchset.lock, [], {}
-    for version in list(lock.versions):
+def _lock_files(patchset: PatchSet, texts: Texts) -> None:
+    """Bring the tables of the lock up to date: apply the patches to every version in it."""
+    lock, files = patchset.lock, {}
+    for version in lock.versions:
         files_of = upstream(lock, version, patchset.root)
         try:
             steps = series.build(texts, files_of.get)
         except OverlayError as error:
-            if version == lock.pin or version != old_pin:
-                raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
-            del lock.versions[version]
-            lines.append(f"{version} left the lock: the patches do not apply to it any more")
-            continue
-        after = dict(steps[-1].tree) if steps else {}
-        for path in after:
-            if path in patchset.overlay:
-                raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
+            raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
+        after = dict(series.last_tree(steps))
         by = {path: tuple(s.name for s in steps if path in s.paths) for path in after}
         for path, source in patchset.overlay.items():
+            if path in after:
+                raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
             if path in files_of:
                 after[path], by[path] = source.path.read_bytes(), (BY_OVERLAY,)
         for path, data in after.items():
@@ -135,7 +130,6 @@ def _lock_files(patchset: PatchSet, texts: Texts, old_pin: str) -> list[str]:
     lock.locked = list(lock.versions)
     lock.patches = {name: sha256(text) for name, text in texts.items()}
     lock.files = files
-    return lines
 
 
 def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:

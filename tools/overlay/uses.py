@@ -271,8 +271,8 @@ def module_name(path: str) -> str:
 
 
 def changed_names(old: Tree, new: Tree, path: str) -> Iterator[Finding]:
-    """What upstream's own file at ``path`` has come to define otherwise: names of functions, classes
-    and methods that are new, gone or have another signature."""
+    """What upstream's own file at ``path`` defines otherwise in ``new``: functions, classes and
+    methods that are new, gone or have another signature."""
     name = module_name(path)
     before, after = ({d.label: (t, d) for d in _definitions(t.module(name))} for t in (old, new))
     for label in sorted(before.keys() | after.keys()):
