@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature upstream in two versions, and a patch set: trees of few files to test the tools on."""
+"""A miniature upstream in two versions, and a patch set: few files to test the tools on."""
 
 import contextlib
 import io

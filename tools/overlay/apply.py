@@ -17,7 +17,7 @@ from overlay.store import Manifest, States, Store
 
 @dataclass
 class Merged:
-    """Patched files by path, the version that the patches are for, and what is left to do by hand."""
+    """Patched files by path, the version that the patches are for, and what is left to do."""
 
     files: dict[str, bytes]
     version: str

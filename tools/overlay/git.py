@@ -16,16 +16,15 @@ from pathlib import Path
 from overlay.errors import FAILED, OverlayError
 
 CONTEXT_LINES = 1
-_ENVIRONMENT = {
-    name: value for name, value in os.environ.items() if not name.startswith("GIT_")
-} | {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1"}
 _INDEX_LINE = re.compile(rb"^index .*\n", re.MULTILINE)
 _HUNK_HEADING = re.compile(rb"^(@@ -\S+ \+\S+ @@).*$", re.MULTILINE)
 
 
 def _run(args: list[str], cwd: Path, stdin: bytes = b"") -> subprocess.CompletedProcess:
     command = ["git", "-c", f"core.attributesFile={os.devnull}", *args]
-    environment = _ENVIRONMENT | {"GIT_DIR": os.devnull, "LC_ALL": "C"}
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1"}
     try:
         return subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
     except FileNotFoundError:

@@ -3,8 +3,8 @@
 """Names and signatures in a tree of Python files, from the syntax alone: nothing is imported.
 
 Modules are parsed when they are first asked for. Names are followed through re-exports, relative
-imports, base classes and annotations. What cannot be told is ``UNKNOWN``, what is of another package
-is ``EXTERNAL``, and what should be in the tree and is not is ``None``.
+imports, base classes and annotations. What cannot be told is ``UNKNOWN``, what is of another
+package is ``EXTERNAL``, and what should be in the tree and is not is ``None``.
 """
 
 import ast

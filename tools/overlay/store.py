@@ -29,8 +29,8 @@ States = dict[str, str | None]  # by path
 @dataclass
 class Manifest:
     """What is applied. ``version`` is the one that the patches are written for, after a three-way
-    merge another one than the checkout's. ``files`` has, by path, what stood there before us, then the
-    states that we put there: several only while a run is under way or after it was killed."""
+    merge another one than the checkout's. ``files`` has, by path, what stood there before us, then
+    the states that we put there: several only while a run is under way or after it was killed."""
 
     version: str
     files: dict[str, list[str | None]]
