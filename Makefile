@@ -36,8 +36,8 @@ fetch: ## Fetch the pinned upstream into build/
 apply: $(VENV)/installed fetch ## Put the overlay onto the checkout
 	@tools/apply_overlay.sh $(CHECKOUT)
 
-lock: ## After a change to patches or overlay: canonical patches, series, lock
-	@tools/python.sh tools/overlay lock
+lock: ## After a change to patches or overlay: canonical patches and the lock
+	@tools/python.sh tools/overlay refresh
 
 train: setup ## Train the tiny VLM on real digits, on CPU ranks
 	@mkdir -p $(RUN)

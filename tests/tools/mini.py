@@ -1,24 +1,26 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A miniature upstream and patch set, so that the tools are tested on trees of a few files."""
+"""A miniature upstream in two versions, and a patch set: few files to test the tools on."""
 
 import contextlib
 import io
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
+from overlay.checkout import sha256  # noqa: E402
 from overlay.cli import main  # noqa: E402
 
-VERSION = "1.2.3"
-PACKAGE_INFO = "MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = ''\n"
+PIN, SECOND, LATER = "1.2.3", "1.2.4", "1.3.0"
 HEADER = "Description: a test\nFeature: testing\nUpstream-Status: pending\nDrop-When: never\n\n"
 STATE = ".mimo-overlay"
 
@@ -26,19 +28,33 @@ STATE = ".mimo-overlay"
 def numbered(stem: str, changes: dict[int, str] | None = None) -> str:
     """Twelve lines of text, some of them changed."""
     changes = changes or {}
-    return "".join(changes.get(number, f"{stem} {number}") + "\n" for number in range(1, 13))
+    return "".join(changes.get(number, f"{stem}_{number}") + "\n" for number in range(1, 13))
+
+
+def package_info(version: str) -> str:
+    return "MAJOR = {}\nMINOR = {}\nPATCH = {}\nPRE_RELEASE = ''\n".format(*version.split("."))
 
 
 UPSTREAM = {
-    "megatron/core/package_info.py": PACKAGE_INFO,
+    "megatron/core/package_info.py": package_info(PIN),
     "megatron/core/a.py": numbered("a"),
     "megatron/core/sub/b.py": numbered("b"),
     "megatron/core/replaced.py": numbered("old"),
     "README.md": "upstream\n",
 }
+# The second version moves the lines of a.py; a later one, not in the lock, has changed more.
+SECOND_UPSTREAM = UPSTREAM | {
+    "megatron/core/package_info.py": package_info(SECOND),
+    "megatron/core/a.py": "a_0\n" + numbered("a"),
+}
+LATER_UPSTREAM = UPSTREAM | {
+    "megatron/core/package_info.py": package_info(LATER),
+    "megatron/core/a.py": "a_0\n" + numbered("a", {10: "a_ten"}),
+    "megatron/core/sub/b.py": numbered("b", {3: "B_three", 12: "b_twelve"}),
+}
 OVERLAY = {
-    "megatron_overlay/megatron/core/replaced.py": "ours instead\n",
-    "megatron_overlay/megatron/core/new/deep/module.py": "new module\n",
+    "megatron_overlay/megatron/core/replaced.py": "ours_instead\n",
+    "megatron_overlay/megatron/core/new/deep/module.py": "new_module\n",
     "examples/mimo/run.py": "run\n",
 }
 
@@ -52,8 +68,8 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 
 def edit(path: str, old: str, new: str) -> str:
     """A patch of one hunk that changes line 3 of a numbered file."""
-    stem = old.split()[0]
-    body = f" {stem} 2\n-{old}\n+{new}\n {stem} 4\n"
+    stem = old.partition("_")[0]
+    body = f" {stem}_2\n-{old}\n+{new}\n {stem}_4\n"
     return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -2,3 +2,3 @@\n{body}"
 
 
@@ -95,44 +111,76 @@ def snapshot(root: Path, private: bool = True) -> dict[str, tuple]:
 
 @dataclass
 class World:
-    """A patch set (``root``), a pristine upstream, and a checkout of it."""
+    """A patch set (``root``) with both sdists in its cache, and a checkout of the pin; made below
+    ``base`` unless they are there."""
 
     base: Path
     root: Path = field(init=False)
-    upstream: Path = field(init=False)
     checkout: Path = field(init=False)
 
     def __post_init__(self):
-        self.root = write_tree(self.base / "ours", OVERLAY)
+        self.root, self.checkout = self.base / "ours", self.base / "checkout"
+        if not self.root.exists():
+            self._make()
+
+    def _make(self) -> None:
+        write_tree(self.root, OVERLAY)
         (self.root / "examples/mimo/run.py").chmod(0o755)
-        self.upstream = write_tree(self.base / "upstream", UPSTREAM)
-        self.checkout = self.base / "checkout"
-        shutil.copytree(self.upstream, self.checkout)
-        patches = self.root / "patches"
-        patches.mkdir()
-        (patches / "upstream.toml").write_text(
-            f'version = "{VERSION}"\ntag = "v{VERSION}"\ncommit = "{"0" * 40}"\n'
-            f'sdist = "mini==1"\nsdist_sha256 = "{"0" * 64}"\n'
-        )
-        first = edit("megatron/core/a.py", "a 3", "A three")
-        self.patch("0001-first", first + edit("megatron/core/sub/b.py", "b 3", "B three"))
+        write_tree(self.checkout, UPSTREAM)
+        (self.root / "patches").mkdir()
+        write_tree(self.root, {"patches/upstream.toml": f'pin = "{PIN}"\n'})
+        self.add_version(PIN, UPSTREAM)
+        self.add_version(SECOND, SECOND_UPSTREAM)
+        first = edit("megatron/core/a.py", "a_3", "A_three")
+        self.patch("0001-first", first + edit("megatron/core/sub/b.py", "b_3", "B_three"))
         second = "diff --git a/megatron/core/a.py b/megatron/core/a.py\n"
         second += "--- a/megatron/core/a.py\n+++ b/megatron/core/a.py\n"
         self.patch(
-            "0002-second", second + "@@ -9,3 +9,4 @@\n a 9\n a 10\n+A ten and a half\n a 11\n"
+            "0002-second", second + "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
         )
         self.lock()
+
+    def add_version(self, version: str, files: dict[str, str], prefix: str = "mini/") -> None:
+        """Put an sdist into the cache, as if downloaded before, and its version into the lock."""
+        sdist = self.root / f"build/cache/mini-{version}.tar.gz"
+        sdist.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(sdist, "w:gz", compresslevel=1) as archive:
+            for path, text in files.items():
+                member = tarfile.TarInfo(prefix + path)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+        lock = self.root / "patches/upstream.toml"
+        top, patches, tables = lock.read_text().partition("\n[patches]")
+        top += f'\n[versions."{version}"]\ntag = "v{version}"\nsdist = "mini=={version}"\n'
+        top += f'sdist_sha256 = "{sha256(sdist.read_bytes())}"\n'
+        lock.write_text(top + patches + tables)
+
+    def drop_version(self, version: str) -> None:
+        lock = self.root / "patches/upstream.toml"
+        section = rf'\n\[versions."{version}"\]\n(\w+ = .*\n)+'
+        lock.write_text(re.sub(section, "", lock.read_text()))
+
+    def set_lock(self, name: str, value: str) -> None:
+        """Change the first ``name = …`` of the lock, which is the pin's."""
+        path = self.root / "patches/upstream.toml"
+        lines = path.read_text().splitlines()
+        index = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = "))
+        lines[index] = f'{name} = "{value}"'
+        path.write_text("\n".join(lines) + "\n")
 
     def patch(self, name: str, diff: str, header: str = HEADER) -> Path:
         path = self.root / "patches" / f"{name}.patch"
         path.write_text(header + diff)
         return path
 
+    def patch_text(self, name: str) -> str:
+        return (self.root / "patches" / f"{name}.patch").read_text()
+
     def run(self, command: str, *args: object) -> Result:
         return run("--root", self.root, command, *args)
 
     def lock(self) -> Result:
-        result = self.run("lock", "--upstream", self.upstream)
+        result = self.run("refresh")
         assert result.code == 0, result.errors
         return result
 
@@ -146,21 +194,34 @@ class World:
     def text(self, path: str) -> str:
         return (self.checkout / path).read_text()
 
+    def replace(self, path: str, old: str, new: str) -> None:
+        assert old in self.text(path)
+        (self.checkout / path).write_text(self.text(path).replace(old, new))
+
     def edit_patch_set(self) -> None:
         """A later state of the patch set: patches and overlay files come, change and go."""
         (self.root / "patches/0002-second.patch").unlink()
         self.patch(
-            "0003-third", edit("megatron/core/sub/b.py", "b 3", "B3").replace("-b 3", "-B three")
+            "0003-third", edit("megatron/core/sub/b.py", "b_3", "B3").replace("-b_3", "-B_three")
         )
         (self.root / "megatron_overlay/megatron/core/new/deep/module.py").unlink()
         write_tree(
-            self.root,
-            {
-                "megatron_overlay/megatron/core/replaced.py": "ours, later\n",
-                "megatron_overlay/megatron/core/other/module.py": "other module\n",
-            },
+            self.root / "megatron_overlay/megatron/core",
+            {"replaced.py": "ours, later\n", "other/module.py": "other_module\n"},
         )
         self.lock()
+
+    def as_git(self, files: dict[str, str]) -> None:
+        """Make the checkout a git tree with these files."""
+        shutil.rmtree(self.checkout)
+        make_repository(self.checkout, files)
+
+
+def make_repository(path: Path, files: dict[str, str]) -> None:
+    write_tree(path, files)
+    git(path, "init", "-q", "-b", "main")
+    git(path, "add", "-A")
+    git(path, "commit", "-qm", "upstream")
 
 
 def git(cwd: Path, *args: str) -> str:

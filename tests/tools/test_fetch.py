@@ -2,48 +2,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetching: what is put in place is the pin, or nothing is."""
 
-import io
 import os
 import shutil
 import subprocess
-import tarfile
 
 import pytest
 
-from mini import OVERLAY, REPOSITORY, UPSTREAM, World, git, snapshot, write_tree
-from overlay.checkout import sha256
+from mini import (
+    LATER,
+    OVERLAY,
+    PIN,
+    REPOSITORY,
+    SECOND,
+    UPSTREAM,
+    World,
+    git,
+    make_repository,
+    package_info,
+    snapshot,
+    write_tree,
+)
 
 
-def set_lock(world: World, name: str, value: str) -> None:
-    path = world.root / "patches/upstream.toml"
-    lines = path.read_text().splitlines()
-    lines = [f'{name} = "{value}"' if line.startswith(f"{name} = ") else line for line in lines]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def cache_sdist(world: World, prefix: str = "mini-1/") -> None:
-    """Put an sdist of the miniature upstream into the cache, as if downloaded before."""
-    cache = world.root / "build/cache"
-    cache.mkdir(parents=True)
-    with tarfile.open(cache / "mini-1.tar.gz", "w:gz") as archive:
-        for path, text in UPSTREAM.items():
-            member = tarfile.TarInfo(prefix + path)
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-    set_lock(world, "sdist_sha256", sha256((cache / "mini-1.tar.gz").read_bytes()))
+def lock_commit(world: World, commit: str) -> None:
+    lock = world.root / "patches/upstream.toml"
+    lock.write_text(
+        lock.read_text().replace(
+            'sdist = "mini==1.2.3"',
+            f"""sdist = "mini==1.2.3"
+commit = "{commit}\"""",
+        )
+    )
 
 
 @pytest.fixture
 def remote(world):
     """A remote with the tag, whose commit the lock names; it has a file that the sdist lacks."""
     path = world.base / "remote"
-    shutil.copytree(world.upstream, path)
-    write_tree(path, {"examples/mimo/run.py": "upstream's own\n", ".gitignore": "build\n"})
-    git(path, "init", "-q", "-b", "main")
-    git(path, "add", "-A")
-    git(path, "commit", "-qm", "upstream")
+    others = {"examples/mimo/run.py": "upstream's own\n", ".gitignore": "build\n"}
+    make_repository(path, UPSTREAM | others)
     git(path, "tag", "v1.2.3")
-    set_lock(world, "commit", git(path, "rev-parse", "HEAD"))
+    lock_commit(world, git(path, "rev-parse", "HEAD"))
     return path
 
 
@@ -54,11 +53,12 @@ def clone(world, remote):
     return world.checkout
 
 
-def test_the_cached_sdist_becomes_the_checkout_without_a_network(world):
-    cache_sdist(world)
+@pytest.mark.parametrize("version", [PIN, SECOND])
+def test_the_cached_sdist_becomes_the_checkout_without_a_network(world, version):
     target = world.base / "fetched"
-    assert world.run("fetch", target).code == 0
+    assert world.run("fetch", target, "--version", version).code == 0
     assert {path.name for path in target.iterdir()} == {"megatron", "README.md"}
+    assert (target / "megatron/core/package_info.py").read_text() == package_info(version)
     assert not list(world.base.glob(".fetched*"))
 
 
@@ -69,15 +69,18 @@ def test_a_right_checkout_is_kept(world):
     assert snapshot(world.checkout) == before
 
 
-def test_something_else_at_the_destination_exits_3_and_is_kept(world):
+@pytest.mark.parametrize(
+    "args", [("mine",), ("checkout", "--version", SECOND), ("new", "--version", "9")]
+)
+def test_what_is_not_the_version_asked_for_exits_3_and_is_kept(world, args):
     write_tree(world.base / "mine", {"work.txt": "precious"})
-    assert world.run("fetch", world.base / "mine").code == 3
-    assert (world.base / "mine/work.txt").read_text() == "precious"
+    before = snapshot(world.base)
+    assert world.run("fetch", world.base / args[0], *args[1:]).code == 3
+    assert snapshot(world.base) == before
 
 
 def test_an_sdist_with_another_sha256_is_refused_before_it_is_unpacked(world):
-    cache_sdist(world)
-    set_lock(world, "sdist_sha256", "1" * 64)
+    world.set_lock("sdist_sha256", "1" * 64)
     result = world.run("fetch", world.base / "fetched")
     assert result.code == 4
     assert "the lock wants 1111" in result.errors[0]
@@ -85,9 +88,9 @@ def test_an_sdist_with_another_sha256_is_refused_before_it_is_unpacked(world):
 
 
 def test_an_sdist_that_writes_outside_is_refused(world):
-    cache_sdist(world, prefix="../")
+    world.add_version(LATER, UPSTREAM, prefix="../")
     before = snapshot(world.base)
-    result = world.run("fetch", world.base / "fetched")
+    result = world.run("fetch", world.base / "fetched", "--version", LATER)
     assert (result.code, len(result.errors)) == (1, 1)
     assert snapshot(world.base) == before
 
@@ -96,6 +99,7 @@ def test_a_failed_download_is_one_line_and_leaves_nothing(world, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(world.base))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    shutil.rmtree(world.root / "build/cache")
     result = world.run("fetch", world.base / "fetched")
     assert (result.code, len(result.errors)) == (1, 1)
     assert not (world.base / "fetched").exists()
@@ -107,11 +111,25 @@ def test_git_clone_of_the_tag(clone, remote):
 
 
 def test_a_tag_on_another_commit_is_refused_and_nothing_is_left(world, remote):
-    set_lock(world, "commit", "1" * 40)
+    world.set_lock("commit", "1" * 40)
     result = world.run("fetch", "--git", f"file://{remote}", world.base / "fetched")
     assert result.code == 4
     assert "the lock wants 1111" in result.errors[0]
     assert not [path for path in world.base.iterdir() if "fetched" in path.name]
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_without_a_locked_commit_the_files_that_we_change_are_checked(world, touched):
+    path = world.base / "remote"
+    make_repository(path, UPSTREAM | ({"megatron/core/a.py": "other\n"} if touched else {}))
+    git(path, "tag", "v1.2.3")
+    result = world.run("fetch", "--git", f"file://{path}", world.base / "fetched")
+    if touched:
+        assert result.code == 4
+        assert "megatron/core/a.py differs from the lock" in result.errors[0]
+    else:
+        assert "not in the lock: its 3 files that we change are as locked" in result.out[0]
+    assert (world.base / "fetched").exists() != touched
 
 
 def test_a_remote_that_is_not_there_is_one_line(world):

@@ -1,11 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkout, seen without following symlinks, and never anything outside it."""
+"""Files of a checkout, seen without following symlinks, and never anything outside it.
+
+What stands at a path is its state, a text: ``MODE SHA256`` of a regular file, ``link TARGET`` of a
+symlink, ``other`` of what this tool never makes or replaces, such as a folder. Absence is ``None``.
+"""
 
 import hashlib
 import os
 import stat
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
@@ -19,29 +22,22 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@dataclass(frozen=True)
-class FileState:
-    """What stands at a path: a regular file (``sha256``), a symlink (``link``), or, with neither,
-    something that this tool never makes or replaces, such as a folder. Absence is ``None``."""
-
-    sha256: str | None = None
-    link: str | None = None
-    mode: int = 0o644
-
-    def same(self, other: "FileState | None") -> bool:
-        """Equal content; the mode bits are kept for restoring, they are not compared."""
-        return other is not None and (self.sha256, self.link) == (other.sha256, other.link)
-
-    def to_json(self) -> dict:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+def digest(state: str | None) -> str | None:
+    """The sha256 of a regular file's state."""
+    kind, _, content = (state or "").partition(" ")
+    return content if kind not in ("", "link", "other") else None
 
 
-def same(a: FileState | None, b: FileState | None) -> bool:
-    return b is None if a is None else a.same(b)
+def same(state: str | None, *others: str | None) -> bool:
+    """``state`` has the content of one of ``others``. The mode is kept for restoring, not compared:
+    whoever changes it has edited nothing."""
+    return any(state == other or (digest(state) or "") == digest(other) for other in others)
 
 
-def state_from_json(value: dict | None) -> FileState | None:
-    return None if value is None else FileState(**value)
+def regular(before: str | None, sha: str, executable: bool = False) -> str:
+    """The state of a regular file that takes the place of ``before``, and its mode."""
+    mode = before.partition(" ")[0] if digest(before) else "755" if executable else "644"
+    return f"{mode} {sha}"
 
 
 def check_relative(path: str, where: str) -> str:
@@ -61,26 +57,25 @@ class Checkout:
     """A Megatron-LM tree. ``root`` is resolved once; below it no symlink is ever followed.
 
     Raises:
-        OverlayError: ``root`` is no Megatron-LM checkout, or not of version ``wanted``.
+        OverlayError: ``root`` is no Megatron-LM checkout.
     """
 
-    def __init__(self, root: Path, wanted: str):
+    def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
         info = self.root / "megatron/core/package_info.py"
         if not info.is_file():
             raise OverlayError(
                 NOT_THE_PIN, f"{root} is not a Megatron-LM checkout: it has no {info.name}"
             )
-        found = read_version(info.read_text(errors="replace"))
-        if found != wanted:
-            raise OverlayError(
-                NOT_THE_PIN, f"{root} is Megatron-LM {found}; this overlay needs {wanted}"
-            )
+        self.version = read_version(info.read_text(errors="replace"))
 
     def path(self, relative: str) -> Path:
         return self.root / check_relative(relative, "checkout")
 
-    def look(self, relative: str) -> FileState | None:
+    def read(self, relative: str) -> bytes:
+        return self.path(relative).read_bytes()
+
+    def look(self, relative: str) -> str | None:
         """The state of a path.
 
         Raises:
@@ -102,10 +97,10 @@ class Checkout:
         except FileNotFoundError:
             return None
         if stat.S_ISLNK(mode):
-            return FileState(link=os.readlink(path))
+            return f"link {os.readlink(path)}"
         if not stat.S_ISREG(mode):
-            return FileState()
-        return FileState(sha256=sha256(path.read_bytes()), mode=stat.S_IMODE(mode))
+            return "other"
+        return f"{stat.S_IMODE(mode):o} {sha256(path.read_bytes())}"
 
 
 def read_version(package_info: str) -> str:

@@ -3,15 +3,19 @@
 """The command line."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
-from overlay import operations
+from overlay.apply import Application
 from overlay.checkout import Checkout
+from overlay.drift import drift
 from overlay.errors import FAILED, USAGE, OverlayError
-from overlay.export import Pristine, check_patches, export, relock
 from overlay.fetch import fetch
-from overlay.patchset import Lock, PatchSet
+from overlay.lock import Lock, check_version
+from overlay.patchset import PatchSet
+from overlay.refresh import check_headers, refresh
+from overlay.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -33,56 +37,74 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--status", action="store_true", help="say what is applied")
     how.add_argument("--revert", action="store_true", help="give the originals back")
     how.add_argument("--link", action="store_true", help="symlink the overlay's files")
+    how.add_argument("--three-way", action="store_true", help="merge into a git tree that differs")
 
-    one = commands.add_parser("fetch", help="fetch the pinned upstream")
+    one = commands.add_parser("fetch", help="fetch a locked upstream")
     one.add_argument("directory", type=Path, nargs="?", metavar="DIR")
     one.add_argument("--git", metavar="REMOTE", help="clone the tag from REMOTE instead")
+    one.add_argument("--version", metavar="V", help="another version of the lock than the pin")
 
-    one = commands.add_parser("lock", help="normalise patches, list them in series, write the lock")
+    one = commands.add_parser("refresh", help="write patches, series and lock anew")
+    one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
-    _add_upstream(one)
+    one.add_argument(
+        "--into", metavar="NNNN[:PATH]", action="append", default=[],
+        help="the patch that takes the edits (of PATH); repeatable",
+    )  # fmt: skip
 
-    one = commands.add_parser("export", help="regenerate the patches from an applied checkout")
+    one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    one.add_argument("--into", metavar="NNNN", help="the patch that takes edits no other claims")
-    _add_upstream(one)
+    one.add_argument("--json", action="store_true", help="for machines")
 
-    commands.add_parser("headers", help="check the headers and the size of every patch")
+    commands.add_parser("headers", help="check the headers and sizes of the patches")
     return parser
 
 
-def _add_upstream(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--upstream", type=Path, help="pristine tree (default: the pinned sdist)")
-
-
-def _run(options: argparse.Namespace) -> list[str]:
-    root = options.root
+def _run(options: argparse.Namespace) -> int:
+    """Run the command and print what it says; returns the exit code."""
+    root, code = options.root, 0
     if options.command == "fetch":
+        lock = Lock.read(root / "patches/upstream.toml")
         directory = options.directory or root / "build" / "Megatron-LM"
-        return [fetch(Lock.read(root / "patches/upstream.toml"), root, directory, options.git)]
+        print(fetch(lock, root, directory, options.version, options.git))
+        return 0
     patchset = PatchSet(root)
     if options.command == "headers":
-        return check_patches(patchset)
-    if options.command == "lock":
-        return relock(patchset, Pristine(patchset, options.upstream), options.check)
-    checkout = Checkout(options.checkout, patchset.lock.version)
-    if options.command == "export":
-        return export(patchset, checkout, Pristine(patchset, options.upstream), options.into)
-    if options.check:
-        return operations.check(patchset, checkout)
-    if options.status:
-        return operations.status(patchset, checkout)
-    if options.revert:
-        return operations.revert(patchset, checkout)
-    return operations.apply(patchset, checkout, options.link)
+        lines = check_headers(patchset)
+    elif options.command == "refresh":
+        checkout = Checkout(options.checkout) if options.checkout else None
+        lines = refresh(patchset, checkout, options.into, options.check)
+    elif options.command == "drift":
+        report = drift(patchset, Checkout(options.checkout))
+        lines, code = [report.json() if options.json else report.text()], report.is_work()
+    else:
+        lines, code = _apply(options, patchset)
+    print("\n".join(lines))
+    return int(code)
+
+
+def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], int]:
+    checkout = Checkout(options.checkout)
+    store, only_looks = Store(checkout), options.check or options.status
+    with contextlib.nullcontext() if only_looks else store.locked():
+        application = Application(patchset, checkout)
+        applied = application.old is not None
+        if not options.three_way and not (applied and (options.revert or options.status)):
+            check_version(checkout.root, checkout.version, patchset.lock.locked)
+        if options.three_way:
+            done, left = application.three_way()
+            return [done, *left], FAILED if left else 0
+        if options.revert:
+            return application.revert(), 0
+        if options.status:
+            return application.status(), 0
+        return application.apply(options.link, options.check), 0
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        for line in _run(options):
-            print(line)
-        return 0
+        return _run(options)
     except OverlayError as error:
         lines, code = error.lines, error.code
     except OSError as error:

@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch the pinned upstream: the package's sdist, or a clone of the tag, verified before use.
+"""Fetch a locked upstream: the package's sdist, or a clone of the tag, verified before use.
 
 The tree is prepared beside its destination and renamed: the destination is whole or absent.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,42 +14,55 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from overlay.checkout import Checkout, sha256
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, OverlayError
-from overlay.patchset import Lock
+from overlay.checkout import Checkout, digest, sha256
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
+from overlay.git import user_git
+from overlay.lock import Lock, Version, check_version
 
 # What upstream's build needs: pip reads an sdist's metadata by running its build. Given them, pip
 # need not make an isolated environment with all of torch in it.
 _BUILD_REQUIREMENTS = ["setuptools>=80", "pybind11", "packaging>=24.2"]
 
 
-def sdist_file(lock: Lock, root: Path) -> Path:
-    """The pinned sdist, verified, downloaded once into ``build/cache``."""
+def upstream(lock: Lock, version: str, root: Path) -> dict[str, bytes]:
+    """The files of a locked version, by path, from its sdist."""
+    return _files(sdist_file(lock.versions[version], root))
+
+
+@functools.cache
+def _files(sdist: Path) -> dict[str, bytes]:
+    with tarfile.open(sdist) as archive:
+        members = {m.name.partition("/")[2]: m for m in archive if m.isfile()}
+        return {path: archive.extractfile(member).read() for path, member in members.items()}
+
+
+def sdist_file(version: Version, root: Path) -> Path:
+    """The sdist, verified, downloaded once into ``build/cache``."""
     cache = root / "build" / "cache"
-    cached = cache / (lock.sdist.replace("-", "_").replace("==", "-") + ".tar.gz")
+    cached = cache / (version.sdist.replace("-", "_").replace("==", "-") + ".tar.gz")
     if not cached.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as work:
-            downloaded = _download(lock, Path(work))
-            _verify(downloaded, lock)
+            downloaded = _download(version, Path(work))
+            _verify(downloaded, version)
             os.replace(downloaded, cached)
-    _verify(cached, lock)
+    _verify(cached, version)
     return cached
 
 
-def _verify(path: Path, lock: Lock) -> None:
+def _verify(path: Path, version: Version) -> None:
     found = sha256(path.read_bytes())
-    if found != lock.sdist_sha256:
+    if found != version.sdist_sha256:
         path.unlink()
         raise OverlayError(
             DIFFERS_FROM_LOCK,
-            f"{path.name} has sha256 {found}, the lock wants {lock.sdist_sha256}: file removed",
+            f"{path.name} has sha256 {found}, the lock wants {version.sdist_sha256}: file removed",
         )
 
 
-def _download(lock: Lock, work: Path) -> Path:
+def _download(version: Version, work: Path) -> Path:
     requirement = work / "requirements.txt"
-    requirement.write_text(f"{lock.sdist} --hash=sha256:{lock.sdist_sha256}\n")
+    requirement.write_text(f"{version.sdist} --hash=sha256:{version.sdist_sha256}\n")
     _pip(["install", "--target", f"{work}/build", *_BUILD_REQUIREMENTS], work)
     options = ["--no-deps", "--no-binary", ":all:", "--ignore-requires-python"]
     options += ["--no-build-isolation", "--require-hashes", "--dest", f"{work}/sdist"]
@@ -66,31 +80,36 @@ def _pip(args: list[str], work: Path) -> None:
         raise OverlayError(FAILED, f"pip {args[0]} failed: {reasons[-1].strip()}")
 
 
-def fetch(lock: Lock, root: Path, destination: Path, remote: str | None) -> str:
-    """Make ``destination`` a checkout of the pin; returns what was done, in a line.
+def fetch(
+    lock: Lock, root: Path, destination: Path, version: str | None, remote: str | None
+) -> str:
+    """Make ``destination`` a checkout of a locked version; returns what was done, in a line.
 
     Raises:
-        OverlayError: what came is not the pin (nothing is left), or something else lies there.
+        OverlayError: what came is not that version (nothing is left), or something else lies there.
     """
+    version = version or lock.pin
+    if version not in lock.versions:
+        versions = " and ".join(lock.versions)
+        raise OverlayError(NOT_THE_PIN, f"the lock has {versions}, not {version}")
     if os.path.lexists(destination):
-        Checkout(destination, lock.version)
-        return f"{destination}: already Megatron-LM {lock.version}"
+        check_version(destination, Checkout(destination).version, [version])
+        return f"{destination}: already Megatron-LM {version}"
     destination.parent.mkdir(parents=True, exist_ok=True)
     part = destination.with_name(f".{destination.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         if remote:
-            _clone(lock, remote, part)
-            tree, source = part, lock.commit
+            tree, source = part, _clone(lock, version, remote, part)
         else:
-            _unpack(sdist_file(lock, root), part)
+            _unpack(sdist_file(lock.versions[version], root), part)
             (tree,) = part.iterdir()
-            source = f"sha256 {lock.sdist_sha256}"
-        Checkout(tree, lock.version)
+            source = f"sha256 {lock.versions[version].sdist_sha256}"
+        check_version(tree, Checkout(tree).version, [version])
         os.rename(tree, destination)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return f"{destination}: Megatron-LM {lock.version} ({source})"
+    return f"{destination}: Megatron-LM {version} ({source})"
 
 
 def _unpack(sdist: Path, into: Path) -> None:
@@ -101,18 +120,28 @@ def _unpack(sdist: Path, into: Path) -> None:
         raise OverlayError(FAILED, f"{sdist.name}: refused to unpack: {error}") from None
 
 
-def _clone(lock: Lock, remote: str, into: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_DIR")}
-    clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
-    clone += ["--branch", lock.tag, "--", remote, str(into)]
-    done = subprocess.run(clone, env=env, capture_output=True, text=True)
+def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
+    """Clone the tag, and check its commit or, where the lock has none, the files that we change."""
+    wanted = lock.versions[version]
+    clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
+    done = user_git([*clone, "--branch", wanted.tag, "--", remote, str(into)])
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no output"]
         raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
-    head = ["git", "-C", str(into), "rev-parse", "HEAD"]
-    found = subprocess.run(head, env=env, capture_output=True, text=True, check=True).stdout.strip()
-    if found != lock.commit:
-        raise OverlayError(
-            DIFFERS_FROM_LOCK,
-            f"{lock.tag} at {remote} is commit {found}, the lock wants {lock.commit}: nothing kept",
-        )
+    commit = user_git(["-C", str(into), "rev-parse", "HEAD"]).stdout.strip()
+    if wanted.commit:
+        if commit != wanted.commit:
+            raise OverlayError(
+                DIFFERS_FROM_LOCK,
+                f"{wanted.tag} at {remote} is commit {commit}, the lock wants {wanted.commit}: "
+                "nothing kept",
+            )
+        return commit
+    checkout, files = Checkout(into), lock.changed_in(version)
+    for path, (before, _) in files.items():
+        if digest(checkout.look(path)) != before:
+            raise OverlayError(
+                DIFFERS_FROM_LOCK,
+                f"{wanted.tag} at {remote}: {path} differs from the lock: nothing kept",
+            )
+    return f"commit {commit}, not in the lock: its {len(files)} files that we change are as locked"

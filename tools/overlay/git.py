@@ -1,10 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""git as a library: it reads, applies, makes and merges patches, so that no code of ours must."""
+"""git as a library: it reads, applies, makes and merges patches, so that no code of ours must.
 
+It runs outside any repository and without the user's configuration and attributes. Folders for its
+files are made below ``scratch``.
+"""
+
+import hashlib
 import os
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
@@ -15,12 +21,12 @@ _HUNK_HEADING = re.compile(rb"^(@@ -\S+ \+\S+ @@).*$", re.MULTILINE)
 
 
 def _run(args: list[str], cwd: Path, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    """Run git outside any repository (GIT_DIR is void) and without the user's configuration."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-    env |= {"LC_ALL": "C"}
+    command = ["git", "-c", f"core.attributesFile={os.devnull}", *args]
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_ATTR_NOSYSTEM": "1"}
     try:
-        return subprocess.run(["git", *args], cwd=cwd, env=env, input=stdin, capture_output=True)
+        return subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
     except FileNotFoundError:
         raise OverlayError(FAILED, "git is not installed: the overlay tools need it") from None
 
@@ -29,21 +35,27 @@ def _first_line(output: bytes) -> str:
     return output.decode(errors="replace").strip().partition("\n")[0]
 
 
-def touched(name: str, patch: bytes, cwd: Path) -> dict[str, int]:
+def write_files(root: Path, files: dict[str, bytes]) -> None:
+    for path, data in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+
+
+def touched(name: str, patch: bytes) -> dict[str, int]:
     """Paths that a patch touches, with the number of lines it adds and deletes in each.
 
     Raises:
         OverlayError: git cannot read it, or it does more than edit the text of existing files.
     """
-    counts = _run(["apply", "--numstat", "-z"], cwd, patch)
-    summary = _run(["apply", "--summary"], cwd, patch)
-    if counts.returncode:
-        raise OverlayError(FAILED, f"{name}: git cannot read it: {_first_line(counts.stderr)}")
-    if summary.stdout.strip():
-        what = _first_line(summary.stdout)
+    done = _run(["apply", "--numstat", "--summary", "-z"], Path("/"), patch)
+    if done.returncode:
+        raise OverlayError(FAILED, f"{name}: git cannot read it: {_first_line(done.stderr)}")
+    *records, summary = done.stdout.decode().split("\0")
+    if summary.strip():
+        what = summary.strip().partition("\n")[0]
         raise OverlayError(FAILED, f"{name}: a patch only edits existing files, this would {what}")
     result = {}
-    for record in counts.stdout.decode().split("\0")[:-1]:
+    for record in records:
         added, deleted, path = record.split("\t")
         if added == "-":
             raise OverlayError(FAILED, f"{name}: {path}: a binary patch is not reviewable")
@@ -51,36 +63,67 @@ def touched(name: str, patch: bytes, cwd: Path) -> dict[str, int]:
     return result
 
 
-def apply(name: str, patch: bytes, tree: Path) -> None:
-    """Apply one patch to the files under ``tree``, all of it or nothing."""
-    done = _run(["apply", "--whitespace=nowarn"], tree, patch)
-    if done.returncode:
-        raise OverlayError(FAILED, f"{name}: does not apply: {_first_line(done.stderr)}")
+def apply(
+    name: str, patch: bytes, files: dict[str, bytes], scratch: Path | None = None
+) -> tuple[dict[str, bytes], bool]:
+    """``files`` (path to content) with one patch applied, and whether lines had moved.
+
+    Raises:
+        OverlayError: it does not apply.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        work = Path(folder)
+        write_files(work, files)
+        done = _run(["apply", "--verbose", "--whitespace=nowarn"], work, patch)
+        if done.returncode:
+            reason = re.search(rb"error: (?!while searching).*", done.stderr)
+            reason = reason[0].decode(errors="replace") if reason else "no reason given"
+            raise OverlayError(FAILED, f"{name}: does not apply: {reason}")
+        moved = b"(offset " in done.stderr
+        return {path: (work / path).read_bytes() for path in files}, moved
 
 
-def diff(old: str, new: str, cwd: Path) -> bytes:
-    """The canonical diff between two folders or files below ``cwd``: fixed algorithm and context,
-    no index lines, no headings behind the hunk ranges, so that equal trees give equal bytes."""
-    done = _run(
-        ["diff", "--no-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"]
-        + ["--no-prefix", "--diff-algorithm=histogram", "--indent-heuristic"]
-        + [f"-U{CONTEXT_LINES}", "--inter-hunk-context=0", "--", old, new],
-        cwd,
-    )
+def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
+    """The canonical diff between two trees: fixed algorithm and context, no index lines, nothing
+    behind the hunk ranges, so that equal trees give equal bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for side, files in (("a", old), ("b", new)):
+            Path(folder, side).mkdir()
+            write_files(Path(folder, side), files)
+        done = _run(
+            ["diff", "--no-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"]
+            + ["--no-prefix", "--diff-algorithm=histogram", "--indent-heuristic"]
+            + [f"-U{CONTEXT_LINES}", "--inter-hunk-context=0", "--", "a", "b"],
+            Path(folder),
+        )
     if done.returncode not in (0, 1):
         raise OverlayError(FAILED, f"git diff failed: {_first_line(done.stderr)}")
     return _HUNK_HEADING.sub(rb"\1", _INDEX_LINE.sub(b"", done.stdout))
 
 
-def merge(ours: Path, base: Path, theirs: Path) -> bytes | None:
-    """``ours`` with the change from ``base`` to ``theirs``, or None where they conflict."""
-    done = _run(["merge-file", "-p", str(ours), str(base), str(theirs)], ours.parent)
-    return done.stdout if done.returncode == 0 else None
+def merge(
+    ours: bytes, base: bytes, theirs: bytes, *options: str, scratch: Path | None = None
+) -> tuple[bytes, bool]:
+    """``ours`` with the change from ``base`` to ``theirs``, and whether that left no conflict.
+    ``options`` are those of ``git merge-file``."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        versions = {"ours": ours, "base": base, "theirs": theirs}
+        write_files(Path(folder), versions)
+        done = _run(["merge-file", "-p", "-q", *options, *versions], Path(folder))
+    if done.returncode > 127:
+        raise OverlayError(FAILED, f"git merge-file failed: {_first_line(done.stderr)}")
+    return done.stdout, done.returncode == 0
 
 
-def blob_in_commit(repository: Path, commit: str, path: str) -> str | None:
-    """The object id that ``path`` has in ``commit``, or None where there is no such thing."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    args = ["git", "-C", str(repository), "rev-parse", "--verify", "--quiet", f"{commit}:{path}"]
-    done = subprocess.run(args, env=env, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+def is_committed(repository: Path, revision: str, path: str, data: bytes) -> bool:
+    """Whether ``path`` has the content ``data`` in ``revision`` of the user's ``repository``."""
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    args = ["rev-parse", "--verify", "--quiet", f"{revision}:{path}"]
+    done = user_git(["-C", str(repository), *args])
+    return done.returncode == 0 and done.stdout.strip() == blob
+
+
+def user_git(args: list[str]) -> subprocess.CompletedProcess:
+    """Run git as the user would, on a repository of theirs."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_DIR")}
+    return subprocess.run(["git", *args], env=env, capture_output=True, text=True)

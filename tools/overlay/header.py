@@ -9,6 +9,7 @@ from overlay.errors import FAILED, OverlayError
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
 EXPLANATION = "Why-Not-A-Hook"
 HOOK_LINES = 40  # changed lines up to which a patch counts as a hook
+MOST_PATCHES, MOST_LINES = 25, 450  # of the whole set
 _STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+")
 
 
@@ -56,3 +57,9 @@ def problems(name: str, patch: bytes, changed_lines: int) -> list[str]:
             f"patches/{name}: {changed_lines} changed lines (over {HOOK_LINES}), no {EXPLANATION}"
         )
     return lines
+
+
+def problems_of_all(patches: int, changed_lines: int) -> list[str]:
+    """What is wrong with the size of the whole set."""
+    sizes = [(patches, MOST_PATCHES, "patches"), (changed_lines, MOST_LINES, "changed lines")]
+    return [f"patches: {n} {what}, over {most}" for n, most, what in sizes if n > most]

@@ -1,73 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The patch set on our side: the lock, the series of patches, and the overlay files."""
+"""The patch set on our side: the lock, the patches, and the overlay files."""
 
 import os
 import re
-import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from overlay.checkout import check_relative, sha256
 from overlay.errors import FAILED, OverlayError
+from overlay.lock import BY_OVERLAY, Lock
 
 # Folder of ours -> where it lands in a checkout.
 OVERLAY_ROOTS = {"megatron_overlay": "", "examples/mimo": "examples/mimo"}
-BY_OVERLAY = "overlay"
-PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
-_LOCK_HEADER = """\
-# The pin, and what the patch set does to it. `make lock` writes the tables [patches] and [files];
-# a new pin is put into the first five lines by hand.
-"""
-
-
-@dataclass(frozen=True)
-class LockedFile:
-    """An upstream file that we change: sha256 before and after, and which patches do it
-    (``["overlay"]`` for a file that is replaced whole)."""
-
-    before: str
-    after: str
-    by: tuple[str, ...]
-
-
-@dataclass
-class Lock:
-    """``patches/upstream.toml``."""
-
-    version: str
-    tag: str
-    commit: str
-    sdist: str
-    sdist_sha256: str
-    patches: dict[str, str] = field(default_factory=dict)
-    files: dict[str, LockedFile] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> "Lock":
-        try:
-            table = tomllib.loads(path.read_text())
-            for name, entry in table.get("files", {}).items():
-                check_relative(name, path.name)
-                table["files"][name] = LockedFile(
-                    entry["before"], entry["after"], tuple(entry["by"])
-                )
-            return cls(**table)
-        except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise OverlayError(FAILED, f"{path}: no usable lock: {error}") from None
-
-    def text(self) -> str:
-        lines = [
-            f'{name} = "{getattr(self, name)}"'
-            for name in ("version", "tag", "commit", "sdist", "sdist_sha256")
-        ]
-        lines += ["", "[patches]"]
-        lines += [f'"{name}" = "{digest}"' for name, digest in self.patches.items()]
-        for path, entry in sorted(self.files.items()):
-            by = ", ".join(f'"{name}"' for name in entry.by)
-            lines += ["", f'[files."{path}"]', f'before = "{entry.before}"']
-            lines += [f'after = "{entry.after}"', f"by = [{by}]"]
-        return _LOCK_HEADER + "\n".join(lines) + "\n"
+_PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
 
 
 @dataclass(frozen=True)
@@ -88,60 +34,45 @@ class PatchSet:
         self.lock = Lock.read(self.patch_dir / "upstream.toml")
         self.overlay = _overlay_files(self.root)
 
-    def series(self) -> list[str]:
-        """Names of the patches, in the order in which they apply."""
-        names = (self.patch_dir / "series").read_text().split()
-        for name in names:
-            if not PATCH_NAME.fullmatch(name):
-                raise OverlayError(
-                    FAILED, f"patches/series: {name!r} is not named NNNN-topic.patch"
-                )
-        return names
-
-    def patch(self, name: str) -> bytes:
-        try:
-            return (self.patch_dir / name).read_bytes()
-        except OSError as error:
-            raise OverlayError(FAILED, f"patches/{name}: {error.strerror}") from None
+    def series(self) -> dict[str, bytes]:
+        """The patches by name, in the order of their numbers, in which they apply."""
+        names = sorted(path.name for path in self.patch_dir.glob("*.patch"))
+        for name, following in zip(names, [*names[1:], "end"], strict=True):
+            if not _PATCH_NAME.fullmatch(name):
+                raise OverlayError(FAILED, f"patches/{name} is not named NNNN-topic.patch")
+            if name[:4] == following[:4]:
+                raise OverlayError(FAILED, f"patches/{name} and {following} have the same number")
+        return {name: (self.patch_dir / name).read_bytes() for name in names}
 
     def check_against_lock(self) -> None:
         """Refuse a patch set that was edited after the lock was made.
 
         Given this and the hashes of upstream's files, what application gives is determined.
         """
-        lines = []
-        series = self.series()
-        if series != list(self.lock.patches):
-            lines.append("patches/series lists other patches than the lock does")
-        for name in series:
-            if sha256(self.patch(name)) != self.lock.patches.get(name):
-                lines.append(f"patches/{name} differs from the lock")
+        locked, found = self.lock.patches, {n: sha256(p) for n, p in self.series().items()}
+        stale = [f"patches/{n}" for n in sorted({*found, *locked}) if found.get(n) != locked.get(n)]
         for path, entry in self.lock.files.items():
             source = self.overlay.get(path)
-            if (entry.by == (BY_OVERLAY,)) != (source is not None):
-                lines.append(f"{path}: the lock and the overlay disagree on who changes it")
-            elif source and source.sha256 != entry.after:
-                lines.append(f"overlay file {path} differs from the lock")
-        if lines:
-            raise OverlayError(FAILED, *(f"{line}: run `make lock`" for line in lines))
+            ours = {source.sha256} if source else set()
+            if ours != (set(entry.after.values()) if entry.by == (BY_OVERLAY,) else set()):
+                stale.append(f"overlay file {path}")
+        if stale:
+            raise OverlayError(
+                FAILED, *(f"{s} differs from the lock: run `make lock`" for s in stale)
+            )
 
 
 def _overlay_files(root: Path) -> dict[str, Source]:
     """Overlay files by their path in a checkout; a symlink among them is refused."""
     found = {}
     for ours, theirs in OVERLAY_ROOTS.items():
-        for folder, subfolders, files in os.walk(root / ours):
-            subfolders[:] = sorted(name for name in subfolders if name != "__pycache__")
-            for name in [*subfolders, *sorted(files)]:
-                path = Path(folder, name)
-                if path.is_symlink():
-                    raise OverlayError(
-                        FAILED, f"{path.relative_to(root)} is a symlink: overlay files are real"
-                    )
-                if name in subfolders or path.suffix == ".pyc":
-                    continue
+        for path in sorted((root / ours).rglob("*")):
+            if path.is_symlink():
+                what = f"{path.relative_to(root)} is a symlink: overlay files are real"
+                raise OverlayError(FAILED, what)
+            if path.is_file() and path.suffix != ".pyc":
                 relative = Path(theirs, path.relative_to(root / ours)).as_posix()
                 check_relative(relative, ours)
-                executable = os.access(path, os.X_OK)
-                found[relative] = Source(path, sha256(path.read_bytes()), executable)
+                digest = sha256(path.read_bytes())
+                found[relative] = Source(path, digest, os.access(path, os.X_OK))
     return found

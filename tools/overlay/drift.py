@@ -1,0 +1,148 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What another Megatron-LM tree means for the patch set, worked out without changing anything."""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from overlay import git, header, series
+from overlay.checkout import STATE_DIR, Checkout
+from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
+from overlay.fetch import upstream
+from overlay.names import Tree
+from overlay.patchset import PatchSet
+from overlay.uses import Uses, changed_names
+
+_APPLIES, _OFFSET = "applies", "applies with offset"
+_NOTHING_TO_DO = {_APPLIES, _OFFSET, "unchanged"}
+_PLACES = 4  # places of use that the table shows
+
+
+@dataclass
+class Row:
+    """A patch, an overlay file, or a name: what is with it, and where (files, or places of use)."""
+
+    name: str
+    state: str
+    detail: str = ""
+    where: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """``names`` has only rows that mean work; ``new_files`` counts overlay files that are new."""
+
+    pin: str
+    version: str
+    patches: list[Row]
+    files: list[Row]
+    new_files: int
+    names: list[Row]
+
+    def is_work(self) -> bool:
+        return bool(self.names) or any(
+            row.state not in _NOTHING_TO_DO for row in self.patches + self.files
+        )
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def text(self) -> str:
+        lines = [f"Megatron-LM {self.version} against the pin {self.pin}"]
+        lines += [f"\npatches ({len(self.patches)})", *_table(self.patches)]
+        lines += [f"\noverlay files that replace upstream's; {self.new_files} others are new"]
+        lines += _table(self.files)
+        lines += [f"\nupstream's names that our code uses: {len(self.names)} changed"]
+        return "\n".join(lines + _table(self.names))
+
+
+def _table(rows: list[Row]) -> list[str]:
+    width = max((len(row.state) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        lines.append(f"  {row.state:{width}}  {row.name}")
+        more = f" and {len(row.where) - _PLACES} more" if len(row.where) > _PLACES else ""
+        for text in (row.detail, ", ".join(row.where[:_PLACES]) + more):
+            lines += [f"  {'':{width}}    {line}" for line in text.splitlines()]
+    return lines
+
+
+def drift(patchset: PatchSet, checkout: Checkout) -> Report:
+    """Compare the pin with a pristine tree of another version.
+
+    Raises:
+        OverlayError: the tree has the overlay applied.
+    """
+    if (checkout.root / STATE_DIR).exists():
+        raise OverlayError(
+            DIFFERS_FROM_LOCK, f"{checkout.root} has the overlay applied: revert it first"
+        )
+    pin = patchset.lock.pin
+    old = upstream(patchset.lock, pin, patchset.root)
+    new = {
+        path.relative_to(checkout.root).as_posix(): path.read_bytes()
+        for path in checkout.root.glob("megatron/**/*")
+        if path.is_file() and not path.is_symlink()
+    }
+    files, new_files = _files(patchset, old, new)
+    return Report(
+        pin, checkout.version, _patches(patchset, old, new), files, new_files,
+        _names(patchset, old, new),
+    )  # fmt: skip
+
+
+def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
+    """How each patch fares upon those before it."""
+    patches = patchset.series()
+    steps = series.build(patches, old.get)
+    ported, conflicts = series.port(steps, old.get, new.get)
+    rows, before = [], {}
+    for index, step in enumerate(ported):
+        where = [path for path, steps_of in conflicts.items() if index in steps_of]
+        if where:
+            rows.append(Row(step.name, "conflicts", where=where))
+        elif not step.paths:
+            rows.append(Row(step.name, "already there"))
+        else:
+            files = {path: before.get(path, new.get(path)) for path in steps[index].paths}
+            rows.append(Row(step.name, _how_it_applies(step.name, patches, files)))
+        before = step.tree
+    return rows
+
+
+def _how_it_applies(name: str, patches: dict[str, bytes], files: dict[str, bytes]) -> str:
+    try:
+        _, moved = git.apply(name, header.split(patches[name])[1], files)
+    except OverlayError:
+        return "merges"
+    return _OFFSET if moved else _APPLIES
+
+
+def _files(
+    patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]
+) -> tuple[list[Row], int]:
+    """The overlay files that replace upstream's, and how many others there are."""
+    rows, pin, other = [], Tree(old), Tree(new)
+    replaced = sorted(path for path in patchset.overlay if path in old or path in new)
+    for path in replaced:
+        if old.get(path) == new.get(path):
+            rows.append(Row(path, "unchanged"))
+        elif path not in new:
+            rows.append(Row(path, "gone upstream"))
+        else:
+            state = "changed upstream" if path in old else "new upstream"
+            changes = changed_names(pin, other, path)
+            detail = [f"{kind}: {name} {detail}".strip() for kind, name, detail in changes]
+            rows.append(Row(path, state, "\n".join(detail)))
+    return rows, len(patchset.overlay) - len(replaced)
+
+
+def _names(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
+    """Upstream's names that our code uses and that are gone or declared otherwise."""
+    sources = {path: source.path for path, source in patchset.overlay.items()}
+    for path in (patchset.root / "tests").glob("**/*.py"):
+        sources[path.relative_to(patchset.root).as_posix()] = path
+    ours = {path: file.read_bytes() for path, file in sources.items() if path.endswith(".py")}
+    uses = Uses(ours, Tree(old | ours), Tree(new | ours))
+    rows = [Row(name, kind, detail, places) for (kind, name, detail), places in uses.found.items()]
+    return sorted(rows, key=lambda row: (row.state, row.name))

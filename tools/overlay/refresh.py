@@ -1,0 +1,183 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Write our side of the patch set, canonical patches and the lock, or check it."""
+
+from pathlib import Path
+
+from overlay import git, header, series
+from overlay.checkout import Checkout, digest, regular, sha256
+from overlay.errors import FAILED, OverlayError
+from overlay.fetch import upstream
+from overlay.lock import BY_OVERLAY, LockedFile, check_version
+from overlay.patchset import PatchSet
+from overlay.series import Step
+from overlay.store import Manifest, Store
+
+Texts = dict[str, bytes]  # patches by name
+
+
+def refresh(
+    patchset: PatchSet, checkout: Checkout | None, into: list[str], only_check: bool = False
+) -> list[str]:
+    """Bring patches and lock to their canonical form, with an applied checkout's edits.
+
+    Raises:
+        OverlayError: the patch set is inconsistent; or, with ``only_check``, not in that form.
+    """
+    lines: list[str] = []
+    patches, lock, old_pin = patchset.series(), patchset.lock, patchset.lock.pin
+    steps = series.build(patches, upstream(lock, lock.pin, patchset.root).get)
+    if checkout:
+        steps, lines = _take_edits(patchset, checkout, steps, into)
+    texts = series.render(steps, upstream(lock, lock.pin, patchset.root).get)
+    for name in [name for name, text in texts.items() if not text]:
+        if not header.split(patches[name])[1]:
+            raise OverlayError(FAILED, f"patches/{name} changes nothing: fill or delete it")
+        del texts[name]
+        lines.append(f"dropped patches/{name}: it changes nothing any more")
+    if lock.pin != old_pin:
+        del lock.versions[old_pin]
+        lines.append(f"{old_pin} left the lock: {lock.pin} is the pin")
+    _lock_files(patchset, texts)
+    lines += _write(patchset, patches, texts, only_check)
+    if checkout:
+        _adopt(patchset, checkout)
+    return lines
+
+
+def _take_edits(
+    patchset: PatchSet, checkout: Checkout, steps: list[Step], into: list[str]
+) -> tuple[list[Step], list[str]]:
+    """The steps with what was edited in the checkout. One that was merged onto another version by
+    ``--three-way`` moves the pin to that version."""
+    lock, manifest = patchset.lock, Store(checkout).manifest()
+    version, conflicts = checkout.version, {}
+    check_version(checkout.root, version, lock.versions)
+    original = upstream(lock, version, patchset.root).get
+    if manifest is None or manifest.version != lock.pin:
+        raise OverlayError(FAILED, f"{checkout.root} has not the patches for {lock.pin} applied")
+    if version != lock.pin:
+        steps, conflicts = series.port(steps, upstream(lock, lock.pin, patchset.root).get, original)
+        lock.pin = version
+    applied = series.last_tree(steps)
+    for path, data in applied.items():
+        entry = manifest.files.get(path)
+        if entry is None or digest(entry[0]) != sha256(original(path)):
+            raise OverlayError(FAILED, f"{path}: its original is not that of {version}")
+        if version == manifest.version and digest(entry[-1]) != sha256(data):
+            raise OverlayError(
+                FAILED, f"{checkout.root} has not the present patches applied (see {path})"
+            )
+    edits = _edits(patchset, checkout, applied)
+    owners = {path: _owner(steps, path, conflicts.get(path), into) for path in edits}
+    for path, edited in edits.items():
+        before = applied.get(path, original(path))
+        series.carry(steps, owners[path], path, before, edited, original)
+    return steps, [f"{len(edits)} edited", *edits]
+
+
+def _edits(patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes]) -> dict[str, bytes]:
+    """Upstream's Python files that are not as the patches leave them."""
+    edits = {}
+    for path, data in upstream(patchset.lock, patchset.lock.pin, patchset.root).items():
+        if not (path.startswith("megatron/") and path.endswith(".py")):
+            continue  # a git checkout has other such files than the sdist
+        state = checkout.look(path)
+        if path in patchset.overlay or state is None:
+            continue
+        if digest(state) != sha256(applied.get(path, data)):
+            edits[path] = checkout.path(path).read_bytes()
+            if b"\n<<<<<<< " in edits[path]:
+                raise OverlayError(FAILED, f"{path} has conflict markers left: resolve them")
+    return edits
+
+
+def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: list[str]) -> int:
+    """Index of the patch that an edit of ``path`` belongs to: the one that ``into`` names for it
+    or for all, else the only one that conflicted in it, else the only one that touches it."""
+    named = [number for number, _, of in (i.partition(":") for i in into) if of in ("", path)]
+    if named:
+        found = [i for i, step in enumerate(steps) if step.name.startswith(f"{named[-1]}-")]
+        if not found:
+            raise OverlayError(FAILED, f"--into {named[-1]}: no patches/{named[-1]}-*.patch")
+        return found[0]
+    found = conflicting or [i for i, step in enumerate(steps) if path in step.paths]
+    if len(found) != 1:
+        names = ", ".join(steps[index].name for index in found) or "no patch"
+        raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
+    return found[0]
+
+
+def _lock_files(patchset: PatchSet, texts: Texts) -> None:
+    """Bring the tables of the lock up to date: apply the patches to every version in it."""
+    lock, files = patchset.lock, {}
+    for version in lock.versions:
+        files_of = upstream(lock, version, patchset.root)
+        try:
+            steps = series.build(texts, files_of.get)
+        except OverlayError as error:
+            raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
+        after = dict(series.last_tree(steps))
+        by = {path: tuple(s.name for s in steps if path in s.paths) for path in after}
+        for path, source in patchset.overlay.items():
+            if path in after:
+                raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
+            if path in files_of:
+                after[path], by[path] = source.path.read_bytes(), (BY_OVERLAY,)
+        for path, data in after.items():
+            entry = files.setdefault(path, LockedFile(by[path], {}, {}))
+            entry.before[version], entry.after[version] = sha256(files_of[path]), sha256(data)
+    lock.locked = list(lock.versions)
+    lock.patches = {name: sha256(text) for name, text in texts.items()}
+    lock.files = files
+
+
+def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:
+    files = dict(texts)
+    files["upstream.toml"] = patchset.lock.text().encode()
+    stale = [name for name, text in files.items() if _read(patchset.patch_dir / name) != text]
+    gone = [name for name in patches if name not in texts]
+    if only_check and stale + gone:
+        lines = [f"patches/{name} is stale: run `make lock`" for name in stale + gone]
+        raise OverlayError(FAILED, *lines)
+    git.write_files(patchset.patch_dir, {name: files[name] for name in stale})
+    for name in gone:
+        (patchset.patch_dir / name).unlink()
+    return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
+
+
+def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
+    """Record that the checkout, as it stands, is what the new lock gives."""
+    store, lock = Store(checkout), patchset.lock
+    files_of = upstream(lock, lock.pin, patchset.root)
+    with store.locked():
+        manifest = store.manifest() or Manifest(lock.pin, {})
+        files = {p: states for p, states in manifest.files.items() if p in patchset.overlay}
+        for path in filter(lock.is_patched, lock.changed_in(lock.pin)):
+            store.keep(files_of[path])
+            now = checkout.look(path)
+            known = manifest.files.get(path, [regular(now, sha256(files_of[path]))])
+            files[path] = [known[0], now]
+        store.write(Manifest(lock.pin, files))
+
+
+def check_headers(patchset: PatchSet) -> list[str]:
+    """Check the header and size of every patch, and of all together.
+
+    Raises:
+        OverlayError: one line for each thing that is wrong.
+    """
+    wrong, total, patches = [], 0, patchset.series()
+    for name, patch in patches.items():
+        diff = header.split(patch)[1]
+        changed = sum(git.touched(f"patches/{name}", diff).values()) if diff else 0
+        wrong += header.problems(name, patch, changed)
+        total += changed
+    wrong += header.problems_of_all(len(patches), total)
+    if wrong:
+        raise OverlayError(FAILED, *wrong)
+    return [f"{len(patches)} patch headers are in order, {total} changed lines"]
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
