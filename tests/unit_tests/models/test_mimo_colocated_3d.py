@@ -1,8 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of parallelism with every other, on the same ranks: ten steps equal one rank's.
+"""Every kind of parallelism with every other, on the same ranks: the steps equal one rank's.
 
-Samples have one to three tiles each.
+Samples have one to three tiles each. Of most layouts four steps are compared: a wrong forward shows
+in the first, a wrong gradient in the second, state that steps leave behind in the third.
 """
 
 import itertools
@@ -15,10 +16,10 @@ from tests.unit_tests.test_utilities import requires_world_size
 
 LAYOUTS = [
     # encoder, language model
+    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2"),
     ("tp=1,dp=8", "dp=8,ep=8"),
     ("tp=1,dp=8", "dp=8,ep=4,etp=2"),
     ("tp=1,dp=8", "cp=4,dp=2,ep=2"),
-    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2"),
     ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
     ("tp=1,dp=8", "pp=4,dp=2,ep=2"),
     ("tp=1,dp=8", "pp=4,dp=2,vpp=2"),
@@ -69,4 +70,5 @@ class TestColocated3D:
     @requires_world_size(8)
     @pytest.mark.parametrize(("encoder", "language"), LAYOUTS)
     def test_trajectory_equals_one_rank(self, encoder, language):
-        assert_same_trajectory_as_one_rank(encoder, language, microbatches=1)
+        steps = 10 if (encoder, language) == LAYOUTS[0] else 4
+        assert_same_trajectory_as_one_rank(encoder, language, microbatches=1, steps=steps)
