@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples of the global batch a rank's modules take, microbatch by microbatch.
 
-The bridge wants consecutive samples on each DP rank of either module, so that their slices line up
-whatever the two DP sizes. Between ranks of their own, and without a pipeline, it works once a
-microbatch: microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples, which
-each module cuts into equal slices. On shared ranks with a pipeline it works once a step: each
-module cuts the whole batch, and a rank's slice into microbatches; an encoder's rank may have fewer
-samples than there are microbatches, and then none in some.
+The bridge wants consecutive samples on each DP rank of either module. Between ranks of their own,
+and without a pipeline, it works once a microbatch: microbatch ``i`` is a run of
+``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. On
+shared ranks with a pipeline it works once a step: each module cuts the whole batch, and a rank's
+slice into microbatches; an encoder's rank may have fewer samples than there are microbatches, and
+then none in some. Which slice an encoder's rank takes is the bridge's choice: the one with most of
+what the rank's language model consumes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class BatchPlan:
 
     Args:
         layouts: of both modules.
-        encoder_dp: this rank's DP coordinate in the encoder's grid; None if it is not in there.
-        language_dp: likewise in the language model's grid.
+        encoder_part: which slice this rank encodes; None if it has no encoder.
+        language_dp: this rank's DP coordinate in the language model's grid, None outside of it.
         tokens_per_tile: image tokens that a sample has for each of its tiles.
     """
 
     layouts: Layouts
-    encoder_dp: int | None
+    encoder_part: int | None
     language_dp: int | None
     tokens_per_tile: int
 
@@ -44,19 +45,19 @@ class BatchPlan:
         """Indices into the global batch that the encoder and the language model take here."""
         count = self.layouts.num_microbatches
 
-        def part(dp_rank: int | None, dp_size: int) -> range:
-            if dp_rank is None:
+        def part(slice_: int | None, slices: int) -> range:
+            if slice_ is None:
                 return range(0)
             if self.layouts.separate or self.layouts.language.pp == 1:
-                size = self.layouts.batch.global_size // count // dp_size
-                number = microbatch * dp_size + dp_rank
+                size = self.layouts.batch.global_size // count // slices
+                number = microbatch * slices + slice_
                 return range(number * size, (number + 1) * size)
-            own = self.layouts.batch.global_size // dp_size
+            own = self.layouts.batch.global_size // slices
             first, end = (number * own // count for number in (microbatch, microbatch + 1))
-            return range(dp_rank * own + first, dp_rank * own + end)
+            return range(slice_ * own + first, slice_ * own + end)
 
         return (
-            part(self.encoder_dp, self.layouts.encoder.dp),
+            part(self.encoder_part, self.layouts.encoder.dp),
             part(self.language_dp, self.layouts.language.dp),
         )
 

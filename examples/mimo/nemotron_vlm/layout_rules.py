@@ -74,7 +74,7 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
         return None
     launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
     return (
-        f"tp·cp·pp·dp = {layout.tp}·{layout.cp}·{layout.pp}·{layout.dp} = {layout.size} "
+        f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "
         f"must equal the {world_size} rank{'s' * (world_size > 1)}{launcher}"
     )
 

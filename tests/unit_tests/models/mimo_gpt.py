@@ -52,8 +52,8 @@ class Module:
 
     @classmethod
     def make(cls, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1) -> Module:
-        """Lay a module out over the first tp·cp·pp·dp ranks; collective over the world."""
-        grid = HyperCommGrid([tp, cp, pp, dp], ["tp", "cp", "pp", "dp"])
+        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world."""
+        grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"])
         return cls(grid, ProcessGroupCollection.from_hyper_comm_grid(grid), vpp)
 
     def config(self) -> TransformerConfig:

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
+from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
@@ -78,10 +79,14 @@ def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sampl
 def _batches(job: Job, modules: dict[str, Module]) -> list[dict[str, object]]:
     """This rank's microbatches: consecutive samples of each, or of the whole batch (pipeline)."""
 
+    language = modules[LANGUAGE]
+
     def part(module: Module, number: int) -> Sequence[Sample]:
-        dp = module.groups.dp
-        cuts = [(number, job.microbatches), (dp.rank(), dp.size())]
-        if modules[LANGUAGE].groups.pp.size() > 1:
+        dp, index = module.groups.dp, module.groups.dp.rank()
+        if module is not language:
+            index = bridge_topology(module.grid, language.grid).parts[index]
+        cuts = [(number, job.microbatches), (index, dp.size())]
+        if language.groups.pp.size() > 1:
             cuts.reverse()
         samples = job.samples
         for cut in cuts:
@@ -91,7 +96,7 @@ def _batches(job: Job, modules: dict[str, Module]) -> list[dict[str, object]]:
     return [
         batch(
             {name: part(modules[name], number) for name in job.modalities},
-            part(modules[LANGUAGE], number),
+            part(language, number),
             job.packed,
         )
         for number in range(job.microbatches)

@@ -21,7 +21,12 @@ from examples.mimo.nemotron_vlm.model import (
     IMAGES,
     ModuleGroups,
 )
-from examples.mimo.nemotron_vlm.modules import make_grid, make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.modules import (
+    encoder_part,
+    make_grid,
+    make_modules,
+    prepare_megatron,
+)
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -88,11 +93,11 @@ def microbatches(
     source: SampleSource | None = None,
 ) -> list[dict]:
     """This rank's microbatches of one step of random data, as MimoModel's arguments."""
-    dp = {name: module.groups and module.groups.dp.rank() for name, module in modules.items()}
+    groups = modules[LANGUAGE].groups
     plan = BatchPlan(
         layouts,
-        encoder_dp=dp[IMAGES],
-        language_dp=dp[LANGUAGE],
+        encoder_part=encoder_part(modules),
+        language_dp=groups and groups.dp.rank(),
         tokens_per_tile=PRESET.encoder.tokens_per_tile,
     )
     source = source or make_source("mock", PRESET.encoder, layouts.batch.seq_length, SEED)

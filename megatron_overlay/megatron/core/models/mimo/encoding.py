@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import tensor_parallel
+from megatron.core.models.mimo.comm.sample_rows import SampleRows
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.language_batch import row_owners
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -102,16 +103,15 @@ def _communicate(
     if bridge is None:
         return rows
     token_id = model.special_token_ids[name]
-    consumed = torch.stack([(tokens.input_ids == token_id).sum() for tokens in microbatches]).sum()
+    count = torch.stack([(tokens.input_ids == token_id).sum() for tokens in microbatches]).sum()
     owners = [
         row_owners(tokens.input_ids, token_id, model.partition_adapter, tokens.packed_seq_params)
         for tokens in microbatches
     ]
-    return bridge.communicate(
-        rows,
-        bridge.row_counts(len(rows), consumed),
-        None if owners[0] is None else torch.cat(owners),
+    consumed = SampleRows(
+        [int(count)], None if owners[0] is None else torch.cat(owners).cpu().numpy()
     )
+    return bridge.communicate(rows, consumed=consumed)
 
 
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:
