@@ -21,6 +21,8 @@ from examples.mimo.nemotron_vlm.data import Sample, SampleSource
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.model import IMAGES
+from megatron.core.models.mimo.modality_rows import HostTokens
 
 Microbatch = dict[str, object]
 
@@ -64,7 +66,7 @@ class BatchPlan:
     def microbatches(
         self, source: SampleSource, split: str, step: int, device: torch.device | str
     ) -> list[Microbatch]:
-        """This rank's microbatches of one step, in order.
+        """This rank's microbatches of one step, in order; on shared ranks with ``host_tokens``.
 
         Raises:
             UserError: a sample has another number of image tokens than its tiles become.
@@ -89,9 +91,12 @@ class BatchPlan:
                     f"{len(sample.tiles)} tiles of {self.tokens_per_tile}, which need {wanted}; "
                     "mend the data"
                 )
-        return collate(
-            [samples[i] for i in encoder_part], [samples[i] for i in language_part], device
-        )
+        encoded, consumed = ([samples[i] for i in part] for part in (encoder_part, language_part))
+        batch = collate(encoded, consumed, device)
+        if not self.layouts.separate:
+            ids = {IMAGES: [sample.input_ids for sample in encoded]}
+            batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in consumed])
+        return batch
 
 
 def collate(
@@ -122,5 +127,5 @@ def collate(
     return {
         **stacked,
         "position_ids": positions.expand_as(stacked["input_ids"]),
-        "modality_inputs": {"images": images},
+        "modality_inputs": {IMAGES: images},
     }

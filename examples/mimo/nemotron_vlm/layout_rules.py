@@ -191,8 +191,9 @@ def pair_violation(layouts: Layouts) -> str | None:
     return _first(
         [
             (
-                e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"one of encoder dp={e.dp} and language dp={lang.dp} must divide the other",
+                layouts.separate and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
+                f"with --placement {SEPARATE} one of encoder dp={e.dp} and language dp={lang.dp} "
+                "must divide the other: its bridge splits or joins whole slices",
             ),
             (
                 samples % e.dp > 0,

@@ -30,6 +30,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
     finalize_mimo_grads,
@@ -230,7 +231,7 @@ def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[Mim
 
 
 def _forward_step(microbatches, model: MimoModel):
-    output, loss_mask = model(**next(microbatches))
+    output, loss_mask = model(**with_embeddings(model, next(microbatches)))
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 

@@ -31,6 +31,7 @@ from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
@@ -202,7 +203,7 @@ def _total(reports: list[torch.Tensor], model, modules) -> list[float]:
 
 
 def _forward_step(batches: Iterator[dict], model: MimoModel):
-    output, loss_mask = model(**next(batches))
+    output, loss_mask = model(**with_embeddings(model, next(batches)))
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 

@@ -58,11 +58,13 @@ def one_rank_trajectory(job: Job) -> Steps:
     return found[0]
 
 
-def check(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
+def check(
+    job: Job, language: dict[str, int], told: bool = False, **encoders: dict[str, int]
+) -> None:
     """The loss goes down, step by step as on one rank."""
     expected_losses, expected_norms = zip(*one_rank_trajectory(job), strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
-        losses, norms = zip(*train(job, made, STEPS), strict=True)
+        losses, norms = zip(*train(job, made, STEPS, told), strict=True)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
     assert losses[-1] < 0.98 * losses[0]
@@ -118,14 +120,16 @@ class TestWhatRealBatchesBring:
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [dict(tp=2, cp=2, dp=2), CP_2_PP_2, VPP_2], ids=str)
-    def test_two_encoders_of_different_layouts(self, language):
-        check(TWO_ENCODERS, language, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
+    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    def test_two_encoders_of_different_layouts(self, language, told):
+        check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
     @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
-    def test_packed_samples_of_odd_lengths(self, encoder, language):
-        check(PACKED, language, images=encoder)
+    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    def test_packed_samples_of_odd_lengths(self, encoder, language, told):
+        check(PACKED, language, told, images=encoder)
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)

@@ -66,8 +66,8 @@ def told_rows(
             sum is read.
 
     Raises:
-        ValueError: on all ranks of the block, if the encoders' rows are not as many as the
-            consumed ones, or if neither DP size divides the other: then an atom is less than what
+        ValueError: on all ranks of the block, if the encoders make other numbers of rows than are
+            consumed, or if neither DP size divides the other: then an atom is less than what
             any rank knows of.
     """
     if not topology.divides:
@@ -80,16 +80,19 @@ def told_rows(
     table = _gather(torch.tensor([encoded, sum(consumed.counts)]), group, device)
     made = {topology.encodes(r): int(table[i, 0]) for i, r in enumerate(ranks)}
     used = {topology.consumes(ranks[i]): int(table[i, 1]) for i in first_stage}
-    if sum(made.values()) != sum(used.values()):
-        raise ValueError(
-            f"ranks {ranks} encode {sum(made.values())} rows and consume {sum(used.values())}"
-        )
-    finer = made if topology.direction is BridgeDirection.FAN_IN else used
+    finer, coarser = made, used
+    if topology.direction is BridgeDirection.FAN_OUT:
+        finer, coarser = used, made
     rows = {run.start: count for run, count in finer.items()}
 
     def of(atoms: range) -> list[int]:
         return [rows[atom] for atom in atoms]
 
+    if any(sum(of(run)) != count for run, count in coarser.items()):
+        raise ValueError(
+            f"of ranks {ranks}, the encoders make {list(made.values())} rows, but the destination "
+            f"consumes {list(used.values())}"
+        )
     owners = None
     if consumed.owners is not None:
         padded = torch.zeros(max(used.values()), dtype=torch.int64)
