@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
 from tests.unit_tests.models.mimo_gpt_samples import draw
 from tests.unit_tests.models.mimo_gpt_training import Job, Steps, train, train_plainly
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 5
@@ -29,6 +31,9 @@ TEXT_ONLY_PART = Job([draw({IMAGES: 3 if 4 <= seed < 8 else 0}, seed) for seed i
 TEXT_ONLY = Job([draw({IMAGES: 0}, seed) for seed in range(16)])
 TWO_ENCODERS = Job([draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)])
 PACKED = Job([draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)], packed=True)
+
+TOLD = Job([draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)])
+"""Of a length that CP divides."""
 
 TOLERANCE = 1e-5
 """Relative, of fp32 losses and gradient norms: sums in another order."""
@@ -75,6 +80,20 @@ class TestOneRank:
     @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
     def test_the_loss_falls_as_in_plain_pytorch(self, packed):
         check(replace(EVEN, packed=packed), {}, images={})
+
+
+class TestFourRanks:
+    @requires_world_size(4)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(cp=2, pp=2)], ids=str)
+    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=["fan-in", "fan-out"])
+    def test_the_host_waits_for_nothing_once_a_batch_tells_its_tokens(self, encoder, language):
+        """Encoders, bridge, schedule and MimoModel, backward and reduction of gradients included.
+
+        The first step fills caches, of layouts and of attention.
+        """
+        language = language | {"variable_lengths": False}  # else stages tell each other shapes
+        with modules(images=encoder, language=language) as made:
+            train(TOLD, made, 3, told=True, around=lambda n: no_host_sync() if n else nullcontext())
 
 
 class TestEightRanks:
