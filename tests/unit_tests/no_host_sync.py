@@ -22,10 +22,15 @@ class _RefuseWaiting(TorchDispatchMode):
         "unique",
         "repeat_interleave.Tensor",
     )
+    by_mask = ("aten::index.", "aten::index_put")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         waits = any(name in func.name() for name in self.waiting)
+        waits &= "nonzero_static" not in func.name()  # its size is known
+        fills = "index_put" in func.name() and args[2].numel() == 1  # one value: masked_fill
+        if func.name().startswith(self.by_mask) and not fills:
+            waits |= any(index is not None and index.dtype is torch.bool for index in args[1])
         # A change of dtype does not wait; a copy to another device may.
         moves = "_to_copy" in func.name() and kwargs.get("device") is not None
         assert not (waits or moves), func.name()
@@ -43,7 +48,10 @@ def no_host_sync() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return
-    # On the CPU, tolist() reads memory without dispatching.
-    tolist = patch.object(torch.Tensor, "tolist", side_effect=AssertionError("tolist"))
-    with _RefuseWaiting(), tolist:
+    # On the CPU, these read memory without dispatching.
+    with _RefuseWaiting(), _refused("tolist"), _refused("cpu"):
         yield
+
+
+def _refused(method: str):
+    return patch.object(torch.Tensor, method, side_effect=AssertionError(method))

@@ -24,14 +24,12 @@ ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
 
 
-def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, order="tp cp dp pp", **kwargs) -> HyperCommGrid:
-    """``expert`` is (etp, ep, edp)."""
-    sizes = dict(tp=tp, cp=cp, dp=dp, pp=pp)
-    dims = order.split()
-    grid = HyperCommGrid([sizes[d] for d in dims], dims, **kwargs)
+def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, **kwargs) -> HyperCommGrid:
+    """``expert`` is [etp, ep, edp]."""
+    grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"], **kwargs)
     if expert:
-        names = ["expt_tp", "ep", "expt_dp"]
-        grid.register_view("expert", expert, names, replaces=["tp", "cp", "dp"])
+        names = ["expt_tp", "ep", "expt_dp", "pp"]
+        grid.register_view("expert", [*expert, pp], names, shared_dims=["pp"])
     return grid
 
 
@@ -113,12 +111,6 @@ class TestFields:
             tp_ep_pp_with_egtp_remat=[4, 5, 6, 7, 12, 13, 14, 15],
         )
 
-    def test_pp_inside_dp_keeps_experts_within_the_stage(self):
-        groups = fields_of(1, tp=1, dp=4, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
-        assert groups["pp"] == [0, 1]
-        assert groups["dp"] == groups["ep"] == [1, 3, 5, 7]
-        assert groups["tp_ep_pp"] == groups["intra_dist_opt"] == list(range(8))
-
     @pytest.mark.parametrize(
         "rank, embd, pos_embd",
         [(0, [0, 6], [0]), (2, None, None), (4, None, None), (6, [0, 6], None)],
@@ -136,15 +128,6 @@ class TestFields:
         without = {name for name, group in groups.items() if group is None}
         same = {field for field, of in SAME_GROUPS.items() if of in EXPERT_FIELDS}
         assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | same
-
-    def test_plain_view_with_shared_pp_serves_as_expert_view(self):
-        names = ["expt_tp", "ep", "expt_dp", "pp"]
-        with RecordedGroups(0):
-            grid = make_grid(tp=2, dp=2, pp=2)
-            grid.register_view("moe", [1, 4, 1, 2], names, shared_dims=["pp"])
-            groups = groups_from_grid(grid)
-        assert groups["ep"] == [0, 1, 2, 3]
-        assert groups["tp_ep_pp"] == list(range(8))
 
     def test_rank_outside_the_grid_takes_part_and_has_no_collection(self):
         """None, and not a collection of Nones: that would mean unsharded weights."""
@@ -207,13 +190,6 @@ class TestMisuse:
         with pytest.raises(ValueError, match=r"base dims \{'ep': 2\} multiply the ranks"):
             groups_from_grid(grid)
 
-    def test_two_expert_views(self):
-        grid = make_grid(tp=2, dp=2, expert=[1, 4, 1])
-        names = ["expt_tp", "ep", "expt_dp"]
-        grid.register_view("other", [1, 2, 2], names, replaces=["tp", "cp", "dp"])
-        with pytest.raises(ValueError, match=r"\['expert', 'other'\] all have the expert dims"):
-            groups_from_grid(grid)
-
 
 class TestDdpWithoutExpertGroups:
     """DDP takes ``expt_dp=None`` for "no experts", and makes no group of its own."""
@@ -257,12 +233,10 @@ class TestWorld8:
         Utils.initialize_distributed()
 
     def test_real_groups_hold_the_ranks_of_the_grid(self):
-        grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
+        grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1])
         pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
         with RecordedGroups(dist.get_rank()):
-            expected = groups_from_grid(
-                make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1], order="tp cp pp dp")
-            )
+            expected = groups_from_grid(make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1]))
         for name, ranks in expected.items():
             group = getattr(pgs, name)
             assert (group and dist.get_process_group_ranks(group)) == ranks, name

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples of the global batch a rank's modules take, microbatch by microbatch.
 
-The bridge wants consecutive samples on each DP rank of either module, so that their slices line up
-whatever the two DP sizes. Between ranks of their own, and without a pipeline, it works once a
-microbatch: microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples, which
-each module cuts into equal slices. On shared ranks with a pipeline it works once a step: each
-module cuts the whole batch, and a rank's slice into microbatches; an encoder's rank may have fewer
-samples than there are microbatches, and then none in some.
+The bridge wants consecutive samples on each DP rank of either module. Between ranks of their own,
+and without a pipeline, it works once a microbatch: microbatch ``i`` is a run of
+``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. On
+shared ranks with a pipeline it works once a step: each module cuts the whole batch, and a rank's
+slice into microbatches; an encoder's rank may have fewer samples than there are microbatches, and
+then none in some. Which slice an encoder's rank takes is the bridge's choice: the one with most of
+what the rank's language model consumes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from examples.mimo.nemotron_vlm.data import Sample, SampleSource
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.model import IMAGES
+from megatron.core.models.mimo.modality_rows import HostTokens
 
 Microbatch = dict[str, object]
 
@@ -30,13 +33,13 @@ class BatchPlan:
 
     Args:
         layouts: of both modules.
-        encoder_dp: this rank's DP coordinate in the encoder's grid; None if it is not in there.
-        language_dp: likewise in the language model's grid.
+        encoder_part: which slice this rank encodes; None if it has no encoder.
+        language_dp: this rank's DP coordinate in the language model's grid, None outside of it.
         tokens_per_tile: image tokens that a sample has for each of its tiles.
     """
 
     layouts: Layouts
-    encoder_dp: int | None
+    encoder_part: int | None
     language_dp: int | None
     tokens_per_tile: int
 
@@ -44,26 +47,26 @@ class BatchPlan:
         """Indices into the global batch that the encoder and the language model take here."""
         count = self.layouts.num_microbatches
 
-        def part(dp_rank: int | None, dp_size: int) -> range:
-            if dp_rank is None:
+        def part(slice_: int | None, slices: int) -> range:
+            if slice_ is None:
                 return range(0)
             if self.layouts.separate or self.layouts.language.pp == 1:
-                size = self.layouts.batch.global_size // count // dp_size
-                number = microbatch * dp_size + dp_rank
+                size = self.layouts.batch.global_size // count // slices
+                number = microbatch * slices + slice_
                 return range(number * size, (number + 1) * size)
-            own = self.layouts.batch.global_size // dp_size
+            own = self.layouts.batch.global_size // slices
             first, end = (number * own // count for number in (microbatch, microbatch + 1))
-            return range(dp_rank * own + first, dp_rank * own + end)
+            return range(slice_ * own + first, slice_ * own + end)
 
         return (
-            part(self.encoder_dp, self.layouts.encoder.dp),
+            part(self.encoder_part, self.layouts.encoder.dp),
             part(self.language_dp, self.layouts.language.dp),
         )
 
     def microbatches(
         self, source: SampleSource, split: str, step: int, device: torch.device | str
     ) -> list[Microbatch]:
-        """This rank's microbatches of one step, in order.
+        """This rank's microbatches of one step, in order; on shared ranks with ``host_tokens``.
 
         Raises:
             UserError: a sample has another number of image tokens than its tiles become.
@@ -88,9 +91,12 @@ class BatchPlan:
                     f"{len(sample.tiles)} tiles of {self.tokens_per_tile}, which need {wanted}; "
                     "mend the data"
                 )
-        return collate(
-            [samples[i] for i in encoder_part], [samples[i] for i in language_part], device
-        )
+        encoded, consumed = ([samples[i] for i in part] for part in (encoder_part, language_part))
+        batch = collate(encoded, consumed, device)
+        if not self.layouts.separate:
+            ids = {IMAGES: [sample.input_ids for sample in encoded]}
+            batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in consumed])
+        return batch
 
 
 def collate(
@@ -121,5 +127,5 @@ def collate(
     return {
         **stacked,
         "position_ids": positions.expand_as(stacked["input_ids"]),
-        "modality_inputs": {"images": images},
+        "modality_inputs": {IMAGES: images},
     }

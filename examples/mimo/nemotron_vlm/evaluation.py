@@ -13,6 +13,7 @@ import torch.distributed as dist
 from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT
 from examples.mimo.nemotron_vlm.loss import count_answers, gather_answer_logits
 from examples.mimo.nemotron_vlm.trainer import Trainer
+from megatron.core.models.mimo.encoding import with_embeddings
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _digits(tokens: list[int]) -> str:
 
 
 def _forward_step(microbatches, model, tp_group):
-    batch = dict(next(microbatches))
+    batch = with_embeddings(model, next(microbatches))
     labels, positions = batch.pop("labels"), batch["position_ids"]
     logits, loss_mask = model(**batch)
     if model.partition_adapter is not None:

@@ -74,7 +74,7 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
         return None
     launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
     return (
-        f"tp·cp·pp·dp = {layout.tp}·{layout.cp}·{layout.pp}·{layout.dp} = {layout.size} "
+        f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "
         f"must equal the {world_size} rank{'s' * (world_size > 1)}{launcher}"
     )
 
@@ -191,8 +191,9 @@ def pair_violation(layouts: Layouts) -> str | None:
     return _first(
         [
             (
-                e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"one of encoder dp={e.dp} and language dp={lang.dp} must divide the other",
+                layouts.separate and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
+                f"with --placement {SEPARATE} one of encoder dp={e.dp} and language dp={lang.dp} "
+                "must divide the other: its bridge splits or joins whole slices",
             ),
             (
                 samples % e.dp > 0,

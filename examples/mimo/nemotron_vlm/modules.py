@@ -10,13 +10,14 @@ from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups
 from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-DIMS = ["tp", "cp", "pp", "dp"]
-"""Fastest first. PP lies inside DP: so a rank's samples are the same in every module's grid."""
+DIMS = ["tp", "cp", "dp", "pp"]
+"""Fastest first, as ``parallel_state`` orders ranks: what talks most lies closest together."""
 
 
 def make_grid(layout: Layout, backend: str, rank_offset: int = 0) -> HyperCommGrid:
@@ -24,9 +25,9 @@ def make_grid(layout: Layout, backend: str, rank_offset: int = 0) -> HyperCommGr
     grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
     grid.register_view(
         "expert",
-        [layout.etp, layout.ep, layout.expt_dp],
-        ["expt_tp", "ep", "expt_dp"],
-        replaces=["tp", "cp", "dp"],
+        [layout.etp, layout.ep, layout.expt_dp, layout.pp],
+        ["expt_tp", "ep", "expt_dp", "pp"],
+        shared_dims=["pp"],
     )
     return grid
 
@@ -41,6 +42,17 @@ def make_modules(layouts: Layouts, backend: str) -> dict[str, ModuleGroups]:
         grid = make_grid(layout, backend, first)
         modules[name] = ModuleGroups(grid, ProcessGroupCollection.from_hyper_comm_grid(grid))
     return modules
+
+
+def encoder_part(modules: dict[str, ModuleGroups]) -> int | None:
+    """Which of the encoder's dp equal parts of a batch this rank encodes; None if it does not.
+
+    On shared ranks the bridge says so, between ranks of their own it is the DP rank.
+    """
+    encoder, language = modules[IMAGES], modules[LANGUAGE]
+    if encoder.groups is None or language.groups is None:
+        return encoder.groups and encoder.groups.dp.rank()
+    return bridge_topology(encoder.grid, language.grid).parts[encoder.groups.dp.rank()]
 
 
 def prepare_megatron(modules: dict[str, ModuleGroups], seed: int) -> None:

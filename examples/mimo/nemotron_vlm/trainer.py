@@ -24,12 +24,13 @@ from examples.mimo.nemotron_vlm.freezing import freeze, is_trained
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loss import summed_loss
-from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups, build_vlm
-from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.model import ModuleGroups, build_vlm
+from examples.mimo.nemotron_vlm.modules import encoder_part, make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
     finalize_mimo_grads,
@@ -74,8 +75,8 @@ class Trainer:
         )
         self.plan = BatchPlan(
             config.layouts,
-            encoder_dp=_dp_rank(self.modules[IMAGES]),
-            language_dp=_dp_rank(self.modules[LANGUAGE]),
+            encoder_part=encoder_part(self.modules),
+            language_dp=self.language_groups and self.language_groups.dp.rank(),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
         self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
@@ -223,10 +224,6 @@ def _noting(forward_step: Callable, where: str) -> Callable:
     return noted
 
 
-def _dp_rank(module: ModuleGroups) -> int | None:
-    return None if module.groups is None else module.groups.dp.rank()
-
-
 def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[MimoModel]:
     """The run's bare model on this rank, by virtual stage; its weights are not initialized."""
     specs = layer_specs(config.transformer_impl)
@@ -234,7 +231,7 @@ def build_model(config: RunConfig, modules: dict[str, ModuleGroups]) -> list[Mim
 
 
 def _forward_step(microbatches, model: MimoModel):
-    output, loss_mask = model(**next(microbatches))
+    output, loss_mask = model(**with_embeddings(model, next(microbatches)))
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 

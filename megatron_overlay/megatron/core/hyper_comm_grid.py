@@ -13,7 +13,6 @@ from megatron.core.rank_enumeration import (
     Factorization,
     GridError,
     factorize,
-    refactor_within,
     same_membership,
 )
 
@@ -72,23 +71,19 @@ class HyperCommGrid:
         name: str,
         shape: Sequence[int],
         dim_names: Sequence[str],
-        shared_dims: Sequence[str] | None = None,
-        replaces: Sequence[str] | None = None,
+        shared_dims: Sequence[str] = (),
     ) -> None:
         """Add a second factorization of the same ranks.
 
-        Without ``replaces`` the view lists all its dims and covers the whole grid. With it the
-        named base dims are re-factored inside each coordinate of the remaining base dims, which
-        the view shares: ``register_view("expert", [etp, ep, edp], ["expt_tp", "ep", "expt_dp"],
-        replaces=["tp", "cp", "dp"])`` keeps expert groups within their pipeline stage.
+        The experts of a pipelined model: ``register_view("expert", [etp, ep, edp, pp],
+        ["expt_tp", "ep", "expt_dp", "pp"], shared_dims=["pp"])`` beside ``[tp, cp, dp, pp]``.
 
         Args:
             name: how ``view=`` refers to it.
             shape: size of each dim of the view.
             dim_names: name of each dim of the view, fastest first.
             shared_dims: dims that mean the same groups in the base and in the view; asked for
-                through the view, they are the base's groups. With ``replaces``, all remaining.
-            replaces: base dims whose product the new dims re-factor.
+                through the view, they are the base's groups.
 
         Raises:
             GridError: the name is taken, the axes are malformed, the products differ, or a shared
@@ -96,19 +91,13 @@ class HyperCommGrid:
         """
         if name in self._views:
             raise GridError(f"view {name!r} is registered already: {list(self._views)}")
-        if replaces is not None:
-            view = refactor_within(self._base, shape, dim_names, replaces)
-            kept = [d for d in self.dim_names if d not in replaces]
-            shared = kept if shared_dims is None else shared_dims
-        else:
-            view = factorize(shape, dim_names, self.rank_offset)
-            if view.ranks.size != self.size:
-                raise GridError(
-                    f"view {name!r} of shape {list(shape)} covers {view.ranks.size} ranks, the "
-                    f"grid of shape {self.shape} has {self.size}"
-                )
-            shared = shared_dims or ()
-        for dim in shared:
+        view = factorize(shape, dim_names, self.rank_offset)
+        if view.ranks.size != self.size:
+            raise GridError(
+                f"view {name!r} of shape {list(shape)} covers {view.ranks.size} ranks, the "
+                f"grid of shape {self.shape} has {self.size}"
+            )
+        for dim in shared_dims:
             if dim not in self.dim_names or dim not in view.dim_names:
                 raise GridError(
                     f"shared dim {dim!r} must be in the base {self.dim_names} and in view "
@@ -121,12 +110,7 @@ class HyperCommGrid:
                     f"{list(view.shape)} {list(view.dim_names)}"
                 )
         self._views[name] = view
-        self._shared_dims[name] = frozenset(shared)
-
-    @property
-    def views(self) -> dict[str, tuple[str, ...]]:
-        """Dim names of each registered view."""
-        return {name: view.dim_names for name, view in self._views.items()}
+        self._shared_dims[name] = frozenset(shared_dims)
 
     def create_pg(
         self, dims: str | Sequence[str], view: str | None = None, **kwargs: Any
@@ -156,10 +140,6 @@ class HyperCommGrid:
             GridError: unknown or repeated dims, or groups that don't exist yet.
         """
         return self._get(self._resolve(dims, view)[0])
-
-    def has_pg(self, dims: str | Sequence[str], view: str | None = None) -> bool:
-        """Whether the groups over ``dims`` exist."""
-        return self._resolve(dims, view)[0] in self._pgs
 
     def get_rank_enum(self, dims: str | Sequence[str], view: str | None = None) -> list[list[int]]:
         """The rank lists that :meth:`create_pg` makes groups of, this rank's or not."""

@@ -14,23 +14,23 @@ from megatron.core.utils import log_single_rank
 logger = logging.getLogger(__name__)
 
 # Field of the collection -> dims of its group, in the order of creation.
-DENSE_FIELDS: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "dp_cp": ("cp", "dp"),
-    "tp_cp": ("tp", "cp"),
-    "tp_dp_cp": ("tp", "cp", "dp"),
-    "mp": ("tp", "pp"),
-    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+DENSE_FIELDS: dict[str, list[str]] = {
+    "tp": ["tp"],
+    "cp": ["cp"],
+    "pp": ["pp"],
+    "dp": ["dp"],
+    "dp_cp": ["cp", "dp"],
+    "tp_cp": ["tp", "cp"],
+    "tp_dp_cp": ["tp", "cp", "dp"],
+    "mp": ["tp", "pp"],
+    "intra_dist_opt": ["tp", "cp", "dp", "pp"],
 }
-EXPERT_FIELDS: dict[str, tuple[str, ...]] = {
-    "ep": ("ep",),
-    "expt_tp": ("expt_tp",),
-    "expt_dp": ("expt_dp",),
-    "tp_ep": ("expt_tp", "ep"),
-    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+EXPERT_FIELDS: dict[str, list[str]] = {
+    "ep": ["ep"],
+    "expt_tp": ["expt_tp"],
+    "expt_dp": ["expt_dp"],
+    "tp_ep": ["expt_tp", "ep"],
+    "tp_ep_pp": ["expt_tp", "ep", "pp"],
 }
 SAME_GROUPS = {
     "intra_dp_cp": "dp_cp",
@@ -49,7 +49,8 @@ UNUSED_FIELDS = (
     "expt_gtp_remat",
 )
 DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
-EXPERT_DIMS = frozenset(("expt_tp", "ep", "expt_dp", "pp"))
+EXPERT_VIEW = "expert"
+"""Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
 
 def groups_from_grid(
@@ -64,8 +65,8 @@ def groups_from_grid(
     The fields that only hierarchical CP, a second all-gather communicator or weight
     rematerialization need (``hcp``, ``dp_cp_ag``, ``expt_dp_ag``, ``gtp_remat``,
     ``expt_gtp_remat``) are ``None``, and so are ``inter_dist_opt`` with one optimizer
-    instance and the expert fields of a grid without a view along ``expt_tp, ep, expt_dp``. ``embd``
-    and ``pos_embd`` are ``None`` on pipeline stages that hold no embedding.
+    instance and the expert fields of a grid without a view ``expert``. ``embd`` and ``pos_embd``
+    are ``None`` on pipeline stages that hold no embedding.
 
     Args:
         grid: of the module.
@@ -76,12 +77,11 @@ def groups_from_grid(
 
     Raises:
         GridError: (a ``ValueError``) a dim of ``tp, cp, dp, pp`` is missing, another base dim has
-            a size other than 1, two views have the expert dims, or the optimizer instances don't
-            divide the data-parallel ranks.
+            a size other than 1, or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
-    view = _expert_view(grid)
-    instances = _optimizer_instances(grid, view, num_distributed_optimizer_instances)
+    experts = _has_experts(grid)
+    instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
     before = grid.num_groups
     groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
 
@@ -90,7 +90,7 @@ def groups_from_grid(
     groups["pos_embd"] = _get_or_derive(grid, "pos_embd", position_embedding_ranks(pp_groups))
 
     for field, dims in EXPERT_FIELDS.items():
-        groups[field] = None if view is None else _get_or_create(grid, dims, view)
+        groups[field] = _get_or_create(grid, dims, EXPERT_VIEW) if experts else None
 
     groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
     groups.update(dict.fromkeys(UNUSED_FIELDS))
@@ -120,32 +120,34 @@ def _check_dims(grid: HyperCommGrid) -> None:
     if extra:
         raise GridError(
             f"base dims {extra} multiply the ranks of {sizes}; put expert dims into a view: "
-            f"register_view(name, shape, ['expt_tp', 'ep', 'expt_dp'], replaces=['tp', 'cp', 'dp'])"
+            f"register_view({EXPERT_VIEW!r}, shape, ['expt_tp', 'ep', 'expt_dp', 'pp'], ['pp'])"
         )
 
 
-def _expert_view(grid: HyperCommGrid) -> str | None:
-    views = [name for name, dims in grid.views.items() if EXPERT_DIMS.issubset(dims)]
-    if len(views) > 1:
-        raise GridError(f"views {views} all have the expert dims {sorted(EXPERT_DIMS)}; keep one")
-    return views[0] if views else None
+def _has_experts(grid: HyperCommGrid) -> bool:
+    try:
+        grid.get_rank_enum("ep", view=EXPERT_VIEW)
+    except KeyError:
+        return False
+    return True
 
 
 def _optimizer_instances(
-    grid: HyperCommGrid, view: str | None, number: int
+    grid: HyperCommGrid, experts: bool, number: int
 ) -> dict[str, list[list[int]]]:
     if number == 1:
         return {}
-    expt_dp = None if view is None else grid.get_rank_enum("expt_dp", view)
+    expt_dp = grid.get_rank_enum("expt_dp", view=EXPERT_VIEW) if experts else None
     return instance_groups(grid.get_rank_enum(["cp", "dp"]), expt_dp, number)
 
 
 def _get_or_create(
-    grid: HyperCommGrid, dims: tuple[str, ...], view: str | None = None
+    grid: HyperCommGrid, dims: list[str], view: str | None = None
 ) -> dist.ProcessGroup | None:
-    if grid.has_pg(dims, view):
-        return grid.get_pg(dims, view)
-    return grid.create_pg(dims, view)
+    try:
+        return grid.get_pg(dims, view=view)
+    except KeyError:
+        return grid.create_pg(dims, view=view)
 
 
 def _get_or_derive(

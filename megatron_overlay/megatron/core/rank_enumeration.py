@@ -85,38 +85,6 @@ def factorize(
     return Factorization(tuple(dim_names), ranks)
 
 
-def refactor_within(
-    base: Factorization, shape: Sequence[int], dim_names: Sequence[str], replaces: Sequence[str]
-) -> Factorization:
-    """Replace some axes of ``base`` by others, inside each coordinate of the remaining axes.
-
-    The ranks of one coordinate (one pipeline stage, when only PP remains) keep their order and
-    are re-read along ``dim_names``, whatever their stride. The new axes come out fastest, so with
-    PP outermost this is ``parallel_state``'s expert ``RankGenerator``.
-
-    Raises:
-        GridError: the axes are malformed or their product is not that of the replaced ones.
-    """
-    check_axes(shape, dim_names)
-    replaced = base.slowest_first(replaces)
-    kept = [d for d in reversed(base.dim_names) if d not in replaced]
-    clash = [d for d in dim_names if d in base.dim_names]
-    if clash:
-        raise GridError(
-            f"new dims {list(dim_names)} repeat {clash} of the base dims {list(base.dim_names)}: "
-            f"dims that are not replaced ({kept[::-1]}) are shared without being listed"
-        )
-    old, new = math.prod(base.size_of(d) for d in replaced), math.prod(shape)
-    if old != new:
-        sizes = ", ".join(f"{d}={base.size_of(d)}" for d in reversed(replaced))
-        wanted = ", ".join(f"{d}={s}" for d, s in zip(dim_names, shape, strict=True))
-        raise GridError(f"({wanted}) covers {new} ranks, but it replaces ({sizes}): {old} ranks")
-    axes = [base.dim_names[::-1].index(d) for d in (*kept, *replaced)]
-    outer = tuple(base.size_of(d) for d in kept)
-    ranks = base.ranks.transpose(axes).reshape(outer + tuple(shape)[::-1])
-    return Factorization((*dim_names, *kept[::-1]), ranks)
-
-
 def same_membership(a: Factorization, b: Factorization, dim: str) -> bool:
     """Whether the groups along ``dim`` hold the same ranks in both factorizations."""
     return {frozenset(g) for g in a.groups([dim])} == {frozenset(g) for g in b.groups([dim])}

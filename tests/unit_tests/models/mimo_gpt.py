@@ -49,12 +49,21 @@ class Module:
     grid: HyperCommGrid
     groups: ProcessGroupCollection
     vpp: int = 1
+    variable_lengths: bool = True
 
     @classmethod
-    def make(cls, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1) -> Module:
-        """Lay a module out over the first tp·cp·pp·dp ranks; collective over the world."""
-        grid = HyperCommGrid([tp, cp, pp, dp], ["tp", "cp", "pp", "dp"])
-        return cls(grid, ProcessGroupCollection.from_hyper_comm_grid(grid), vpp)
+    def make(
+        cls,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        vpp: int = 1,
+        variable_lengths: bool = True,
+    ) -> Module:
+        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world."""
+        grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"])
+        return cls(grid, ProcessGroupCollection.from_hyper_comm_grid(grid), vpp, variable_lengths)
 
     def config(self) -> TransformerConfig:
         """The same sizes for all modules, split as this one's groups are."""
@@ -68,7 +77,7 @@ class Module:
             pipeline_model_parallel_size=self.groups.pp.size(),
             virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
             pipeline_dtype=torch.float32,
-            variable_seq_lengths=True,
+            variable_seq_lengths=self.variable_lengths,
             moe_token_dispatcher_type="alltoall",  # what variable lengths ask for
             overlap_p2p_comm=self.vpp > 1,
             batch_p2p_comm=self.vpp == 1,

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,9 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
+from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import (
     ddp_modules,
     finalize_mimo_grads,
@@ -25,7 +28,7 @@ from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit_tests.models.group_threads import free_groups
-from tests.unit_tests.models.mimo_gpt import TOKENS, Module, build
+from tests.unit_tests.models.mimo_gpt import Module, build
 from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
 from tests.unit_tests.test_utilities import Utils
 
@@ -79,13 +82,17 @@ def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sampl
     return samples[first:end]
 
 
-def _batches(job: Job, modules: dict[str, Module]) -> list[dict[str, object]]:
+def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[dict[str, object]]:
     """This rank's microbatches: consecutive samples of each, or of the whole batch (pipeline)."""
 
+    language = modules[LANGUAGE]
+
     def part(module: Module, number: int) -> Sequence[Sample]:
-        dp = module.groups.dp
-        cuts = [(number, job.microbatches), (dp.rank(), dp.size())]
-        if modules[LANGUAGE].groups.pp.size() > 1:
+        dp, index = module.groups.dp, module.groups.dp.rank()
+        if module is not language:
+            index = bridge_topology(module.grid, language.grid).parts[index]
+        cuts = [(number, job.microbatches), (index, dp.size())]
+        if language.groups.pp.size() > 1:
             cuts.reverse()
         samples = job.samples
         for cut in cuts:
@@ -95,8 +102,9 @@ def _batches(job: Job, modules: dict[str, Module]) -> list[dict[str, object]]:
     return [
         batch(
             {name: part(modules[name], number) for name in job.modalities},
-            part(modules[LANGUAGE], number),
+            part(language, number),
             job.packed,
+            told,
         )
         for number in range(job.microbatches)
     ]
@@ -108,7 +116,7 @@ def _loss(output: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _forward_step(batches, model: MimoModel):
-    output, loss_mask = model(**next(batches))
+    output, loss_mask = model(**with_embeddings(model, next(batches)))
     return output, partial(_loss, loss_mask=loss_mask)
 
 
@@ -133,8 +141,19 @@ def _wrap_in_ddp(job: Job, chunks: list[MimoModel], modules: dict[str, Module]) 
         chunk.config.no_sync_func = partial(no_grad_sync, chunks)
 
 
-def train(job: Job, modules: dict[str, Module], steps: int) -> Steps:
-    """Train with Megatron's schedules, DDP and distributed optimizer."""
+def train(
+    job: Job,
+    modules: dict[str, Module],
+    steps: int,
+    told: bool = False,
+    around: Callable[[int], AbstractContextManager] = lambda _: nullcontext(),
+) -> Steps:
+    """Train with Megatron's schedules, DDP and distributed optimizer.
+
+    Args:
+        told: whether batches bring their tokens in host memory too.
+        around: what forward and backward of a step run in.
+    """
     chunks = job.model(modules)
     _wrap_in_ddp(job, chunks, modules)
     optimizer = get_mimo_optimizer(
@@ -154,20 +173,23 @@ def train(job: Job, modules: dict[str, Module], steps: int) -> Steps:
     pipelined = groups.pp.size() > 1
     schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
     found = []
-    for _ in range(steps):
+    for step in range(steps):
         for module in itertools.chain(*ddp_modules(chunks)):
             module.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = schedule(
-            forward_step_func=_forward_step,
-            data_iterator=iter(_batches(job, modules)),
-            model=chunks,
-            num_microbatches=job.microbatches,
-            seq_length=TOKENS,
-            micro_batch_size=1,
-            forward_only=False,
-            pg_collection=groups,
-        )
+        batches = _batches(job, modules, told)
+        batch_size, seq_length = batches[0]["input_ids"].shape
+        with around(step):
+            reports = schedule(
+                forward_step_func=_forward_step,
+                data_iterator=iter(batches),
+                model=chunks,
+                num_microbatches=job.microbatches,
+                seq_length=seq_length,
+                micro_batch_size=batch_size,
+                forward_only=False,
+                pg_collection=groups,
+            )
         _, grad_norm, _ = optimizer.step()
         local = sum(reports, torch.zeros(2, device=Utils.device))
         total, tokens = global_token_count(local, groups).tolist()

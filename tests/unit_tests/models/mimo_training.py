@@ -21,11 +21,17 @@ from examples.mimo.nemotron_vlm.model import (
     IMAGES,
     ModuleGroups,
 )
-from examples.mimo.nemotron_vlm.modules import make_grid, make_modules, prepare_megatron
+from examples.mimo.nemotron_vlm.modules import (
+    encoder_part,
+    make_grid,
+    make_modules,
+    prepare_megatron,
+)
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
@@ -88,11 +94,11 @@ def microbatches(
     source: SampleSource | None = None,
 ) -> list[dict]:
     """This rank's microbatches of one step of random data, as MimoModel's arguments."""
-    dp = {name: module.groups and module.groups.dp.rank() for name, module in modules.items()}
+    groups = modules[LANGUAGE].groups
     plan = BatchPlan(
         layouts,
-        encoder_dp=dp[IMAGES],
-        language_dp=dp[LANGUAGE],
+        encoder_part=encoder_part(modules),
+        language_dp=groups and groups.dp.rank(),
         tokens_per_tile=PRESET.encoder.tokens_per_tile,
     )
     source = source or make_source("mock", PRESET.encoder, layouts.batch.seq_length, SEED)
@@ -197,7 +203,7 @@ def _total(reports: list[torch.Tensor], model, modules) -> list[float]:
 
 
 def _forward_step(batches: Iterator[dict], model: MimoModel):
-    output, loss_mask = model(**next(batches))
+    output, loss_mask = model(**with_embeddings(model, next(batches)))
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 

@@ -8,7 +8,9 @@ import torch
 
 from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch, collate
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, Sample
+from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.presets import tiny
+from megatron.core.models.mimo.modality_rows import HostTokens
 
 SAMPLES_A_ROW = 4
 LENGTHS_AND_TILES = (
@@ -67,6 +69,8 @@ class PackedPlan:
             )
             row, packing = pack(language)
             batch = collate(encoder, [row], device)
+            ids = {IMAGES: [sample.input_ids for sample in encoder]}
+            batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in language])
             if len(language) > 1:
                 batch["packing_kwargs"] = packing
             found.append(batch)

@@ -47,12 +47,12 @@ def make_groups() -> Iterator:
 
     def make(tp: int = 1, etp: int = 1, ep: int = 1) -> ProcessGroupCollection:
         world = Utils.world_size
-        grid = HyperCommGrid([tp, 1, 1, world // tp], ["tp", "cp", "pp", "dp"])
+        grid = HyperCommGrid([tp, 1, world // tp, 1], ["tp", "cp", "dp", "pp"])
         grid.register_view(
             "expert",
-            [etp, ep, world // (etp * ep)],
-            ["expt_tp", "ep", "expt_dp"],
-            replaces=["tp", "cp", "dp"],
+            [etp, ep, world // (etp * ep), 1],
+            ["expt_tp", "ep", "expt_dp", "pp"],
+            shared_dims=["pp"],
         )
         grids.append(grid)
         return ProcessGroupCollection.from_hyper_comm_grid(grid)

@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
 from tests.unit_tests.models.mimo_gpt_samples import draw
 from tests.unit_tests.models.mimo_gpt_training import Job, Steps, train, train_plainly
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 5
@@ -38,6 +40,8 @@ LIKE_LENGTHS = Job(
     ]
 )
 """The mean of the ranks' means is that of all tokens."""
+TOLD = Job([draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)])
+"""Of a length that CP divides."""
 
 TOLERANCE = 1e-5
 """Relative, of fp32 losses and gradient norms: sums in another order."""
@@ -67,11 +71,13 @@ def one_rank_trajectory(job: Job) -> Steps:
     return found[0]
 
 
-def check(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
+def check(
+    job: Job, language: dict[str, int], told: bool = False, **encoders: dict[str, int]
+) -> None:
     """The loss goes down, step by step as on one rank."""
     expected_losses, expected_norms = zip(*one_rank_trajectory(job), strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
-        losses, norms = zip(*train(job, made, STEPS), strict=True)
+        losses, norms = zip(*train(job, made, STEPS, told), strict=True)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
     assert losses[-1] < 0.98 * losses[0]
@@ -82,6 +88,20 @@ class TestOneRank:
     @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
     def test_the_loss_falls_as_in_plain_pytorch(self, packed):
         check(replace(EVEN, packed=packed), {}, images={})
+
+
+class TestFourRanks:
+    @requires_world_size(4)
+    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(cp=2, pp=2)], ids=str)
+    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=["fan-in", "fan-out"])
+    def test_the_host_waits_for_nothing_once_a_batch_tells_its_tokens(self, encoder, language):
+        """Encoders, bridge, schedule and MimoModel, backward and reduction of gradients included.
+
+        The first step fills caches, of layouts and of attention.
+        """
+        language = language | {"variable_lengths": False}  # else stages tell each other shapes
+        with modules(images=encoder, language=language) as made:
+            train(TOLD, made, 3, told=True, around=lambda n: no_host_sync() if n else nullcontext())
 
 
 class TestEightRanks:
@@ -127,14 +147,16 @@ class TestWhatRealBatchesBring:
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [dict(tp=2, cp=2, dp=2), CP_2_PP_2, VPP_2], ids=str)
-    def test_two_encoders_of_different_layouts(self, language):
-        check(TWO_ENCODERS, language, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
+    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    def test_two_encoders_of_different_layouts(self, language, told):
+        check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
     @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
-    def test_packed_samples_of_odd_lengths(self, encoder, language):
-        check(PACKED, language, images=encoder)
+    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    def test_packed_samples_of_odd_lengths(self, encoder, language, told):
+        check(PACKED, language, told, images=encoder)
 
     @requires_world_size(8)
     @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)

@@ -10,6 +10,7 @@ from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups
 from examples.mimo.nemotron_vlm.modules import make_grid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.unit_tests.models.mimo_models import (
     ONE_RANK,
@@ -40,12 +41,12 @@ def whole_run(build):
         (encoder,) = model.modality_submodules[IMAGES].encoders.values()
         encoder.register_forward_hook(lambda module, inputs, output: kept.append(output))
         (batch,) = microbatches(ONE_RANK, modules, step=0)
-        losses, loss_mask = model(**batch)
+        losses, loss_mask = model(**with_embeddings(model, batch))
         (images,) = kept
         images.retain_grad()
         loss = (losses * loss_mask).sum()
         loss.backward()
-    batch.pop("modality_inputs")
+    del batch["modality_inputs"], batch["host_tokens"]
     return batch, images, loss.item()
 
 

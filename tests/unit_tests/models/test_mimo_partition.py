@@ -11,9 +11,17 @@ import torch.distributed as dist
 from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.partition.language_batch import padding_arguments, row_owners
+from megatron.core.models.mimo.modality_rows import (
+    HostTokens,
+    Tokens,
+    consumed_rows,
+    encoded_rows,
+    row_counts,
+)
+from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
 from megatron.core.models.mimo.partition.utils import PartitionAdapter, PartitionConfig
 from megatron.core.packed_seq_params import PackedSeqParams
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 IMAGE = 3
@@ -185,21 +193,57 @@ class TestZigzag:
         assert adapter.owners(12, params).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 
 
-class TestRowOwners:
+class TestModalityRows:
     IDS = torch.tensor([[IMAGE, 9, 9, IMAGE, 9, IMAGE, IMAGE, 9], [9, 9, IMAGE, 9, 9, 9, 9, 9]])
+    ROW = torch.tensor([[IMAGE] * 5 + [9, IMAGE, 9, 9, 9, 9, 9, IMAGE]])
 
-    def test_rows_of_all_sequences_in_order(self):
-        owners = row_owners(self.IDS, IMAGE, adapter_of(2, 1))
-        assert owners.tolist() == [0, 1, 1, 0, 1]
+    @pytest.fixture(params=[False, True], ids=["read-back", "told"])
+    def tokens(self, request):
+        """Two rows, the second of which this rank encodes."""
+        return Tokens(
+            self.IDS,
+            None,
+            HostTokens({"images": self.IDS[1:]}, self.IDS) if request.param else None,
+        )
+
+    def test_rows_of_all_sequences_in_order(self, tokens):
+        rows = consumed_rows([tokens, tokens], IMAGE, adapter_of(2, 1))
+        assert rows.counts == [4, 1, 4, 1] and row_counts([tokens, tokens], IMAGE) == [5, 5]
+        assert rows.owners.tolist() == 2 * [0, 1, 1, 0, 1]
+
+    def test_rows_of_encoded_samples_where_the_batch_tells(self, tokens):
+        rows = encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1))
+        assert (rows is None) == (tokens.host is None)
+        if rows is not None:
+            assert (rows.counts, rows.owners.tolist()) == ([1], [1])
 
     def test_rows_of_packed_samples_in_order(self):
-        row = torch.tensor([[IMAGE] * 5 + [9, IMAGE, 9, 9, 9, 9, 9, IMAGE]])
-        owners = row_owners(row, IMAGE, adapter_of(2, 1), packed((5, 7, 1)))
-        assert owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
+        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
+        for known, counts in ((None, [7]), (host, [5, 1, 1])):
+            tokens = Tokens(self.ROW, packed((5, 7, 1)), known)
+            rows = consumed_rows([tokens], IMAGE, adapter_of(2, 1))
+            assert rows.counts == counts
+            assert rows.owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
+        assert encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1)).owners is None
 
-    def test_none_without_context_parallelism(self):
-        assert row_owners(self.IDS, IMAGE, None) is None
-        assert row_owners(self.IDS, IMAGE, adapter_of(1, 2)) is None
+    def test_owners_are_those_of_the_adapter(self):
+        ids = torch.full((1, 13), IMAGE)
+        for cp in (2, 3, 4):
+            rows = consumed_rows([Tokens(ids)], IMAGE, adapter_of(cp, 2))
+            assert rows.owners.tolist() == adapter_of(cp, 2).owners(13).tolist()
+
+    def test_no_owners_without_context_parallelism(self, tokens):
+        assert consumed_rows([tokens], IMAGE, None).owners is None
+        assert consumed_rows([tokens], IMAGE, adapter_of(1, 2)).owners is None
+
+    def test_told_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
+        bounds = torch.tensor([0, 5, 12, 13])
+        packing = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
+        params = packed_parameters(packing, host)
+        with no_host_sync():
+            assert adapter_of(2, 1).lengths(13, params).real == (5, 7, 1)
+        assert packed_parameters(params) is params
 
 
 class TestRefusals:

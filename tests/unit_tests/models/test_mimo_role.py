@@ -16,14 +16,14 @@ from megatron.core.models.mimo.config.role import (
 )
 from megatron.core.models.mimo.pipeline_stage import role_with_pipeline, stage_position
 
-DIMS = ["tp", "cp", "pp", "dp"]
+DIMS = ["tp", "cp", "dp", "pp"]
 
 
 @pytest.fixture
 def grids(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     return {
-        "images": HyperCommGrid([4, 1, 1, 2], DIMS),
+        "images": HyperCommGrid([4, 1, 2, 1], DIMS),
         MIMO_LANGUAGE_MODULE_KEY: HyperCommGrid([1, 2, 2, 2], DIMS),
     }
 
@@ -42,7 +42,7 @@ class TestColocatedRole:
     @pytest.mark.parametrize("rank", range(8))
     def test_stages_come_from_the_language_models_grid(self, rank, grids, monkeypatch):
         role = role_of(rank, grids, monkeypatch)
-        first = rank in (0, 1, 4, 5)  # pp is slower than cp=2, faster than dp
+        first = rank < 4  # pp is the slowest
         assert role.mode is ModuleLayout.COLOCATED
         assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(first, not first)
         assert role.modules["images"] == ModuleStageInfo(True, True)
@@ -52,8 +52,8 @@ class TestColocatedRole:
         [
             (0, 0, (True, False)),
             (0, 1, (False, False)),
-            (2, 0, (False, False)),
-            (2, 1, (False, True)),
+            (4, 0, (False, False)),
+            (4, 1, (False, True)),
         ],
     )
     def test_virtual_stages_count(self, rank, vp_stage, expected, grids, monkeypatch):

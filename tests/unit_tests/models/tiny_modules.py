@@ -29,7 +29,7 @@ from tests.unit_tests.test_utilities import Utils
 
 IMAGES = "images"
 ROWS, COLUMNS, EXPERTS = 8, 4, 4
-DIMS = ["tp", "cp", "pp", "dp"]
+DIMS = ["tp", "cp", "dp", "pp"]
 
 ADAM = dict(lr=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-3, weight_decay=0.1)
 
@@ -46,13 +46,13 @@ class Place:
     instances: int = 1
 
     def grid(self) -> HyperCommGrid:
-        grid = HyperCommGrid([self.tp, self.cp, 1, self.dp], DIMS, self.offset)
+        grid = HyperCommGrid([self.tp, self.cp, self.dp, 1], DIMS, self.offset)
         if self.ep:
             grid.register_view(
                 "expert",
-                [1, self.ep, grid.size // self.ep],
-                ["expt_tp", "ep", "expt_dp"],
-                replaces=["tp", "cp", "dp"],
+                [1, self.ep, grid.size // self.ep, 1],
+                ["expt_tp", "ep", "expt_dp", "pp"],
+                shared_dims=["pp"],
             )
         return grid
 

@@ -24,7 +24,7 @@ WITHOUT_MAMBA_SSM = pytest.mark.skipif(
 @pytest.fixture
 def groups():
     Utils.initialize_distributed()
-    grid = HyperCommGrid([1, 1, 1, Utils.world_size], ["tp", "cp", "pp", "dp"])
+    grid = HyperCommGrid([1, 1, Utils.world_size, 1], ["tp", "cp", "dp", "pp"])
     yield ProcessGroupCollection.from_hyper_comm_grid(grid)
     grid.destroy()
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable collectives over context-parallel shards, each driven by a precomputed plan."""
+"""Differentiable collectives over shards, each driven by a precomputed plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from megatron.core.context_parallel_layout.route import Route
 from megatron.core.context_parallel_layout.token_layout import TokenLayout
 
 
-def exchange(tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
-    """Move ``[total/cp, ...]`` from the route's source layout to its destination layout.
+def exchange(
+    tensor: Tensor, route: Route, group: dist.ProcessGroup, adjoint: Route | None = None
+) -> Tensor:
+    """Move rows ``[n, ...]`` along ``route`` to ``[route.size, ...]``, and their gradient back.
 
-    A collective over ``group`` unless the route is local for every rank. ``route`` lies on the
-    tensor's device; nothing here waits for the device. The backward runs the route the other way,
-    which restores every bit.
+    A collective over ``group`` unless the route is local for every rank, for ranks without a row
+    too; the backward as well, which all of them run or none. Routes lie on the tensor's device;
+    nothing here waits for the device. Addends of a row are summed in order, not as they arrive.
+
+    Args:
+        adjoint: the gradient's way. The default is ``route`` reversed, which restores every bit.
     """
-    return _Exchange.apply(tensor, route, group)
+    return _Exchange.apply(tensor, route, adjoint or route.reversed(), group)
 
 
 def gather_tokens(tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:
@@ -34,24 +39,34 @@ def gather_tokens(tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup)
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
-        ctx.route, ctx.group = route, group
-        moved = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if not route.is_local:
-            received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
-            dist.all_to_all_single(
-                received,
-                tensor.index_select(0, route.send_places),
-                output_split_sizes=list(route.recv_splits),
-                input_split_sizes=list(route.send_splits),
-                group=group,
-            )
-            moved.index_copy_(0, route.recv_places, received)
-        return moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))
+    def forward(
+        ctx, tensor: Tensor, route: Route, adjoint: Route, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.adjoint, ctx.group = adjoint, group
+        return _move(tensor, route, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _Exchange.apply(grad, ctx.route.reversed(), ctx.group), None, None
+        return _move(grad, ctx.adjoint, ctx.group), None, None, None
+
+
+def _move(tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
+    moved = tensor.new_empty((route.addends * route.size, *tensor.shape[1:]))
+    if not route.is_local:
+        received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
+        dist.all_to_all_single(
+            received,
+            tensor.index_select(0, route.send_places),
+            output_split_sizes=list(route.recv_splits),
+            input_split_sizes=list(route.send_splits),
+            group=group,
+        )
+        moved.index_copy_(0, route.recv_places, received)
+    moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))
+    if route.addends == 1:
+        return moved
+    return moved.view(route.addends, route.size, *tensor.shape[1:]).sum(0)
 
 
 class _GatherTokens(torch.autograd.Function):

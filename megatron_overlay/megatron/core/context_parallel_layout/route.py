@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of an exchange between two layouts: who sends which token to whom."""
+"""Plan of an exchange: who sends which row to whom, e.g. tokens between two layouts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from megatron.core.context_parallel_layout.token_layout import TokenLayout
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One rank's part in moving tokens from a source layout to a destination layout.
+    """One rank's part in an exchange of rows among the ranks of a group.
 
-    Index tensors are int64 and hold places in this rank's shard. Tokens whose rank does not change
+    Index tensors are int64 and hold places in this rank's tensors. Rows whose rank does not change
     are copied locally and never enter the collective.
 
     Attributes:
-        send_places: places in the source shard, grouped by the group rank they go to.
-        send_splits: number of tokens for each group rank; 0 for this one.
-        recv_places: places in the destination shard, grouped by the group rank they come from.
-        recv_splits: number of tokens from each group rank; 0 for this one.
-        kept_from: source places of the tokens that stay.
-        kept_to: destination places of the same tokens.
+        send_places: places of the rows that it sends, grouped by the group rank they go to.
+        send_splits: number of rows for each group rank; 0 for this one.
+        recv_places: places of the rows that it receives, grouped by the group rank they come from.
+        recv_splits: number of rows from each group rank; 0 for this one.
+        kept_from: places, before, of the rows that stay.
+        kept_to: places of the same rows, after.
+        size: rows that it ends with.
         is_local: no rank sends anything, so that all of them skip the collective.
+        addends: of each row that it ends with; addend a of row r has the place ``a * size + r``.
     """
 
     send_places: Tensor
@@ -35,15 +37,12 @@ class Route:
     recv_splits: tuple[int, ...]
     kept_from: Tensor
     kept_to: Tensor
+    size: int
     is_local: bool
-
-    @property
-    def shard_size(self) -> int:
-        """Tokens in the shard, before and after."""
-        return len(self.send_places) + len(self.kept_from)
+    addends: int = 1
 
     def reversed(self) -> Route:
-        """The way back, which is also the adjoint: a route permutes tokens."""
+        """The way back, which is also the adjoint, of a route that permutes equal shards."""
         return Route(
             send_places=self.recv_places,
             send_splits=self.recv_splits,
@@ -51,6 +50,7 @@ class Route:
             recv_splits=self.send_splits,
             kept_from=self.kept_to,
             kept_to=self.kept_from,
+            size=self.size,
             is_local=self.is_local,
         )
 
@@ -93,6 +93,7 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
         recv_splits=_splits(from_rank, ranks, group_rank),
         kept_from=kept_from,
         kept_to=goes_to[kept_from] - group_rank * size,
+        size=size,
         is_local=not any(received_tokens(source, destination)),
     )
 

@@ -79,7 +79,8 @@ class TokenLayout:
                 f"the layout places {self.lengths.total} padded tokens, but dim {dim} of the "
                 f"tensor has {tensor.size(dim)}; pad it with PaddedLengths.pad"
             )
-        return tensor.index_select(dim, self.tokens[group_rank].to(tensor.device))
+        places = self.tokens[group_rank].to(tensor.device, non_blocking=True)
+        return tensor.index_select(dim, places)
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
         """Put the shards of group ranks 0..cp-1 back into global token order."""

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: parsing, rules, and what the refusals propose; no process needed."""
 
-from dataclasses import replace
-
 import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
+from examples.mimo.nemotron_vlm.placement import SEPARATE
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
 from examples.mimo.nemotron_vlm.recurrence import Recurrence
 
@@ -78,11 +77,11 @@ class TestRules:
         with pytest.raises(UserError, match="samples of a microbatch"):
             resolve(*arguments, recurrence=Recurrence())
 
-    def test_refuses_dp_sizes_that_do_not_divide(self):
-        language = replace(tiny().language, mamba_heads=36, mamba_groups=12)
-        preset = replace(tiny(), language=language)
+    def test_dp_sizes_that_do_not_divide_need_shared_ranks(self):
+        layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
+        resolve(*layouts, Batch(12, 3, 36), 12, tiny())
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
-            resolve(Layout(tp=4, dp=3), Layout(cp=3, dp=4), Batch(12, 3, 36), 12, preset)
+            resolve(*layouts, Batch(12, 3, 36), 24, tiny(), SEPARATE)
 
     def test_refuses_an_encoder_slice_of_part_of_a_sample(self):
         with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):

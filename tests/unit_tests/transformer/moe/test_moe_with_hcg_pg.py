@@ -79,9 +79,9 @@ def module_grid(layout: Layout) -> HyperCommGrid:
     grid = HyperCommGrid([layout.tp, 1, layout.dp, 1], ["tp", "cp", "dp", "pp"])
     grid.register_view(
         "expert",
-        [layout.etp, layout.ep, layout.edp],
-        ["expt_tp", "ep", "expt_dp"],
-        replaces=["tp", "cp", "dp"],
+        [layout.etp, layout.ep, layout.edp, 1],
+        ["expt_tp", "ep", "expt_dp", "pp"],
+        shared_dims=["pp"],
     )
     return grid
 

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.encoding import Tokens, communicate, encode
+from megatron.core.models.mimo.encoding import communicate, encode
 from megatron.core.models.mimo.grad_finalization import no_grad_sync
+from megatron.core.models.mimo.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -63,7 +64,8 @@ def colocated_forward_backward_with_pp(
             microbatch is what this rank's language model makes of it, on every stage;
             its ``modality_inputs`` are the i-th part of what this rank *encodes* of the whole
             batch: a DP rank encodes and consumes consecutive samples of it, so that rows lie in
-            the order of microbatches on both sides.
+            the order of microbatches on both sides. With ``host_tokens`` (a
+            :class:`HostTokens`) in each of them, nothing here waits for the device.
         model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
         num_microbatches: of a step; with virtual stages a multiple of the pipeline's size.
         seq_length: tokens of a sequence, padded to what CP and SP divide.
@@ -82,9 +84,12 @@ def colocated_forward_backward_with_pp(
     )
     microbatches = [dict(next(data_iterator)) for _ in range(num_microbatches)]
     shares = [microbatch.pop("modality_inputs", None) for microbatch in microbatches]
+    tokens = []
     for microbatch in microbatches:
-        microbatch["packing_kwargs"] = packed_parameters(microbatch.get("packing_kwargs"))
-    tokens = [Tokens(m["input_ids"], m["packing_kwargs"]) for m in microbatches]
+        host = microbatch.pop("host_tokens", None)
+        packed = packed_parameters(microbatch.get("packing_kwargs"), host)
+        microbatch["packing_kwargs"] = packed
+        tokens.append(Tokens(microbatch["input_ids"], packed, host))
 
     with torch.set_grad_enabled(not forward_only), no_grad_sync(chunks):
         rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
@@ -141,8 +146,7 @@ def _views(model: MimoModel, name: str, rows: Tensor, microbatches: list[Tokens]
     grad = torch.zeros_like(rows) if rows.requires_grad else None
     if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
         return _Views(name, [], grad)
-    token_id = model.special_token_ids[name]
-    counts = torch.stack([(m.input_ids == token_id).sum() for m in microbatches]).tolist()
+    counts = row_counts(microbatches, model.special_token_ids[name])
     if sum(counts) != len(rows):
         raise ValueError(
             f"the batch has {sum(counts)} {name} tokens, but {len(rows)} {name} embeddings"

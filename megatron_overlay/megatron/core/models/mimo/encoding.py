@@ -10,33 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.partition.language_batch import row_owners
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
+from megatron.core.models.mimo.partition.language_batch import packed_parameters
 
 if TYPE_CHECKING:
     from megatron.core.models.mimo.model.base import MimoModel
 
 ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
 """Per modality and encoder, the encoder's keyword arguments; None for a modality without input."""
-
-
-class Tokens(NamedTuple):
-    """A microbatch as the language model on this rank sees it: which rows go where.
-
-    Args:
-        input_ids: int64 ``[B, S]``.
-        packed_seq_params: of a packed microbatch, with global ``cu_seqlens``; B is 1.
-    """
-
-    input_ids: Tensor
-    packed_seq_params: PackedSeqParams | None = None
 
 
 def encode(
@@ -86,7 +74,8 @@ def communicate(
     Args:
         model: the MimoModel.
         rows: what :func:`encode` returned for the ranks' whole shares.
-        microbatches: all that this rank's language model makes of them, in order.
+        microbatches: all that this rank's language model makes of them, in order. If all bring
+            their ids in host memory, nothing waits for the device.
 
     Returns:
         Per modality ``[rows consumed, H]``, in the order of ``microbatches``; 0 rows on later
@@ -95,22 +84,42 @@ def communicate(
     return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
 
 
+def with_embeddings(model: MimoModel, microbatch: dict[str, object]) -> dict[str, object]:
+    """MimoModel's arguments with ``encoder_embeddings`` in place of what they are made of.
+
+    The forward step of a schedule that hands over one microbatch at a time. Collective as
+    :func:`communicate`. A microbatch that has its embeddings already stays as it is, and so does
+    one of a model whose modules are on ranks of their own.
+
+    Args:
+        model: the MimoModel.
+        microbatch: its keyword arguments; ``host_tokens`` may be among them, with which nothing
+            waits for the device.
+    """
+    batch = dict(microbatch)
+    host = batch.pop("host_tokens", None)
+    if "encoder_embeddings" in batch or not model.colocated_comms:
+        return batch
+    packed = packed_parameters(batch.get("packing_kwargs"), host)
+    rows = encode(model, [batch.pop("modality_inputs", None)])
+    tokens = Tokens(batch["input_ids"], packed, host)
+    return batch | {
+        "packing_kwargs": packed,
+        "encoder_embeddings": communicate(model, rows, [tokens]),
+    }
+
+
 def _communicate(
     model: MimoModel, name: str, rows: Tensor, microbatches: Sequence[Tokens]
 ) -> Tensor:
     bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
     if bridge is None:
         return rows
-    token_id = model.special_token_ids[name]
-    consumed = torch.stack([(tokens.input_ids == token_id).sum() for tokens in microbatches]).sum()
-    owners = [
-        row_owners(tokens.input_ids, token_id, model.partition_adapter, tokens.packed_seq_params)
-        for tokens in microbatches
-    ]
+    token_id, adapter = model.special_token_ids[name], model.partition_adapter
     return bridge.communicate(
         rows,
-        bridge.row_counts(len(rows), consumed),
-        None if owners[0] is None else torch.cat(owners),
+        encoded_rows(microbatches, name, token_id, adapter),
+        consumed_rows(microbatches, token_id, adapter),
     )
 
 

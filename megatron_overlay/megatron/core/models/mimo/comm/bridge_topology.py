@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm.sample_ownership import assign_parts
 
-DIMS = ("tp", "cp", "pp", "dp")
+DIMS = ("tp", "cp", "dp", "pp")
 
 
 class BridgeDirection(StrEnum):
@@ -27,7 +29,7 @@ class BridgeDirection(StrEnum):
     """The destination: a destination rank needs a slice of one source DP rank's rows."""
 
     EQUAL = "equal"
-    """Neither: a destination rank needs the rows that it holds as a source rank."""
+    """Neither: a destination rank needs the rows of one source DP rank."""
 
 
 class Coordinates(NamedTuple):
@@ -41,18 +43,23 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class BridgeTopology:
-    """Positions of all ranks of two aligned grids, and the rank groups that follow from them.
+    """Positions of all ranks of two grids, and the rank groups that follow from them.
+
+    The batch is cut into *atoms*, so many that each DP index of either side has whole ones:
+    ``lcm(src_dp, dest_dp)`` equal runs of samples.
 
     Attributes:
         src: coordinates of each global rank in the source grid; its cp and pp are 0.
         dest: coordinates of each global rank in the destination grid.
         src_dp, dest_dp: DP sizes.
+        parts: which of ``src_dp`` equal runs of the batch each source DP index encodes.
     """
 
     src: dict[int, Coordinates]
     dest: dict[int, Coordinates]
     src_dp: int
     dest_dp: int
+    parts: tuple[int, ...]
 
     @property
     def direction(self) -> BridgeDirection:
@@ -62,9 +69,19 @@ class BridgeTopology:
         return BridgeDirection.FAN_IN if self.src_dp > self.dest_dp else BridgeDirection.FAN_OUT
 
     @property
+    def atoms(self) -> int:
+        """Runs of samples that the batch is cut into."""
+        return math.lcm(self.src_dp, self.dest_dp)
+
+    @property
     def scale(self) -> int:
-        """How many DP ranks of the finer side share one of the coarser side."""
-        return max(self.src_dp, self.dest_dp) // min(self.src_dp, self.dest_dp)
+        """Atoms of one DP index of the coarser side: those of the finer side that it meets."""
+        return self.atoms // min(self.src_dp, self.dest_dp)
+
+    @property
+    def divides(self) -> bool:
+        """Whether one DP size divides the other, so that an atom is all that one index has."""
+        return self.atoms == max(self.src_dp, self.dest_dp)
 
     @cached_property
     def dest_cp(self) -> int:
@@ -76,48 +93,80 @@ class BridgeTopology:
         """PP size of the destination."""
         return 1 + max(at.pp for at in self.dest.values())
 
-    @property
+    def encodes(self, rank: int) -> range:
+        """Atoms that a rank encodes."""
+        return _run(self.parts[self.src[rank].dp], self.atoms // self.src_dp)
+
+    def consumes(self, rank: int) -> range:
+        """Atoms that a rank's destination DP index consumes, on its first stage."""
+        return _run(self.dest[rank].dp, self.atoms // self.dest_dp)
+
+    @cached_property
     def exchanges(self) -> bool:
-        """Whether anything ever crosses ranks: all but equal DP with cp=1 and pp=1."""
-        return (self.scale, self.dest_cp, self.dest_pp) != (1, 1, 1)
+        """Whether anything ever crosses ranks."""
+        return self.dest_cp * self.dest_pp > 1 or any(
+            self.encodes(rank) != self.consumes(rank) for rank in self.src
+        )
 
     def slot(self, rank: int) -> int:
-        """Which of the ``scale`` parts of the coarser side's batch is this rank's on the finer."""
-        finer = self.dest if self.direction is BridgeDirection.FAN_OUT else self.src
-        return finer[rank].dp % self.scale
+        """Which of the ``scale`` atoms of the coarser side's run is this rank's on the finer."""
+        finer = self.consumes if self.direction is BridgeDirection.FAN_OUT else self.encodes
+        return finer(rank).start % self.scale
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Ranks that share one DP index of the coarser side; no traffic leaves a block."""
-        blocks = defaultdict(list)
-        coarser = self.src if self.direction is BridgeDirection.FAN_OUT else self.dest
-        for rank, at in coarser.items():
-            blocks[at.dp].append(rank)
-        return [sorted(blocks[dp]) for dp in sorted(blocks)]
+        """Ranks that encode or consume the same samples, as far as that reaches.
+
+        No traffic leaves a block. Every rank lies in exactly one, as every rank encodes.
+        """
+        block = list(range(self.atoms))  # a forest over atoms: each points to one of its block
+
+        def root(atom: int) -> int:
+            while block[atom] != atom:
+                block[atom] = atom = block[block[atom]]
+            return atom
+
+        def join(atoms: range | set[int]) -> None:
+            first, *others = atoms
+            for atom in others:
+                block[root(atom)] = root(first)
+
+        runs = {run for rank in self.src for run in (self.encodes(rank), self.consumes(rank))}
+        for atoms in runs:
+            join(atoms)
+        for rank, at in self.dest.items():
+            if at.pp == 0:
+                join({self.encodes(rank).start, self.consumes(rank).start})
+        members = defaultdict(list)
+        for rank in sorted(self.src):
+            members[root(self.encodes(rank).start)].append(rank)
+        return sorted(members.values())
 
     @cached_property
     def gather_groups(self) -> list[list[int]]:
-        """Per block, ranks with one rank of every slot, in slot order; none with equal DP.
+        """Ranks with one rank of every slot of a coarser DP index, in slot order.
 
         Fan-in: one group per (dest_dp, src_tp). Fan-out: one per (src_dp, dest_tp, cp, pp). Every
-        rank lies in exactly one.
+        rank lies in exactly one. There are none with equal DP sizes, nor where neither divides the
+        other and a finer index meets two coarser ones.
         """
-        if self.direction is BridgeDirection.EQUAL:
+        if self.direction is BridgeDirection.EQUAL or not self.divides:
             return []
-        finer = self.dest if self.direction is BridgeDirection.FAN_OUT else self.src
+        fan_out = self.direction is BridgeDirection.FAN_OUT
+        finer, atoms = (self.dest, self.consumes) if fan_out else (self.src, self.encodes)
         groups = defaultdict(list)
-        for rank, at in sorted(finer.items(), key=lambda item: item[1].dp):
-            groups[at.dp // self.scale, at.tp, at.cp, at.pp].append(rank)
+        for rank in sorted(finer, key=lambda rank: (atoms(rank).start, rank)):
+            at = finer[rank]
+            groups[atoms(rank).start // self.scale, at.tp, at.cp, at.pp].append(rank)
         return [groups[key] for key in sorted(groups)]
 
 
 def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> BridgeTopology:
-    """Read both grids and check that a bridge from one to the other pairs the right batches.
+    """Read both grids, and decide who encodes which samples.
 
     Raises:
         ValueError: the grids span different ranks, lack ``tp`` or ``dp``, have other dims than
-            tp, cp, pp, dp, the source has CP or PP, neither DP size divides the other, or a rank's
-            source and destination DP indices belong to different parts of the batch.
+            tp, cp, dp, pp, or the source has CP or PP.
     """
     if src_grid.size != dest_grid.size:
         raise ValueError(
@@ -136,15 +185,14 @@ def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> Bridge
                 f"source {dim.upper()} must be 1, got {src_sizes[dim]}: the bridge takes rows from "
                 f"ranks that hold whole samples; give those ranks to dp or tp"
             )
-    src_dp, dest_dp = src_sizes["dp"], dest_sizes["dp"]
-    if src_dp % dest_dp and dest_dp % src_dp:
-        raise ValueError(
-            f"DP sizes must be evenly divisible, one by the other: source dp={src_dp}, "
-            f"destination dp={dest_dp}"
-        )
-    topology = BridgeTopology(_coordinates(src_grid), _coordinates(dest_grid), src_dp, dest_dp)
-    _check_alignment(topology, src_grid, dest_grid)
-    return topology
+    src, dest = _coordinates(src_grid), _coordinates(dest_grid)
+    sizes = src_sizes["dp"], dest_sizes["dp"]
+    ranks = [(src[rank].dp, at.dp, at.pp == 0) for rank, at in dest.items()]
+    return BridgeTopology(src, dest, *sizes, assign_parts(*sizes, ranks))
+
+
+def _run(index: int, length: int) -> range:
+    return range(index * length, (index + 1) * length)
 
 
 def _sizes(side: str, grid: HyperCommGrid) -> dict[str, int]:
@@ -167,20 +215,3 @@ def _coordinates(grid: HyperCommGrid) -> dict[int, Coordinates]:
     index.update(zip(reversed(grid.dim_names), axes, strict=True))
     columns = zip(*(index[dim].tolist() for dim in Coordinates._fields), strict=True)
     return {grid.rank_offset + i: Coordinates(*at) for i, at in enumerate(columns)}
-
-
-def _check_alignment(
-    topology: BridgeTopology, src_grid: HyperCommGrid, dest_grid: HyperCommGrid
-) -> None:
-    into = topology.scale if topology.direction is BridgeDirection.FAN_IN else 1
-    out = topology.scale if topology.direction is BridgeDirection.FAN_OUT else 1
-    for rank, src in topology.src.items():
-        dest = topology.dest[rank]
-        if src.dp // into != dest.dp // out:
-            raise ValueError(
-                f"grids are not aligned: rank {rank} encodes samples of source dp {src.dp} of "
-                f"{topology.src_dp}, but as destination dp {dest.dp} of {topology.dest_dp} it "
-                f"consumes others (source {src_grid.shape} along {src_grid.dim_names}, "
-                f"destination {dest_grid.shape} along {dest_grid.dim_names}, fastest first); make "
-                f"dp the slowest dim of both, e.g. ['tp', 'cp', 'pp', 'dp']"
-            )

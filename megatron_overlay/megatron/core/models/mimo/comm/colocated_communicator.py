@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.context_parallel_layout import Route, exchange
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.bridge_exchange import exchange_rows
-from megatron.core.models.mimo.comm.bridge_plan import BridgeRoute, plan_block
+from megatron.core.models.mimo.comm.bridge_plan import AtomRows, plan_block
 from megatron.core.models.mimo.comm.bridge_topology import BridgeDirection, bridge_topology
+from megatron.core.models.mimo.comm.sample_rows import SampleRows, told_rows
 from megatron.core.utils import log_single_rank
 
-__all__ = ["BridgeDirection", "ColocatedBridgeCommunicator", "SliceInfo"]
+__all__ = ["BridgeDirection", "ColocatedBridgeCommunicator", "SampleRows", "SliceInfo"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,14 @@ class SliceInfo:
 class ColocatedBridgeCommunicator:
     """Hands a source module's output to a destination module, and its gradient back.
 
-    The source has TP and DP, the destination TP, CP, PP and DP. Forward, every rank of the
-    destination's first stage ends with all rows of its DP index, its CP siblings with the same;
-    later stages end with an empty tensor. Backward, each source rank receives the true gradient of
-    the rows that it produced: summed over CP siblings, taken once from the TP replicas. Each rank
-    receives only rows that it needs and does not have.
+    The source has TP and DP, the destination TP, CP, DP and PP, in any order of dims. Source DP
+    index e encodes the ``topology.parts[e]``-th of ``src_dp`` equal runs of the batch; destination
+    DP index d consumes the d-th of ``dest_dp``.
+
+    Forward, every rank of the destination's first stage ends with all rows of its DP index, its CP
+    siblings with the same; later stages end with an empty tensor. Backward, each source rank
+    receives the true gradient of the rows that it produced: summed over CP siblings, taken once
+    from the TP replicas. Each rank receives only rows that it needs and does not have.
 
     The source's output must be the same on all its TP ranks. Construction is collective over the
     world.
@@ -56,7 +59,8 @@ class ColocatedBridgeCommunicator:
         rank_to_dest_pos: (dp, tp) of the ranks with cp=0 and pp=0.
         rank_to_dest_coords: (dp, tp, cp) of the ranks with pp=0.
         direction, scale: which side has more DP ranks, and how many times more.
-        gather_group_ranks: ranks that hold one slot each of a coarser DP index's batch.
+        gather_group_ranks, gather_pg: ranks that have one slot each of a coarser DP index's batch,
+            and their group, which upstream's callers know; nothing here uses it.
 
     Raises:
         ValueError: the grids don't allow a bridge; see :func:`bridge_topology`.
@@ -85,23 +89,21 @@ class ColocatedBridgeCommunicator:
         self.direction, self.scale = self.topology.direction, self.topology.scale
         self.gather_group_ranks = self.topology.gather_groups
 
-        self.block_pg = self._block_group() if self.topology.exchanges else None
+        self.gather_pg = self._new_group(self.gather_group_ranks)
+        self.block_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
         if self.block_pg is not None:
             members = dist.get_process_group_ranks(self.block_pg)
             self._plan = plan_block(self.topology, members)
             self._member = members.index(self.current_rank)
-        self.gather_pg = None
-        if self.gather_group_ranks:
-            self.gather_pg, _ = dist.new_subgroups_by_enumeration(
-                self.gather_group_ranks, backend=dest_grid.backend
-            )
+            runs = ((self.topology.encodes(r), self.topology.consumes(r)) for r in members)
+            self._encodes_own = all(set(encoded) <= set(consumed) for encoded, consumed in runs)
         log_single_rank(
             logger,
             logging.INFO,
             f"bridge {src_module_name} {dict(zip(src_grid.dim_names, src_grid.shape, strict=True))}"
             f" -> {dest_module_name} "
             f"{dict(zip(dest_grid.dim_names, dest_grid.shape, strict=True))}: "
-            f"{self.direction.value}, scale {self.scale}",
+            f"{self.direction.value}, scale {self.scale}, {len(self.topology.blocks)} blocks",
         )
 
     def is_fan_in(self) -> bool:
@@ -119,81 +121,66 @@ class ColocatedBridgeCommunicator:
         destination's. Equal: all of it. CP siblings and pipeline stages have the same.
 
         Raises:
-            ValueError: ``scale`` does not divide ``batch_size``.
+            ValueError: ``scale`` does not divide ``batch_size``, or neither DP size divides the
+                other.
         """
-        self._check_divisible(batch_size, "rows")
+        if not self.topology.divides:
+            raise ValueError(
+                f"no slots: neither of source dp={self.topology.src_dp} and destination "
+                f"dp={self.topology.dest_dp} divides the other"
+            )
+        self._check_divisible(batch_size, self.scale)
         size = batch_size // self.scale
         return SliceInfo(start=self.topology.slot(self.current_rank) * size, size=size)
 
     def communicate(
         self,
         tensor: Tensor,
-        rows_per_sample: Sequence[int] | None = None,
-        row_owner: Tensor | None = None,
+        encoded: SampleRows | None = None,
+        consumed: SampleRows | None = None,
     ) -> Tensor:
         """Hand rows over: :meth:`plan_routes` and :meth:`exchange` in one call.
 
         Arguments, and what is raised, are theirs.
         """
         num_rows = tensor.size(self.dim_mapping["b"])
-        return self.exchange(
-            tensor, self.plan_routes(num_rows, rows_per_sample, row_owner, tensor.device)
-        )
-
-    def row_counts(self, produced: int, consumed: Tensor) -> list[int] | None:
-        """``rows_per_sample`` for a batch whose slots differ in rows, which no rank knows alone.
-
-        With fan-out it is collective over ``gather_pg`` and waits for the device.
-
-        Args:
-            produced: rows that this rank has as a source.
-            consumed: rows that it ends with as a destination; int64 scalar.
-        """
-        if self.is_fan_in():
-            return [produced]
-        if self.is_fan_out():
-            return self._gather_slots(consumed.view(1), consumed.device).flatten().tolist()
-        return None
+        return self.exchange(tensor, self.plan_routes(num_rows, encoded, consumed, tensor.device))
 
     def plan_routes(
         self,
         num_rows: int,
-        rows_per_sample: Sequence[int] | None,
-        row_owner: Tensor | None,
+        encoded: SampleRows | None,
+        consumed: SampleRows | None,
         device: torch.device,
-    ) -> tuple[BridgeRoute, BridgeRoute] | None:
+    ) -> tuple[Route, Route] | None:
         """Plan a batch's way over the bridge and back, on the host.
 
-        It may run before the source's layers do. With ``rows_per_sample`` (fan-in) or ``row_owner``
-        (fan-out, CP>1) it is collective over ``gather_pg`` and waits for the device; all ranks pass
-        the same arguments of the two or leave the same ones out.
+        It may run before the source's layers do. All ranks of a block give the same of the
+        arguments. With both, nothing is sent and nothing waits for the device, unless ``encoded``
+        lacks the owners that ``consumed`` has and some rank encodes what another DP index consumes.
+        With ``consumed`` alone, the ranks of a block tell each other what they know, and wait.
 
         Args:
             num_rows: entries in the batch dim of the source's tensor on this rank; may be 0.
-            rows_per_sample: how many of them each of its samples has. ``None``: samples are equal.
-            row_owner: int [rows of this rank's destination batch], which destination CP rank
-                consumes each row: elsewhere its gradient is zero and is not moved. The same on all
-                ranks of a destination DP index, pipeline stages included. ``None``: the gradients
-                of all CP ranks are moved and added up.
+            encoded: rows of each sample that this rank encodes. ``None`` for both: samples are
+                equal, and the gradients of all CP ranks add up.
+            consumed: rows of each sample that its destination DP index consumes, the same on all
+                its ranks, pipeline stages included. Without ``encoded`` only their sum is read.
             device: of the tensor.
 
         Returns:
             Forward and backward route; ``None`` where no rank ever takes from another.
 
         Raises:
-            ValueError: the counts don't add up, or fan-out does not divide the samples.
+            ValueError: the counts don't add up, or the ranks' shares are no whole samples.
         """
         if self.block_pg is None:
             return None
-        slot_rows = self._slot_rows(num_rows, rows_per_sample, device)
-        owner = None
-        if row_owner is not None and self.topology.dest_cp > 1:
-            owner = self._block_owner(row_owner.cpu().long(), slot_rows, device)
-        forward = self._plan.forward.route(self._member, slot_rows)
-        backward = self._plan.backward.route(self._member, slot_rows, owner)
+        made, used = self._atom_rows(num_rows, encoded, consumed, device)
+        forward, backward = self._plan.routes(self._member, made, used)
         return forward.to(device), backward.to(device)
 
-    def exchange(self, tensor: Tensor, routes: tuple[BridgeRoute, BridgeRoute] | None) -> Tensor:
+    def exchange(self, tensor: Tensor, routes: tuple[Route, Route] | None) -> Tensor:
         """Move rows along the routes that :meth:`plan_routes` made for them; differentiable.
 
         Collective over the ranks of a block, in the backward too: all of them, those with no row
@@ -204,81 +191,69 @@ class ColocatedBridgeCommunicator:
         if routes is None:
             return tensor.contiguous()
         batch_dim = self.dim_mapping["b"]
-        moved = exchange_rows(tensor.movedim(batch_dim, 0), *routes, self.block_pg)
+        forward, backward = routes
+        moved = exchange(tensor.movedim(batch_dim, 0), forward, self.block_pg, adjoint=backward)
         return moved.movedim(0, batch_dim).contiguous()
 
     def destroy(self) -> None:
-        """Free the group that this bridge made; groups of the grids stay theirs."""
-        if self.gather_pg is not None:
-            dist.destroy_process_group(self.gather_pg)
-            self.gather_pg = None
+        """Free the groups that this bridge made; groups of the grids stay theirs."""
+        for group in (self.gather_pg, self.block_pg):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.gather_pg = self.block_pg = None
 
-    def _block_group(self) -> dist.ProcessGroup | None:
-        """The grid's group of this rank's block: dims of size 1 are left out to meet existing ones.
+    def _new_group(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        if not ranks:
+            return None
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.dest_grid.backend)
+        return group
 
-        With fan-out and equal DP a block is a source TP group.
-        """
-        if not self.is_fan_in():
-            return _get_or_create(self.src_grid, ["tp"])
-        sizes = dict(zip(self.dest_grid.dim_names, self.dest_grid.shape, strict=True))
-        dims = [dim for dim in ("tp", "cp", "pp") if sizes.get(dim, 1) > 1]
-        return _get_or_create(self.dest_grid, dims)
-
-    def _slot_rows(
-        self, num_rows: int, rows_per_sample: Sequence[int] | None, device: torch.device
-    ) -> list[int]:
-        """Rows of each slot of this rank's block."""
-        if rows_per_sample is not None and sum(rows_per_sample) != num_rows:
+    def _atom_rows(
+        self,
+        num_rows: int,
+        encoded: SampleRows | None,
+        consumed: SampleRows | None,
+        device: torch.device,
+    ) -> tuple[AtomRows, AtomRows]:
+        """Rows of the atoms that this rank encodes, and of those that it consumes."""
+        makes, uses = (
+            len(run(self.current_rank)) for run in (self.topology.encodes, self.topology.consumes)
+        )
+        if consumed is None:
+            self._check_divisible(num_rows, makes)
+            return AtomRows([num_rows // makes] * makes), AtomRows([num_rows // makes] * uses)
+        for rows in filter(None, (encoded, consumed)):
+            self._check_owners(rows)
+        if encoded is None or (
+            encoded.owners is None and consumed.owners is not None and not self._encodes_own
+        ):
+            return told_rows(self.topology, self.block_pg, device, num_rows, consumed)
+        if sum(encoded.counts) != num_rows:
             raise ValueError(
-                f"rows_per_sample adds up to {sum(rows_per_sample)}, but {self.src_module_name} "
-                f"has {num_rows} rows"
+                f"the samples have {sum(encoded.counts)} rows, but {self.src_module_name} has "
+                f"{num_rows}"
             )
-        if self.is_fan_in():
-            if rows_per_sample is None:
-                return [num_rows] * self.scale
-            return self._gather_slots(torch.tensor([num_rows]), device).flatten().tolist()
-        if rows_per_sample is None:
-            self._check_divisible(num_rows, "rows")
-            return [num_rows // self.scale] * self.scale
-        self._check_divisible(len(rows_per_sample), "samples")
-        per_slot = len(rows_per_sample) // self.scale
-        return [
-            sum(rows_per_sample[slot * per_slot : (slot + 1) * per_slot])
-            for slot in range(self.scale)
-        ]
+        made, used = encoded.in_atoms(makes), consumed.in_atoms(uses)
+        if made.owners is None and used.owners is not None:
+            ahead = self.topology.encodes(self.current_rank).start
+            first = sum(used.counts[: ahead - self.topology.consumes(self.current_rank).start])
+            made = made._replace(owners=used.owners[first : first + num_rows])
+        return made, used
 
-    def _block_owner(self, own: Tensor, slot_rows: list[int], device: torch.device) -> Tensor:
-        """CP owner of every row of the block; with fan-out, other ranks know the other slots'."""
-        slot = self.topology.slot(self.current_rank)
-        expected = slot_rows[slot] if self.is_fan_out() else sum(slot_rows)
-        cp = self.topology.dest_cp
-        if own.shape != (expected,) or ((own < 0) | (own >= cp)).any():
+    def _check_owners(self, rows: SampleRows) -> None:
+        owners, expected, cp = rows.owners, sum(rows.counts), self.topology.dest_cp
+        if owners is None:
+            return
+        if owners.shape != (expected,) or ((owners < 0) | (owners >= cp)).any():
             raise ValueError(
-                f"row_owner must give a CP rank below {cp} for each of the {expected} rows that "
-                f"{self.dest_module_name} consumes here, got shape {tuple(own.shape)}"
-                + (f" with values {int(own.min())}…{int(own.max())}" if own.numel() else "")
-            )
-        if not self.is_fan_out() or max(slot_rows) == 0:
-            return own
-        padded = own.new_zeros(max(slot_rows))
-        padded[:expected] = own
-        by_slot = self._gather_slots(padded, device)
-        return torch.cat([row[:n] for row, n in zip(by_slot, slot_rows, strict=True)])
-
-    def _gather_slots(self, values: Tensor, device: torch.device) -> Tensor:
-        """Every slot's ``values`` [n], as [scale, n] on the host."""
-        gathered = torch.empty(self.scale * len(values), dtype=values.dtype, device=device)
-        dist.all_gather_into_tensor(gathered, values.to(device), group=self.gather_pg)
-        ranks = dist.get_process_group_ranks(self.gather_pg)
-        by_slot = sorted(range(self.scale), key=lambda i: self.topology.slot(ranks[i]))
-        return gathered.cpu().view(self.scale, -1)[by_slot]
-
-    def _check_divisible(self, count: int, what: str) -> None:
-        if count % self.scale:
-            raise ValueError(
-                f"{count} {what} are not divisible by {self.direction.value} scale={self.scale}"
+                f"owners must give a CP rank below {cp} for each of {expected} rows of "
+                f"{self.dest_module_name}, got shape {tuple(owners.shape)}"
+                + (f" with values {owners.min()}…{owners.max()}" if owners.size else "")
             )
 
-
-def _get_or_create(grid: HyperCommGrid, dims: list[str]) -> dist.ProcessGroup | None:
-    return grid.get_pg(dims) if grid.has_pg(dims) else grid.create_pg(dims)
+    def _check_divisible(self, rows: int, parts: int) -> None:
+        if rows % parts:
+            raise ValueError(
+                f"{rows} rows are not divisible by {parts} ({self.direction.value} "
+                f"scale={self.scale})"
+            )

@@ -4,13 +4,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.utils import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.modality_rows import HostTokens
 
 
 def partition_groups(
@@ -29,33 +35,15 @@ def partition_groups(
     return cp_group, tp_group or grid.get_pg("tp")
 
 
-def row_owners(
-    input_ids: torch.Tensor,
-    token_id: int,
-    adapter: PartitionAdapter | None,
-    packed_seq_params: PackedSeqParams | None = None,
-) -> torch.Tensor | None:
-    """CP rank that uses each row of a modality's flat embeddings.
-
-    Args:
-        input_ids: ``[B, S]``; the modality's rows replace its ``token_id`` tokens in this order.
-        adapter: of the language model; None where nothing is sharded.
-        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
-
-    Returns:
-        int64 ``[rows]``, or None without context parallelism.
-    """
-    if adapter is None or not adapter.cfg.use_cp:
-        return None
-    owners = adapter.owners(input_ids.size(1), packed_seq_params).to(input_ids.device)
-    return owners.expand_as(input_ids)[input_ids == token_id]
-
-
-def packed_parameters(packing: dict | PackedSeqParams | None) -> PackedSeqParams | None:
+def packed_parameters(
+    packing: dict | PackedSeqParams | None, host: HostTokens | None = None
+) -> PackedSeqParams | None:
     """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
 
     Args:
         packing: keyword arguments of ``PackedSeqParams``, or made of them already.
+        host: tokens of the packed samples, whose lengths are then known without a look at the
+            boundaries.
     """
     if packing is None or isinstance(packing, PackedSeqParams):
         return packing
@@ -64,7 +52,10 @@ def packed_parameters(packing: dict | PackedSeqParams | None) -> PackedSeqParams
         for name, value in packing.items()
         if "cu_seqlens" in name and value is not None
     }
-    return PackedSeqParams(**packing | bounds | {"qkv_format": "thd"})
+    packed = PackedSeqParams(**packing | bounds | {"qkv_format": "thd"})
+    if host is not None and packed.cu_seqlens_q_padded is None:
+        PaddedLengths.note(packed, [len(ids) for ids in host.consumed])
+    return packed
 
 
 def padding_arguments(

@@ -1,0 +1,97 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of the batch each DP index of an encoder encodes; plain data, any world size.
+
+The destination's DP index d consumes the d-th of ``dest_dp`` equal runs of the batch, and the
+source cuts the batch into ``src_dp`` equal runs, its *parts*. Which source DP index encodes which
+part is free, so it is chosen such that ranks encode what they consume: every row that a rank of the
+destination's first stage has itself is one that it need not receive, and a rank that owns some of
+the rows that it encoded need not receive their gradient.
+
+With both DP dims outermost the e-th index encodes the e-th part. With PP outermost, as production
+orders ranks, the ranks of later stages encode what the first stage's ranks have no time for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def assign_parts(
+    src_dp: int, dest_dp: int, ranks: Sequence[tuple[int, int, bool]]
+) -> tuple[int, ...]:
+    """Part that each source DP index encodes, so that all ranks together receive the least rows.
+
+    Among such assignments it takes one where later stages encode what their own DP index consumes,
+    which keeps exchanges among few ranks; and the parts in order, where that is as good.
+
+    Args:
+        src_dp, dest_dp: DP sizes.
+        ranks: source DP index, destination DP index, and whether on the first stage, of each rank.
+    """
+    overlap = _overlap(src_dp, dest_dp)
+    at_first, later = np.zeros((2, src_dp, dest_dp))  # floats multiply fast, and hold these exactly
+    for src, dest, is_first in ranks:
+        (at_first if is_first else later)[src, dest] += 1
+    # One row less to receive outweighs whatever later stages gain.
+    gain = (at_first * (1 + len(ranks) * overlap.max()) + later) @ overlap.T.astype(float)
+    in_order = np.arange(src_dp)
+    best = _largest_assignment(gain)
+    if gain[in_order, in_order].sum() == gain[in_order, best].sum():
+        best = in_order
+    return tuple(best.tolist())
+
+
+def _overlap(src_dp: int, dest_dp: int) -> np.ndarray:
+    """What part p and the run of destination index d have in common, [src_dp, dest_dp].
+
+    In units of 1/(src_dp · dest_dp) of the batch.
+    """
+    part, run = np.arange(src_dp)[:, None] * dest_dp, np.arange(dest_dp)[None] * src_dp
+    common = np.minimum(part + dest_dp, run + src_dp) - np.maximum(part, run)
+    return common.clip(min=0)
+
+
+def _largest_assignment(gain: np.ndarray) -> np.ndarray:
+    """The column of each row, all different, with the largest sum of ``gain`` [n, n].
+
+    Rows whose best column is free take it. Each of the others joins by the cheapest chain of rows
+    that give up their column for another (Dijkstra over reduced costs, as Jonker and Volgenant do).
+    """
+    size = len(gain)
+    cost = gain.max(axis=1, keepdims=True) - gain
+    row_price, column_price = np.zeros((2, size))
+    row_of, column_of = np.full(size, -1), np.full(size, -1)
+    for row in np.argsort((cost == 0).sum(axis=1), kind="stable"):
+        free = np.flatnonzero((cost[row] == 0) & (row_of < 0))
+        if len(free):
+            row_of[free[0]], column_of[row] = row, free[0]
+    for start in np.flatnonzero(column_of < 0):
+        distance = cost[start] - row_price[start] - column_price
+        came_from = np.full(size, start)
+        open_columns = np.ones(size, dtype=bool)
+        while True:
+            column = int(np.where(open_columns, distance, np.inf).argmin())
+            open_columns[column] = False
+            row = row_of[column]
+            if row < 0:
+                break
+            through = distance[column] + cost[row] - row_price[row] - column_price
+            shorter = open_columns & (through < distance)
+            distance[shorter], came_from[shorter] = through[shorter], row
+        # Prices of what the search has passed; matched pairs stay at reduced cost 0.
+        passed = ~open_columns
+        saved = distance[column] - distance[passed]
+        column_price[passed] -= saved
+        rows = row_of[passed]
+        row_price[rows[rows >= 0]] += saved[rows >= 0]
+        row_price[start] += distance[column]
+        while True:
+            row = came_from[column]
+            row_of[column] = row
+            column_of[row], column = column, column_of[row]
+            if row == start:
+                break
+    return column_of

@@ -1,0 +1,120 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows the samples of a batch have, as a bridge plans with it.
+
+A rank plans its exchange from the rows of the samples that it encodes and of those that it
+consumes. Where nobody told it, the ranks of a block tell each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.models.mimo.comm.bridge_plan import AtomRows
+from megatron.core.models.mimo.comm.bridge_topology import BridgeDirection, BridgeTopology
+
+
+class SampleRows(NamedTuple):
+    """Rows of consecutive samples of the batch, on the host.
+
+    Args:
+        counts: number of rows of each sample.
+        owners: int64 [rows], the destination CP rank that consumes each row: elsewhere its gradient
+            is zero and is not moved. ``None``: the gradients of all CP ranks are moved and added.
+    """
+
+    counts: Sequence[int]
+    owners: np.ndarray | None = None
+
+    def in_atoms(self, atoms: int) -> AtomRows:
+        """The same rows as ``atoms`` equal runs of samples.
+
+        Raises:
+            ValueError: ``atoms`` does not divide the samples.
+        """
+        size, rest = divmod(len(self.counts), atoms)
+        if rest:
+            raise ValueError(f"{len(self.counts)} samples are not divisible by {atoms}")
+        bounds = [0, *accumulate(self.counts)]
+        counts = [bounds[(i + 1) * size] - bounds[i * size] for i in range(atoms)]
+        return AtomRows(counts, self.owners)
+
+
+def told_rows(
+    topology: BridgeTopology,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    encoded: int,
+    consumed: SampleRows,
+) -> tuple[AtomRows, AtomRows]:
+    """Rows of the atoms that this rank encodes and consumes, as the ranks of its block know them.
+
+    Collective over the block; waits for the device.
+
+    Args:
+        topology: of the bridge.
+        group: the block.
+        device: of the collectives.
+        encoded: rows that this rank encodes.
+        consumed: rows that its destination DP index consumes, on all pipeline stages; only their
+            sum is read.
+
+    Raises:
+        ValueError: on all ranks of the block, if the encoders make other numbers of rows than are
+            consumed, or if neither DP size divides the other: then an atom is less than what
+            any rank knows of.
+    """
+    if not topology.divides:
+        raise ValueError(
+            f"source dp={topology.src_dp} and destination dp={topology.dest_dp}, of which neither "
+            f"divides the other, need to be told the rows of each sample"
+        )
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    first_stage = [i for i, r in enumerate(ranks) if topology.dest[r].pp == 0]
+    table = _gather(torch.tensor([encoded, sum(consumed.counts)]), group, device)
+    made = {topology.encodes(r): int(table[i, 0]) for i, r in enumerate(ranks)}
+    used = {topology.consumes(ranks[i]): int(table[i, 1]) for i in first_stage}
+    finer, coarser = made, used
+    if topology.direction is BridgeDirection.FAN_OUT:
+        finer, coarser = used, made
+    rows = {run.start: count for run, count in finer.items()}
+
+    def of(atoms: range) -> list[int]:
+        return [rows[atom] for atom in atoms]
+
+    if any(sum(of(run)) != count for run, count in coarser.items()):
+        raise ValueError(
+            f"of ranks {ranks}, the encoders make {list(made.values())} rows, but the destination "
+            f"consumes {list(used.values())}"
+        )
+    owners = None
+    if consumed.owners is not None:
+        padded = torch.zeros(max(used.values()), dtype=torch.int64)
+        if rank in (ranks[i] for i in first_stage):
+            padded[: len(consumed.owners)] = torch.from_numpy(consumed.owners)
+        by_rank = _gather(padded, group, device)
+        consumer = {topology.consumes(ranks[i]): by_rank[i] for i in first_stage}
+        by_atom = {
+            atom: part
+            for run, row in consumer.items()
+            for atom, part in zip(run, np.split(row, np.cumsum(of(run)))[:-1], strict=True)
+        }
+        owners = np.concatenate([by_atom[atom] for atom in topology.encodes(rank)])
+    consumes = topology.consumes(rank) if topology.dest[rank].pp == 0 else range(0)
+    return (
+        AtomRows(of(topology.encodes(rank)), owners),
+        AtomRows(of(consumes), consumed.owners),
+    )
+
+
+def _gather(values: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
+    """Every member's ``values`` [n], as [members, n] on the host."""
+    gathered = torch.empty(group.size() * len(values), dtype=values.dtype, device=device)
+    dist.all_gather_into_tensor(gathered, values.to(device), group=group)
+    return gathered.cpu().numpy().reshape(group.size(), len(values))

@@ -1,0 +1,80 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Modalities' rows at their tokens' places: as MimoModel puts them, and without waiting for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.models.mimo.embedding_merge import embed_tokens
+from megatron.core.models.mimo.model.base import MimoModel
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.test_utilities import Utils
+
+SPECIAL = {"images": 30, "sounds": 31}
+BATCH, TOKENS, HIDDEN = 3, 17, 4
+
+
+def model_of() -> SimpleNamespace:
+    """What both ways read of a MimoModel; the vocabulary ends before the special tokens."""
+    torch.manual_seed(0)
+    words = torch.nn.Embedding(30, HIDDEN).to(Utils.device)
+    places = torch.nn.Embedding(TOKENS, HIDDEN).to(Utils.device)
+
+    def embedding(input_ids, position_ids):
+        return (words(input_ids) + places(position_ids)).transpose(0, 1)
+
+    language = SimpleNamespace(embedding=embedding, weights=(words.weight, places.weight))
+    return SimpleNamespace(language_model=language, special_token_ids=SPECIAL)
+
+
+@pytest.fixture(params=[0, 20], ids=["text-only", "mixed"])
+def batch(request):
+    """Token ids and positions [B, S], and rows of each modality, as many as its tokens."""
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.randint(request.param, 32 if request.param else 30, (BATCH, TOKENS), generator=rng)
+    rows = {
+        name: torch.randn(int((ids == token).sum()), HIDDEN, generator=rng).to(Utils.device)
+        for name, token in SPECIAL.items()
+    }
+    positions = torch.arange(TOKENS).expand(BATCH, TOKENS)
+    return ids.to(Utils.device), positions.to(Utils.device), rows
+
+
+def by_mimo_model(model, ids, positions, rows):
+    text = MimoModel.get_text_embeddings(model, ids, positions, SPECIAL)
+    embeddings = {**rows, "text": text}
+    return MimoModel.align_embeddings_by_token_positions(model, embeddings, ids, SPECIAL)
+
+
+class TestEmbedTokens:
+    def test_embeddings_and_gradients_equal_those_of_mimo_model(self, batch):
+        ids, positions, rows = batch
+        found = []
+        for way in (embed_tokens, by_mimo_model):
+            model = model_of()
+            leaves = {name: tensor.clone().requires_grad_() for name, tensor in rows.items()}
+            out = way(model, ids, positions, leaves)
+            (out * torch.arange(out.numel(), device=out.device).view_as(out)).sum().backward()
+            weights = model.language_model.weights
+            found.append([out, *(t.grad for t in (*leaves.values(), *weights))])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+
+    def test_rows_take_the_dtype_of_the_text(self, batch):
+        ids, positions, rows = batch
+        half = {name: tensor.bfloat16() for name, tensor in rows.items()}
+        whole = {name: tensor.float() for name, tensor in half.items()}
+        assert torch.equal(
+            embed_tokens(model_of(), ids, positions, half),
+            embed_tokens(model_of(), ids, positions, whole),
+        )
+
+    def test_nothing_waits_for_the_device_backward_included(self, batch):
+        ids, positions, rows = batch
+        model = model_of()
+        with no_host_sync():
+            embed_tokens(model, ids, positions, rows).sum().backward()
+        with pytest.raises((AssertionError, RuntimeError)), no_host_sync():
+            by_mimo_model(model, ids, positions, rows)
