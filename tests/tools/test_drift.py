@@ -66,6 +66,8 @@ def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None =
         # of an object whose class cannot be told
         (IMPORT + "def h(c):\n  return c._queue", "_queue", "_q",
          "perhaps gone: megatron.core.m.C._queue"),
+        (IMPORT + "from megatron.core.m import Base\ndef h(b: Base):\n  return b._queue", "_queue",
+         "_q", "perhaps gone: megatron.core.m.C._queue"),
         # overrides and inheritance
         (IMPORT + "class D(C):\n  def method(self, a, flag=False): ...", "def method", "def x",
          "gone: megatron.core.m.C.method overridden by ours"),

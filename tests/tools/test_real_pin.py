@@ -5,8 +5,8 @@
 An sdist that is not in ``build/cache`` is fetched.
 """
 
+import os
 import shutil
-import time
 
 import pytest
 
@@ -25,7 +25,12 @@ def checkout(tmp_path, request):
     return tmp_path / "checkout"
 
 
-def test_patches_series_and_lock_are_canonical():
+def cpu_seconds() -> float:
+    """Of this process and the children it waited for: the machine may be busy."""
+    return sum(os.times()[:4])
+
+
+def test_patches_and_lock_are_canonical():
     result = run("refresh", "--check")
     assert result.code == 0, result.errors
 
@@ -44,21 +49,16 @@ def test_apply_and_revert_give_the_original_tree(checkout):
 
 
 def test_apply_takes_under_two_seconds(checkout):
-    """The best of three, as the machine may be busy."""
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert run("apply", checkout).code == 0
-        seconds.append(time.perf_counter() - start)
-        run("apply", checkout, "--revert")
-    assert min(seconds) < APPLY_SECONDS
+    start = cpu_seconds()
+    assert run("apply", checkout).code == 0
+    assert cpu_seconds() - start < APPLY_SECONDS
 
 
 def test_drift_finds_no_work_in_the_versions_of_the_lock(checkout):
-    start = time.process_time()
+    start = cpu_seconds()
     result = run("drift", checkout)
     assert result.code == 0, "\n".join(result.out)
-    assert time.process_time() - start < DRIFT_SECONDS
+    assert cpu_seconds() - start < DRIFT_SECONDS
 
 
 @pytest.mark.parametrize("checkout", [LOCK.pin], indirect=True)

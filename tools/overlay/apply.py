@@ -32,6 +32,8 @@ class Application:
         self.old = self.store.manifest()
         self.known = self.old.files if self.old else {}
         self.locked = patchset.lock.changed_in(checkout.version)
+        self._now: States = {}
+        self._before: States = {}  # as it was before the overlay was first applied
 
     def apply(self, link: bool, only_check: bool = False) -> list[str]:
         """Bring the checkout to the present state of the patch set; links stay links."""
@@ -90,7 +92,7 @@ class Application:
         return ["applied: an earlier state of the patch set; apply again to update"]
 
     def _look(self, paths, strict: bool = True) -> None:
-        """Take down the state of every path, also before us; refuse all behind symlinks at once."""
+        """Take down the state of every path; refuse all behind symlinks at once."""
         self._now, refused = {}, []
         for path in sorted(paths):
             try:

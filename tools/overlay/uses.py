@@ -180,7 +180,7 @@ class _File:
             self._guess(node, name)
             return
         found = [tree.member(base, name) for tree, base in zip(self.trees, bases, strict=True)]
-        if found[0] is UNKNOWN and isinstance(bases[0], Definition):
+        if found[0] is None or found[0] is UNKNOWN:  # perhaps of a subclass
             self._guess(node, name)
         elif found[1] is None and self.uses.is_upstream(found[0]):
             label = found[0].name if isinstance(found[0], Module) else found[0].label
