@@ -26,7 +26,10 @@ def model_of() -> SimpleNamespace:
         return (words(input_ids) + places(position_ids)).transpose(0, 1)
 
     language = SimpleNamespace(embedding=embedding, weights=(words.weight, places.weight))
-    return SimpleNamespace(language_model=language, special_token_ids=SPECIAL)
+    bridges = {("images", "language"): None}
+    return SimpleNamespace(
+        language_model=language, special_token_ids=SPECIAL, colocated_comms=bridges
+    )
 
 
 @pytest.fixture(params=[0, 20], ids=["text-only", "mixed"])
