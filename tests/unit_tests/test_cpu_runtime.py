@@ -338,6 +338,21 @@ class TestProcessGroups:
         expected = [0.0, 10.0] if Utils.rank == 0 else [1.0, 2.0, 11.0, 12.0]
         assert received.tolist() == expected
 
+    @requires_world_size(4)
+    def test_groups_may_be_made_by_their_members_only(self):
+        Utils.initialize_distributed()
+        group = dist.new_group([Utils.rank % 2, Utils.rank % 2 + 2])
+        x = torch.tensor([Utils.rank])
+        dist.all_reduce(x, group=group)
+        assert x.item() == 2 * (Utils.rank % 2) + 2
+
+    @requires_world_size(4)
+    def test_a_group_may_be_left_as_soon_as_it_is_made(self):
+        Utils.initialize_distributed()
+        for _ in range(100):  # without the barrier in new_group, about one of 100 rounds fails
+            pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
+            dist.destroy_process_group(pairs[Utils.rank % 2])
+
     @requires_world_size(2)
     def test_a_barrier_takes_device_ids(self):
         Utils.initialize_distributed()

@@ -32,9 +32,25 @@ def _new_group(original: Callable) -> Callable:
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
         kwargs.pop("device_id", None)
         # Options belong to a backend: those given for NCCL mean nothing to gloo.
-        return original(ranks, timeout, gloo_for(backend), None, *args, **kwargs)
+        group = original(ranks, timeout, gloo_for(backend), None, *args, **kwargs)
+        # A member that leaves the group at once would close connections that others still make.
+        if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo":
+            distributed_c10d.barrier(group)
+        return group
 
     return new_group
+
+
+def _process_group_name(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def process_group_name(ranks, use_hashed_name):
+        # The name is a count, and prefixes the keys of the group in the store. Gloo connects the
+        # ranks of a group when it is made, NCCL when it is used: two groups of other ranks, each
+        # made only by its own members, have the same count and would read each other's addresses.
+        name = original(ranks, use_hashed_name)
+        return name if use_hashed_name or not ranks else f"{name}:{'-'.join(map(str, ranks))}"
+
+    return process_group_name
 
 
 def _split_group(original: Callable) -> Callable:
@@ -128,4 +144,8 @@ def replacements() -> list[Replacement]:
     for name, wrap in wrappers.items():
         wrapped = wrap(getattr(distributed_c10d, name))
         plan += [Replacement(owner, name, wrapped) for owner in (dist, distributed_c10d)]
-    return plan
+    name = "_process_group_name"
+    return [
+        *plan,
+        Replacement(distributed_c10d, name, _process_group_name(getattr(distributed_c10d, name))),
+    ]

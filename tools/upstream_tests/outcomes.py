@@ -1,0 +1,85 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a test: from the records of the ranks, and from two trees."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_WORST_FIRST = ("hung", "crashed", "failed", "passed", "skipped")
+
+
+class Outcome(NamedTuple):
+    """What became of a test in one world. It passed if it passed on every rank that took part."""
+
+    outcome: str  # one of _WORST_FIRST
+    reason: str = ""
+    seconds: float = 0.0
+
+
+PASSED = Outcome("passed")
+Outcomes = dict[str, Outcome]
+"""By node id; by the path of a file that could not be imported."""
+
+
+class Records(NamedTuple):
+    """What the ranks of one world wrote down."""
+
+    collected: list[str] | None  # node ids, in the order in which they run; None: never got there
+    outcomes: Outcomes
+    fatal: list[str]  # the tests during which ranks ended
+
+
+def merge(records: Iterable[Outcome]) -> Outcome:
+    """The outcome of a test from those of its ranks: the worst, with its reason."""
+    records = list(records)
+    worst = min(records, key=lambda record: _WORST_FIRST.index(record.outcome))
+    return worst._replace(seconds=max(record.seconds for record in records))
+
+
+def read_records(folder: Path, world: int) -> Records:
+    """Read `rank0.jsonl` … in `folder`; a rank that wrote nothing has recorded nothing."""
+    collected: list[str] | None = None
+    begun: dict[str, None] = {}
+    by_test: dict[str, dict[int, Outcome]] = {}
+    for rank in range(world):
+        path = folder / f"rank{rank}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        for record in map(json.loads, lines):
+            if "collected" in record:
+                collected = record["collected"]
+            elif "begins" in record:
+                begun[record["begins"]] = None
+            else:
+                found = Outcome(record["outcome"], record["reason"], record["seconds"])
+                by_test.setdefault(record["test"], {})[rank] = found
+    merged = {test: merge(ranks.values()) for test, ranks in by_test.items()}
+    for test in begun:
+        if len(by_test.get(test, ())) < world and merged.get(test, PASSED).outcome != "hung":
+            merged[test] = Outcome("crashed", "a rank ended during the test")
+    fatal = [test for test in begun if merged[test].outcome in ("hung", "crashed")]
+    return Records(collected, merged, fatal)
+
+
+class Difference(NamedTuple):
+    """Tests whose outcome differs between two trees, in one world."""
+
+    lost: list[str]  # pass on the pristine tree, and not on the applied one
+    gained: list[str]
+
+
+def difference(pristine: Outcomes, applied: Outcomes) -> Difference:
+    """Compare two trees; a test that the applied tree does not have does not pass there."""
+    before, after = passing(pristine), passing(applied)
+    return Difference(sorted(before - after), sorted(after - before))
+
+
+def file_of(test: str) -> str:
+    """The path in a node id."""
+    return test.split("::")[0]
+
+
+def passing(outcomes: Outcomes) -> set[str]:
+    """The tests that pass."""
+    return {test for test, found in outcomes.items() if found.outcome == "passed"}

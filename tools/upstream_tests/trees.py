@@ -1,0 +1,79 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A pristine and an applied copy of a checkout."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from upstream_tests.selection import TESTS
+
+_PACKAGE_INFO = "megatron/core/package_info.py"
+_OURS = "megatron/core/cpu_runtime"  # upstream has nothing there
+_NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", "build", ".venv")
+
+
+class TreeError(Exception):
+    """A checkout that cannot be tested; `code` is the exit status."""
+
+    def __init__(self, message: str, code: int = 3):
+        super().__init__(message)
+        self.code = code
+
+
+def check(checkout: Path) -> None:
+    """Raise TreeError unless `checkout` is a Megatron-LM checkout with its tests."""
+    if not (checkout / _PACKAGE_INFO).is_file():
+        raise TreeError(f"{checkout} is not a Megatron-LM checkout: it has no {_PACKAGE_INFO}")
+    if not (checkout / TESTS / "conftest.py").is_file():
+        raise TreeError(
+            f"{checkout} has no {TESTS}: the PyPI package lacks upstream's tests; "
+            f"take a git checkout of the tag"
+        )
+
+
+def release(tree: Path) -> str:
+    """The version that the tree's package gives itself."""
+    text = (tree / _PACKAGE_INFO).read_text()
+    return ".".join(re.search(rf"^{n} = (\d+)", text, re.M)[1] for n in ("MAJOR", "MINOR", "PATCH"))
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """The patch set in `root`, used through the command that its users use."""
+
+    root: Path
+
+    def _run(self, tree: Path, *flags: str) -> str:
+        command = [str(self.root / "tools/apply_overlay.sh"), str(tree), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise TreeError(done.stderr.strip().removeprefix("error: "), done.returncode)
+        return done.stdout
+
+    def pristine_copy(self, checkout: Path, copy: Path) -> Path:
+        """Copy `checkout`, without our changes if it has them."""
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(checkout, copy, symlinks=True, ignore=_NOT_COPIED)
+        if (copy / _OURS).exists():
+            self._run(copy, "--revert")
+        return copy
+
+    def applied_copy(self, pristine: Path, copy: Path) -> Path:
+        """Copy a pristine tree and apply the overlay to the copy."""
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(pristine, copy, symlinks=True, ignore=_NOT_COPIED)
+        self._run(copy)
+        return copy
+
+
+def content_hash(*roots: Path) -> str:
+    """The hash of all Python files below `roots`, with their names."""
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
