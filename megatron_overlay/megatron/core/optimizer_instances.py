@@ -6,8 +6,6 @@ With n instances the optimizer's state is sharded over an n-th of the data-paral
 gradients are reduce-scattered within an instance, then all-reduced between the instances.
 """
 
-from megatron.core.rank_enumeration import GridError
-
 Groups = list[list[int]]
 
 
@@ -24,7 +22,7 @@ def instance_groups(dp_cp: Groups, expt_dp: Groups | None, instances: int) -> di
         at the same place of each run; ``intra_dist_opt``: all ranks of an instance.
 
     Raises:
-        GridError: (a ``ValueError``) n does not divide the groups, or dense and expert groups
+        ValueError: n does not divide the groups, or dense and expert groups
             would put a rank into different instances.
     """
     result = {"intra_dp_cp": _runs(dp_cp, instances, "dp·cp")}
@@ -32,7 +30,7 @@ def instance_groups(dp_cp: Groups, expt_dp: Groups | None, instances: int) -> di
     if expt_dp is not None:
         result["intra_expt_dp"] = _runs(expt_dp, instances, "expt_dp")
         if _as_sets(_between(expt_dp, instances)) != _as_sets(between):
-            raise GridError(
+            raise ValueError(
                 f"{instances} optimizer instances pair ranks {between} by their dense groups, but "
                 f"{_between(expt_dp, instances)} by their expert groups: make dp the slowest dim "
                 f"inside a pipeline stage, and expt_dp the slowest of the experts"
@@ -47,7 +45,7 @@ def instance_groups(dp_cp: Groups, expt_dp: Groups | None, instances: int) -> di
 def _runs(groups: Groups, instances: int, what: str) -> Groups:
     length, rest = divmod(len(groups[0]), instances)
     if rest:
-        raise GridError(
+        raise ValueError(
             f"{instances} optimizer instances must divide {what} = {len(groups[0])} ranks"
         )
     return [

@@ -2,16 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A :class:`ProcessGroupCollection` from a :class:`HyperCommGrid`, without ``parallel_state``."""
 
-import logging
-
 import torch.distributed as dist
 
-from megatron.core.hyper_comm_grid import GridError, HyperCommGrid
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.optimizer_instances import instance_groups
-from megatron.core.rank_enumeration import embedding_ranks, position_embedding_ranks
-from megatron.core.utils import log_single_rank
-
-logger = logging.getLogger(__name__)
 
 # Field of the collection -> dims of its group, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {
@@ -76,13 +70,12 @@ def groups_from_grid(
         Groups by field; ``None`` on a rank outside the grid, where there is no module.
 
     Raises:
-        GridError: (a ``ValueError``) a dim of ``tp, cp, dp, pp`` is missing, another base dim has
+        ValueError: a dim of ``tp, cp, dp, pp`` is missing, another base dim has
             a size other than 1, or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
     experts = _has_experts(grid)
     instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
-    before = grid.num_groups
     groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
 
     pp_groups = grid.get_rank_enum("pp")
@@ -98,27 +91,20 @@ def groups_from_grid(
         name = f"{field}/{num_distributed_optimizer_instances}"
         groups[field] = _get_or_derive(grid, name, rank_enum)
 
-    if grid.num_groups > before:
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"grid {dict(zip(grid.dim_names, grid.shape, strict=True))} at rank "
-            f"{grid.rank_offset}: {grid.num_groups} process groups {grid.group_counts}",
-        )
     return groups if grid.is_current_rank_in_grid() else None
 
 
 def _check_dims(grid: HyperCommGrid) -> None:
     missing = sorted(DENSE_DIMS.difference(grid.dim_names))
     if missing:
-        raise GridError(
+        raise ValueError(
             f"a module's grid needs dims {sorted(DENSE_DIMS)} (size 1 where unused); "
             f"{grid.dim_names} lacks {missing}"
         )
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
     extra = {d: s for d, s in sizes.items() if d not in DENSE_DIMS and s != 1}
     if extra:
-        raise GridError(
+        raise ValueError(
             f"base dims {extra} multiply the ranks of {sizes}; put expert dims into a view: "
             f"register_view({EXPERT_VIEW!r}, shape, ['expt_tp', 'ep', 'expt_dp', 'pp'], ['pp'])"
         )
@@ -141,18 +127,50 @@ def _optimizer_instances(
     return instance_groups(grid.get_rank_enum(["cp", "dp"]), expt_dp, number)
 
 
+def embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
+    """First and last stage of each pipeline, which hold the two ends of a tied embedding."""
+    return [sorted({ranks[0], ranks[-1]}) for ranks in pp_groups]
+
+
+def position_embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
+    """First stage of each pipeline."""
+    return [ranks[:1] for ranks in pp_groups]
+
+
 def _get_or_create(
     grid: HyperCommGrid, dims: list[str], view: str | None = None
 ) -> dist.ProcessGroup | None:
+    """The grid's group over ``dims``; all dims of size 1 share the group of this rank alone."""
     try:
         return grid.get_pg(dims, view=view)
     except KeyError:
-        return grid.create_pg(dims, view=view)
+        if len(grid.get_rank_enum(dims, view=view)[0]) > 1:
+            return grid.create_pg(dims, view=view)
+    spec = grid._resolve_view(view)
+    key, _, _ = grid._canonical_pg_key_and_enum_view(spec, grid._order_dims_for_view(spec, dims)[0])
+    grid._pgs[key] = _alone(grid)
+    return grid._pgs[key]
 
 
 def _get_or_derive(
     grid: HyperCommGrid, name: str, rank_enum: list[list[int]]
 ) -> dist.ProcessGroup | None:
-    if grid.has_derived_pg(name):
-        return grid.get_derived_pg(name)
-    return grid.create_derived_pg(name, rank_enum)
+    """Groups of the grid that are no whole dims, by a name of ours; the grid owns them as well."""
+    key = ("derived", (name,))
+    if key not in grid._pgs:
+        if all(len(ranks) == 1 for ranks in rank_enum):
+            group = _alone(grid) if [dist.get_rank()] in rank_enum else None
+        else:
+            group, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=grid.backend)
+        grid._pgs[key] = group
+    return grid._pgs[key]
+
+
+def _alone(grid: HyperCommGrid) -> dist.ProcessGroup | None:
+    """This rank's group of one: nothing is sent in it, and making one costs a rendezvous a rank."""
+    key = ("derived", ("alone",))
+    if key not in grid._pgs:
+        span = range(grid.rank_offset, grid.rank_offset + grid.size)
+        ranks = [[rank] for rank in span]
+        grid._pgs[key], _ = dist.new_subgroups_by_enumeration(ranks, backend=grid.backend)
+    return grid._pgs[key]
