@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import seconds, start
@@ -20,6 +21,7 @@ from megatron.core.models.mimo.comm.all_reduce_bridge import AllReduceBridge, re
 from megatron.core.models.mimo.comm.bridge_plan import plan_block
 from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+from megatron.core.models.mimo.comm.sample_rows import SampleRows
 
 SAMPLE_ROWS = 256
 SAMPLES = 8
@@ -38,10 +40,10 @@ class Layout:
 
     def grids(self, world: int) -> tuple[HyperCommGrid, HyperCommGrid]:
         """Source and destination over ``world`` ranks."""
-        shape = [self.tp, self.cp, self.pp, world // (self.tp * self.cp * self.pp)]
+        shape = [self.tp, self.cp, world // (self.tp * self.cp * self.pp), self.pp]
         return (
             HyperCommGrid([self.src_tp, world // self.src_tp], ["tp", "dp"]),
-            HyperCommGrid(shape, ["tp", "cp", "pp", "dp"]),
+            HyperCommGrid(shape, ["tp", "cp", "dp", "pp"]),
         )
 
 
@@ -58,20 +60,27 @@ LAYOUTS = {
 }
 
 
-def balanced_owner(rows: int, cp: int) -> torch.Tensor:
-    """Zigzag owner of each row of samples whose tokens are all embeddings, int64 [rows]."""
+def balanced(samples: int, cp: int) -> SampleRows:
+    """Samples whose tokens are all embeddings, with their zigzag owners."""
     layout = zigzag_layout(pad_lengths([SAMPLE_ROWS], cp), cp)
-    return (layout.places // layout.shard_size).repeat(rows // SAMPLE_ROWS)
+    owner = (layout.places // layout.shard_size).numpy()
+    return SampleRows([SAMPLE_ROWS] * samples, np.tile(owner, samples))
+
+
+def known(topology: BridgeTopology, rank: int) -> tuple[SampleRows, SampleRows]:
+    """Rows of the samples that a rank encodes, and of those that its DP index consumes."""
+    each = SAMPLES // topology.scale
+    runs = (topology.encodes(rank), topology.consumes(rank))
+    encoded, consumed = (balanced(len(run) * each, topology.dest_cp) for run in runs)
+    return encoded, consumed
 
 
 def least_rows(topology: BridgeTopology, rank: int, rows: int) -> tuple[float, float]:
-    """Rows that a rank ends with and does not have, forward and backward; ``rows`` in the block."""
-    fan_in = max(topology.src_dp // topology.dest_dp, 1)
-    fan_out = max(topology.dest_dp // topology.src_dp, 1)
-    consumes = topology.dest[rank].pp == 0
-    produced = rows / fan_in
-    own = produced / (topology.dest_cp * fan_out) if consumes else 0
-    return (rows - produced) * consumes / fan_out, produced - own
+    """Rows that a rank ends with and does not have, forward and backward; ``rows`` an atom."""
+    encoded = set(topology.encodes(rank))
+    consumed = set(topology.consumes(rank)) if topology.dest[rank].pp == 0 else set()
+    own = len(encoded & consumed) / topology.dest_cp
+    return rows * len(consumed - encoded), rows * (len(encoded) - own)
 
 
 def print_volumes(world: int) -> None:
@@ -84,13 +93,18 @@ def print_volumes(world: int) -> None:
         topology = bridge_topology(*layout.grids(world))
         members = topology.blocks[0]
         rows = SAMPLES * SAMPLE_ROWS
-        slot_rows = [rows // topology.scale] * topology.scale
         plan = plan_block(topology, members)
-        exact = (
-            plan.forward.received_rows(slot_rows),
-            plan.backward.received_rows(slot_rows, balanced_owner(rows, topology.dest_cp)),
+        routes = []
+        for member, rank in enumerate(members):
+            encoded, consumed = known(topology, rank)
+            atoms = (len(topology.encodes(rank)), len(topology.consumes(rank)))
+            routes.append(
+                plan.routes(member, encoded.in_atoms(atoms[0]), consumed.in_atoms(atoms[1]))
+            )
+        exact = [[sum(route.recv_splits) for route in way] for way in zip(*routes, strict=True)]
+        least = zip(
+            *(least_rows(topology, rank, rows // topology.scale) for rank in members), strict=True
         )
-        least = zip(*(least_rows(topology, rank, rows) for rank in members), strict=True)
         plain = received_rows(topology, rows)
         for way, there, bound, summed in zip(
             ("forward", "backward"), exact, least, plain, strict=True
@@ -133,8 +147,7 @@ def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[fl
     block_rows = SAMPLES * SAMPLE_ROWS
     per_slot = block_rows // bridge.scale
     produced = per_slot if bridge.is_fan_in() else block_rows
-    consumed = per_slot if bridge.is_fan_out() else block_rows
-    owner = balanced_owner(consumed, topology.dest_cp)
+    told = known(topology, dist.get_rank())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.ones(produced, HIDDEN, device=device, dtype=dtype, requires_grad=True)
     plain = AllReduceBridge(bridge)
@@ -145,9 +158,9 @@ def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[fl
     return [
         seconds(call, device)
         for call in (
-            lambda: backward(bridge.communicate(x, row_owner=owner)),
+            lambda: backward(bridge.communicate(x, *told)),
             lambda: backward(plain.communicate(x)),
-            lambda: bridge.plan_routes(produced, None, owner, device),
+            lambda: bridge.plan_routes(produced, *told, device),
         )
     ]
 

@@ -217,8 +217,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Print a table."""
     world, cp = dist.get_world_size(), options.cp or dist.get_world_size()
     grids = [
-        HyperCommGrid(shape, ["tp", "cp", "pp", "dp"])
-        for shape in ([1, cp, 1, world // cp], [1, 1, 1, world])
+        HyperCommGrid(shape, ["tp", "cp", "dp", "pp"])
+        for shape in ([1, cp, world // cp, 1], [1, 1, world, 1])
     ]
     shared, alone = (ProcessGroupCollection.from_hyper_comm_grid(grid) for grid in grids)
     layers = {
