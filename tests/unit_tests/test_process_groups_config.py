@@ -38,8 +38,11 @@ class RecordedGroups:
 
     def __init__(self, rank: int):
         self.rank, self.enumerations, self.freed = rank, [], []
+        self.breaks_at = None
 
     def new_subgroups_by_enumeration(self, enumeration, backend=None):
+        if len(self.enumerations) == self.breaks_at:
+            raise RuntimeError("store is gone")
         self.enumerations.append(enumeration)
         mine = [sorted(g) for g in enumeration if self.rank in g]
         return (mine[0] if mine else None), None
@@ -156,24 +159,19 @@ class TestGroupCount:
             assert groups_from_grid(grid)["dp_cp"] is dp_cp
         assert recorded.enumerations.count([[0, 2], [1, 3]]) == 2  # dp, and dp_cp once
 
-    def test_dense_and_expert_groups_are_counted(self):
-        with RecordedGroups(0):
-            grid = make_grid(tp=2, dp=4, expert=[1, 4, 2])
-            groups_from_grid(grid)
-            assert grid.group_counts == {
-                "tp": 4, "@alone": 8, "dp": 2, "dp-cp": 2, "cp-tp": 4, "dp-cp-tp": 1,
-                "pp-tp": 4, "pp-dp-cp-tp": 1,
-                "expert:ep": 2, "expert:expt_dp": 4, "expert:ep-expt_tp": 2,
-                "expert:pp-ep-expt_tp": 2,
-            }  # fmt: skip
-            assert grid.num_groups == 36
+    def test_dims_of_size_one_share_one_group_of_each_rank(self):
+        with RecordedGroups(0) as recorded:
+            groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 4, 2]))
+        assert groups["cp"] is groups["pp"] is groups["expt_tp"] is groups["embd"]
+        assert recorded.enumerations.count([[rank] for rank in range(8)]) == 1
+        assert sum(map(len, recorded.enumerations)) == 36
 
     def test_destroy_after_a_failure_midway_frees_what_was_made(self):
         with RecordedGroups(0) as recorded:
             grid = make_grid(tp=2, dp=2)
-            with patch.object(grid, "create_derived_pg", side_effect=RuntimeError("store is gone")):
-                with pytest.raises(RuntimeError, match="store is gone"):
-                    groups_from_grid(grid)
+            recorded.breaks_at = 4
+            with pytest.raises(RuntimeError, match="store is gone"):
+                groups_from_grid(grid)
             made = len(recorded.enumerations)
             grid.destroy()
             grid.destroy()

@@ -28,7 +28,10 @@ def model_of() -> SimpleNamespace:
     language = SimpleNamespace(embedding=embedding, weights=(words.weight, places.weight))
     bridges = {("images", "language"): None}
     return SimpleNamespace(
-        language_model=language, special_token_ids=SPECIAL, colocated_comms=bridges
+        language_model=language,
+        special_token_ids=SPECIAL,
+        colocated_comms=bridges,
+        partition_adapter=None,
     )
 
 
