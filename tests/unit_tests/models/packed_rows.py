@@ -39,12 +39,12 @@ class OddSamples:
         return Sample(pixels, ids[:-1], labels, loss_mask)
 
 
-def pack(samples: list[Sample]) -> tuple[Sample, dict]:
+def pack(samples: list[Sample], device) -> tuple[Sample, dict]:
     """Lay samples end to end: one long sample, and MimoModel's ``packing_kwargs`` for it."""
     names = ("tiles", "input_ids", "labels", "loss_mask")
     row = Sample(**{name: torch.cat([getattr(s, name) for s in samples]) for name in names})
     lengths = torch.tensor([0, *(len(s.input_ids) for s in samples)])
-    bounds, longest = lengths.cumsum(0), int(lengths.max())
+    bounds, longest = lengths.cumsum(0).to(device), int(lengths.max())
     return row, {
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,
@@ -67,7 +67,7 @@ class PackedPlan:
             encoder, language = (
                 [source.sample(split, step, i) for i in part] for part in self.plan.indices(number)
             )
-            row, packing = pack(language)
+            row, packing = pack(language, device)
             batch = collate(encoder, [row], device)
             ids = {IMAGES: [sample.input_ids for sample in encoder]}
             batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in language])

@@ -43,9 +43,9 @@ def without_balancing_loss(run):
 
 
 @functools.cache
-def whole_rows() -> tuple[Weights, Weights, float]:
+def whole_rows(samples_a_row: int = SAMPLES_A_ROW, rows: int = 8) -> tuple[Weights, Weights, float]:
     """Weights before and after a step, and its loss, where each rank takes one whole row."""
-    with packed_trainer("dp=8", "dp=8") as run:
+    with packed_trainer("dp=8", "dp=8", samples_a_row, rows) as run:
         before = gather_weights(run.chunks)
         loss = run.train_step()["loss"]
         return before, gather_weights(run.chunks), loss
@@ -71,6 +71,7 @@ class TestPackedSamples:
         [
             pytest.param("tp=1,dp=8", "cp=4,dp=2,ep=2", id="fan-in-4-cp-4-ep-2"),
             pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1", id="fan-in-4-cp-2-tp-2-ep-4"),
+            pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=2,etp=2", id="fan-in-4-tp-2-cp-2-ep-2"),
             pytest.param("tp=8,dp=1", "cp=2,dp=4,ep=4", id="fan-out-4-cp-2-ep-4"),
             pytest.param("tp=4,dp=2", "tp=2,dp=4", id="fan-out-2-cp-1-tp-2"),
             pytest.param("tp=4,dp=2", "cp=4,dp=2", id="equal-cp-4"),
@@ -79,6 +80,17 @@ class TestPackedSamples:
     def test_cut_rows_train_as_whole_ones(self, encoder, language):
         before, after, loss = whole_rows()
         with packed_trainer(encoder, language) as run:
+            assert_shards_equal(run.chunks, before)
+            assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
+            assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
+
+    @requires_world_size(8)
+    @pytest.mark.parametrize("etp", [2, 1])
+    def test_padded_rows_of_one_sample_train_as_whole_ones(self, etp):
+        """No length of the eight is a multiple of 2·cp·tp = 8."""
+        before, after, loss = whole_rows(samples_a_row=1, rows=2)
+        language = f"tp=2,cp=2,dp=2,ep=2,etp={etp}"
+        with packed_trainer("tp=4,dp=2", language, samples_a_row=1, rows=2) as run:
             assert_shards_equal(run.chunks, before)
             assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
             assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
