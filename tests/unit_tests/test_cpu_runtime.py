@@ -172,6 +172,13 @@ class TestPytorchInternals:
         assert any(event.key == "aten::add" for event in profile.key_averages())
         assert "Failed to record CUDA event" not in capfd.readouterr().err
 
+    def test_optimizers_step_where_pytorch_is_built_for_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+        weight = torch.nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        torch.optim.Adam([weight], lr=0.5).step()
+        assert weight.item() == pytest.approx(0.5)
+
     def test_compiled_functions_run_eagerly(self):
         def f(x):
             return x + 1

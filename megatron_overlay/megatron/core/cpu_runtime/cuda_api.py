@@ -236,5 +236,7 @@ def replacements() -> list[Replacement]:
         Replacement(torch.cuda, "default_generators", random.Generators()),
         # PyTorch calls this when an op really reaches CUDA: an argument that was not redirected.
         Replacement(torch.cuda, "_lazy_init", _refuse("_lazy_init", None)),
+        # PyTorch built for CUDA names it here without asking `torch.cuda`; tensors are on the CPU.
+        Replacement(torch.accelerator, "current_accelerator", _returns(None)),
     ]
     return plan
