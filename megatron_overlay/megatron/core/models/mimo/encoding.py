@@ -89,7 +89,7 @@ def with_embeddings(model: MimoModel, microbatch: dict[str, object]) -> dict[str
 
     The forward step of a schedule that hands over one microbatch at a time. Collective as
     :func:`communicate`. A microbatch that has its embeddings already stays as it is, and so does
-    one of a model whose modules are on ranks of their own.
+    one of a non-colocated model.
 
     Args:
         model: the MimoModel.

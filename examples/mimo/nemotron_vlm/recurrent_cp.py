@@ -10,17 +10,17 @@ from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class RecurrentCP:
     """What context parallelism does in the language model's recurrent layers.
 
     Attributes:
         mode: ``"state-passing"`` between ranks that have all heads, or ``"head-parallel"``.
-        tokens: ``"contiguous"`` except around attention layers, or ``"zigzag"`` except around
+        token_layout: ``"contiguous"`` except around attention layers, or ``"zigzag"`` except around
             recurrent ones; heads are spread from zigzag tokens.
     """
 
     mode: str = "state-passing"
-    tokens: str = "contiguous"
+    token_layout: str = "contiguous"
 
     def rules(self, tp: int, cp: int, preset: LanguagePreset) -> list[tuple[bool, str]]:
         """(broken, what it says) of each rule on the heads of recurrent layers."""
