@@ -130,8 +130,6 @@ def language_violation(
     heads = {
         "attention heads": p.heads,
         "query groups": p.query_groups,
-        "Mamba heads": p.mamba_heads,
-        "Mamba groups": p.mamba_groups,
     }
     return (
         _first(

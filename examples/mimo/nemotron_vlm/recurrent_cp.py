@@ -23,27 +23,16 @@ class RecurrentCP:
     token_layout: str = "contiguous"
 
     def rules(self, tp: int, cp: int, preset: LanguagePreset) -> list[tuple[bool, str]]:
-        """(broken, what it says) of each rule on the heads of recurrent layers."""
-        p, rules = preset, []
-        if "G" in p.pattern:
-            for n, what in ((p.gdn_key_heads, "key"), (p.gdn_value_heads, "value")):
-                rules.append((n % tp > 0, f"tp={tp} must divide the {n} GDN {what} heads"))
-        if self.mode == "state-passing" or cp == 1:
-            return rules
+        """(broken, what it says) of the rules on the heads of recurrent layers."""
         # Not at the top: it loads torch, which bad input need not wait for.
-        from megatron.core.ssm.head_parallel_limits import gated_delta_net_cp_sizes, mamba_cp_sizes
+        from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
-        def split(what: str, sizes: list[int]) -> tuple[bool, str]:
-            return cp not in sizes, (
-                f"cp={cp} must be one of {sizes} to split the {what} at tp={tp}; "
-                "--cp-linear state-passing takes any cp"
-            )
-
-        if "G" in p.pattern:
-            what = f"{p.gdn_key_heads} key and {p.gdn_value_heads} value heads of GDN layers"
-            sizes = gated_delta_net_cp_sizes(p.gdn_key_heads, p.gdn_value_heads, tp)
-            rules.append(split(what, sizes))
-        if "M" in p.pattern:
-            what = f"{p.mamba_heads} Mamba heads and {p.mamba_groups} groups"
-            rules.append(split(what, mamba_cp_sizes(p.mamba_heads, p.mamba_groups, tp)))
-        return rules
+        p, spread_over = preset, cp if self.mode == "head-parallel" else 1
+        try:
+            if "M" in p.pattern:
+                check_mamba(p.mamba_heads, p.mamba_groups, tp, spread_over)
+            if "G" in p.pattern:
+                check_gated_delta_net(p.gdn_key_heads, p.gdn_value_heads, tp, spread_over)
+        except ValueError as refusal:
+            return [(True, str(refusal))]
+        return []
