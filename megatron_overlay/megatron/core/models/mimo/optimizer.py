@@ -84,7 +84,7 @@ class MimoOptimizer(MegatronOptimizer):
 
     @property
     def _leaves(self) -> list[MegatronOptimizer]:
-        """The same, one for each set of groups: dense and expert parameters apart."""
+        """The same, one for each set of groups: dense and expert parameters have one each."""
         return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
 
     @torch.no_grad()
@@ -192,9 +192,14 @@ class MimoOptimizer(MegatronOptimizer):
         """
         return {
             name: sharded_optimizer_state(
-                name, self.module_infos[name], model_sharded_state_dict, is_loading, **kwargs
+                name,
+                opt,
+                self.module_infos[name].pg_collection,
+                model_sharded_state_dict,
+                is_loading,
+                **kwargs,
             )
-            for name in self._optimizers
+            for name, opt in self._optimizers.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
