@@ -22,8 +22,8 @@ TRAINERS = []
 def bad_gradients(module: str) -> None:
     """Every gradient of one module of this rank becomes NaN."""
     (trainer,) = TRAINERS
-    chunk = trainer.chunks[0]
-    ddp = chunk.language_model if module == "language" else chunk.modality_submodules[module]
+    stage = trainer.stages[0]
+    ddp = stage.language_model if module == "language" else stage.modality_submodules[module]
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         buffer.grad_data.fill_(float("nan"))
 

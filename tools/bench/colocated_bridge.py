@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from all_reduce_bridge import AllReduceBridge, rows_received
 from ranks import seconds, start
 
 from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.all_reduce_bridge import AllReduceBridge, received_rows
 from megatron.core.models.mimo.comm.bridge_plan import plan_block
 from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
@@ -105,7 +105,7 @@ def print_volumes(world: int) -> None:
         least = zip(
             *(least_rows(topology, rank, rows // topology.scale) for rank in members), strict=True
         )
-        plain = received_rows(topology, rows)
+        plain = rows_received(topology, rows)
         for way, there, bound, summed in zip(
             ("forward", "backward"), exact, least, plain, strict=True
         ):

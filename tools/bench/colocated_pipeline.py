@@ -33,11 +33,11 @@ if not CUDA:
     cpu_runtime.install()
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.grids import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
-from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset, tiny
 from megatron.core.models.mimo import colocated_schedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples of the global batch a rank's modules take, microbatch by microbatch.
 
-The bridge wants consecutive samples on each DP rank of either module. Between ranks of their own,
-and without a pipeline, it works once a microbatch: microbatch ``i`` is a run of
-``micro_size · language.dp`` consecutive samples, which each module cuts into equal slices. On
-shared ranks with a pipeline it works once a step: each module cuts the whole batch, and a rank's
-slice into microbatches; an encoder's rank may have fewer samples than there are microbatches, and
-then none in some. Which slice an encoder's rank takes is the bridge's choice: the one with most of
-what the rank's language model consumes.
+The bridge wants consecutive samples on each DP rank of either module. Non-colocated, and without a
+pipeline, it works once a microbatch: microbatch ``i`` is a run of ``micro_size · language.dp``
+consecutive samples, which each module cuts into equal slices. Colocated with a pipeline it works
+once a step: each module cuts the whole batch, and a rank's slice into microbatches; an encoder's
+rank may have fewer samples than there are microbatches, and then none in some. Which slice an
+encoder's rank takes is the bridge's choice: the one with most of what the rank's language model
+consumes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BatchPlan:
         def part(slice_: int | None, slices: int) -> range:
             if slice_ is None:
                 return range(0)
-            if self.layouts.separate or self.layouts.language.pp == 1:
+            if self.layouts.non_colocated or self.layouts.language.pp == 1:
                 size = self.layouts.batch.global_size // count // slices
                 number = microbatch * slices + slice_
                 return range(number * size, (number + 1) * size)
@@ -66,7 +66,7 @@ class BatchPlan:
     def microbatches(
         self, source: SampleSource, split: str, step: int, device: torch.device | str
     ) -> list[Microbatch]:
-        """This rank's microbatches of one step, in order; on shared ranks with ``host_tokens``.
+        """This rank's microbatches of one step, in order; colocated ones with ``host_tokens``.
 
         Raises:
             UserError: a sample has another number of image tokens than its tiles become.
@@ -93,7 +93,7 @@ class BatchPlan:
                 )
         encoded, consumed = ([samples[i] for i in part] for part in (encoder_part, language_part))
         batch = collate(encoded, consumed, device)
-        if not self.layouts.separate:
+        if not self.layouts.non_colocated:
             ids = {IMAGES: [sample.input_ids for sample in encoded]}
             batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in consumed])
         return batch

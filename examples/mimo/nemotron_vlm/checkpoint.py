@@ -52,12 +52,12 @@ METADATA = {
 
 
 def _state(trainer: Trainer, is_loading: bool) -> dict:
-    chunks = {
-        f"model{number}": chunk.sharded_state_dict(metadata=METADATA)
-        for number, chunk in enumerate(trainer.chunks)
+    stages = {
+        f"model{number}": stage.sharded_state_dict(metadata=METADATA)
+        for number, stage in enumerate(trainer.stages)
     }
-    optimizer = trainer.optimizer.sharded_state_dict(chunks, is_loading, metadata=METADATA)
-    return {**chunks, "optimizer": optimizer}
+    optimizer = trainer.optimizer.sharded_state_dict(stages, is_loading, metadata=METADATA)
+    return {**stages, "optimizer": optimizer}
 
 
 def _random_state() -> ShardedObject:
@@ -179,8 +179,8 @@ def load(trainer: Trainer, directory: Path) -> None:
         state["rng"] = _random_state()
     agreed(lambda: _check_shapes(state, found))
     loaded = agreed(lambda: _read_state(state, found))
-    for number, chunk in enumerate(trainer.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+    for number, stage in enumerate(trainer.stages):
+        stage.load_state_dict(loaded[f"model{number}"])
     trainer.optimizer.load_state_dict(loaded.get("optimizer", {}))
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     if "rng" in state:

@@ -12,9 +12,9 @@ from pathlib import Path
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS, SEPARATE
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, PLACEMENTS
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
 
 PARTS = ("encoder", "projector", "language")
 """Of the model, as ``--freeze`` names them."""
@@ -206,7 +206,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     preset = PRESETS[args.model]()
     encoder = parse_layout(args.encoder, "encoder")
     language = parse_layout(args.language, "language")
-    if args.recompute_encoder and (args.placement == SEPARATE or language.pp == 1):
+    if args.recompute_encoder and (args.placement == NON_COLOCATED or language.pp == 1):
         raise UserError(
             f"--recompute-encoder needs --placement {COLOCATED}, and a language model with pp of 2 "
             "or more"
@@ -222,7 +222,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
             world_size,
             preset,
             args.placement,
-            _recurrence(args),
+            _recurrent_cp(args),
         ),
         **{
             name: getattr(args, name)
@@ -232,7 +232,7 @@ def parse_args(argv: list[str], world_size: int) -> RunConfig:
     )
 
 
-def _recurrence(args: argparse.Namespace) -> Recurrence:
+def _recurrent_cp(args: argparse.Namespace) -> RecurrentCP:
     is_passing = args.cp_linear == "state-passing"
     if args.token_layout == "contiguous" and not is_passing:
         raise UserError(
@@ -240,7 +240,7 @@ def _recurrence(args: argparse.Namespace) -> Recurrence:
             "zigzag tokens"
         )
     default = "contiguous" if is_passing else "zigzag"
-    return Recurrence(args.cp_linear, args.token_layout or default)
+    return RecurrentCP(args.cp_linear, args.token_layout or default)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

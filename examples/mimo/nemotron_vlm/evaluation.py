@@ -53,8 +53,8 @@ def read_samples(trainer: Trainer, count: int) -> list[Reading]:
 
 @torch.no_grad()
 def _read(trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
-    for chunk in trainer.chunks:
-        chunk.eval()
+    for stage in trainer.stages:
+        stage.eval()
     groups = trainer.language_groups
     forward_step = partial(_forward_step, tp_group=None if groups is None else groups.tp)
     return trainer.run_schedule(forward_step, "test", step, forward_only=True)

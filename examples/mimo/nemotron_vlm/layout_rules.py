@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE, ranks_of_modules
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, ranks_of_modules
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
     world_size: int,
     preset: VLMPreset,
     placement: str = COLOCATED,
-    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+    recurrent_cp: RecurrentCP = RecurrentCP(),  # noqa: B008  frozen
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
@@ -35,13 +35,13 @@ def resolve(
     """
     for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
     encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
-    layouts = Layouts(encoder, language, batch, placement, recurrence)
+    layouts = Layouts(encoder, language, batch, placement, recurrent_cp)
 
     def violation(layout: Layout) -> str | None:
-        return language_violation(layout, for_language, preset, batch, recurrence)
+        return language_violation(layout, for_language, preset, batch, recurrent_cp)
 
     def encoder_rule(layout: Layout) -> str | None:
-        return encoder_violation(layout, for_encoder, preset, layouts.separate)
+        return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)
 
     for module, layout, ranks, broken in (
         ("encoder", encoder, for_encoder, encoder_rule(encoder)),
@@ -84,7 +84,7 @@ def _first(rules: list[tuple[bool, str]]) -> str | None:
 
 
 def _interleaving_violation(layouts: Layouts) -> str | None:
-    if layouts.separate and layouts.language.vpp > 1:
+    if layouts.non_colocated and layouts.language.vpp > 1:
         return f"vpp={layouts.language.vpp} needs --placement {COLOCATED}"
     return None
 
@@ -104,7 +104,7 @@ def encoder_violation(
         [
             (
                 e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined),
-                f"an encoder takes tp and dp only (and pp with --placement {SEPARATE})",
+                f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})",
             ),
             (p.layers % e.pp > 0, f"pp={e.pp} must divide the {p.layers} layers"),
             *(
@@ -120,7 +120,7 @@ def language_violation(
     world_size: int,
     preset: VLMPreset,
     batch: Batch,
-    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+    recurrent_cp: RecurrentCP = RecurrentCP(),  # noqa: B008  frozen
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
@@ -130,8 +130,6 @@ def language_violation(
     heads = {
         "attention heads": p.heads,
         "query groups": p.query_groups,
-        "Mamba heads": p.mamba_heads,
-        "Mamba groups": p.mamba_groups,
     }
     return (
         _first(
@@ -149,7 +147,7 @@ def language_violation(
                     len(p.pattern) % (lay.pp * lay.vpp) > 0,
                     f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
                 ),
-                *recurrence.rules(lay.tp, lay.cp, p),
+                *recurrent_cp.rules(lay.tp, lay.cp, p),
                 (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
                 (
                     lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
@@ -183,7 +181,7 @@ def language_violation(
 def pair_violation(layouts: Layouts) -> str | None:
     """The first rule that the two layouts break together, or None."""
     e, lang = layouts.encoder, layouts.language
-    if lang.pp > 1 and not layouts.separate:
+    if lang.pp > 1 and not layouts.non_colocated:
         samples, whose = layouts.batch.global_size, "the global batch"
     else:
         samples = layouts.batch.micro_size * lang.dp
@@ -191,9 +189,9 @@ def pair_violation(layouts: Layouts) -> str | None:
     return _first(
         [
             (
-                layouts.separate and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"with --placement {SEPARATE} one of encoder dp={e.dp} and language dp={lang.dp} "
-                "must divide the other: its bridge splits or joins whole slices",
+                layouts.non_colocated and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
+                f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language "
+                f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices",
             ),
             (
                 samples % e.dp > 0,

@@ -15,7 +15,7 @@ from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
 from examples.mimo.nemotron_vlm.vision_stage import VisionStage
 from megatron.core.activations import squared_relu
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -40,7 +40,7 @@ class ModuleGroups:
     groups: ProcessGroupCollection | None
 
 
-def _common(layout: Layout, dtype: torch.dtype, separate: bool = False) -> dict:
+def _common(layout: Layout, dtype: torch.dtype, non_colocated: bool = False) -> dict:
     return {
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
@@ -52,7 +52,7 @@ def _common(layout: Layout, dtype: torch.dtype, separate: bool = False) -> dict:
         # Batched, messages of two stages that are both before and after each other would mix.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        "variable_seq_lengths": separate,
+        "variable_seq_lengths": non_colocated,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -96,10 +96,10 @@ def language_config(
     layout: Layout,
     dtype: torch.dtype,
     *,
-    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
-    separate: bool = False,
+    recurrent_cp: RecurrentCP = RecurrentCP(),  # noqa: B008  frozen
+    non_colocated: bool = False,
 ) -> TransformerConfig:
-    """The hybrid language model's configuration; with ranks of its own it tells shapes ahead."""
+    """The hybrid language model's configuration; non-colocated stages announce tensor shapes."""
     p = preset.language
     return TransformerConfig(
         num_layers=len(p.pattern),
@@ -119,8 +119,8 @@ def language_config(
         linear_value_head_dim=p.gdn_head_dim,
         linear_num_key_heads=p.gdn_key_heads,
         linear_num_value_heads=p.gdn_value_heads,
-        linear_context_parallel=recurrence.mode,
-        hybrid_token_layout=recurrence.tokens,
+        linear_context_parallel=recurrent_cp.mode,
+        hybrid_token_layout=recurrent_cp.token_layout,
         num_moe_experts=p.experts,
         moe_router_topk=p.topk,
         moe_ffn_hidden_size=p.expert_ffn,
@@ -138,7 +138,7 @@ def language_config(
         # The fused loss rounds the gradient of the logits to bf16, whatever their type.
         cross_entropy_loss_fusion=dtype is torch.bfloat16,
         cross_entropy_fusion_impl="native",
-        **_common(layout, dtype, separate),
+        **_common(layout, dtype, non_colocated),
     )
 
 
@@ -183,8 +183,8 @@ def _language_spec(
         preset,
         layouts.language,
         dtype,
-        recurrence=layouts.recurrence,
-        separate=layouts.separate,
+        recurrent_cp=layouts.recurrent_cp,
+        non_colocated=layouts.non_colocated,
     )
     if groups is None:
         return ModuleSpec(module=HybridModel, params={"config": config})
@@ -233,11 +233,11 @@ def build_vlm(
     """
     language = modules[LANGUAGE]
     vision = _vision_spec(preset, layouts.encoder, dtype, specs, modules[IMAGES].groups)
-    chunks = []
+    stages = []
     for number in range(layouts.language.vpp):
         vp_stage = number if layouts.language.vpp > 1 else None
         held = modules if number == 0 else {LANGUAGE: language}
-        chunk = MimoModel(
+        stage = MimoModel(
             MimoModelConfig(
                 language_model_spec=_language_spec(
                     preset, layouts, dtype, specs, language.groups, vp_stage
@@ -247,7 +247,7 @@ def build_vlm(
                 module_to_grid_map={name: module.grid for name, module in held.items()},
             )
         )
-        chunk.model_type = ModelType.encoder_or_decoder
-        chunk.vp_stage = vp_stage
-        chunks.append(chunk)
-    return chunks
+        stage.model_type = ModelType.encoder_or_decoder
+        stage.vp_stage = vp_stage
+        stages.append(stage)
+    return stages

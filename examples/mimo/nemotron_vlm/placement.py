@@ -1,20 +1,23 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the modules are: both on all ranks, or each on ranks of its own, the encoder first."""
+"""The placement: both modules on all ranks (colocated), or each on other ranks (non-colocated).
+
+Non-colocated, the encoder has the first ranks.
+"""
 
 from __future__ import annotations
 
 from examples.mimo.nemotron_vlm.errors import UserError
 
-COLOCATED, SEPARATE = "colocated", "non-colocated"
-PLACEMENTS = (COLOCATED, SEPARATE)
+COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
+PLACEMENTS = (COLOCATED, NON_COLOCATED)
 
 
 def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tuple[int, int]:
     """How many ranks the encoder and the language model have.
 
-    With ranks of their own, a module takes what its layout says; one without ``dp`` takes what the
-    other leaves, and an encoder beside a language model without ``dp`` takes one replica.
+    Non-colocated, a module takes what its layout says; one without ``dp`` takes what the other
+    leaves, and an encoder beside a language model without ``dp`` takes one replica.
 
     Args:
         encoder, language: layouts as asked for; ``dp`` is 0 where it was left out.
@@ -30,8 +33,8 @@ def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tupl
     taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
     if taken >= world_size:
         raise UserError(
-            f"--placement {SEPARATE}: {name} takes {taken} of {world_size} ranks and leaves none "
-            f"for the {other}"
+            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves "
+            f"none for the {other}"
         )
     left = world_size - taken
     return (left, taken) if language_first else (taken, left)
@@ -44,7 +47,7 @@ def layout_table(layouts) -> str:
     for name, layout in (("encoder", layouts.encoder), ("language", layouts.language)):
         ranks = f"{first}-{first + layout.size - 1}" if layout.size > 1 else str(first)
         rows.append((name, str(layout), ranks, str(layout.pp * layout.vpp)))
-        if layouts.placement == SEPARATE:
+        if layouts.placement == NON_COLOCATED:
             first += layout.size
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in rows)

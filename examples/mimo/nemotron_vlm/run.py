@@ -18,9 +18,9 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
 from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
 from examples.mimo.nemotron_vlm.fault_watch import FaultWatch
+from examples.mimo.nemotron_vlm.grids import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.joining import join_ranks
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
-from examples.mimo.nemotron_vlm.modules import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
 from examples.mimo.nemotron_vlm.placement import layout_table
 from examples.mimo.nemotron_vlm.trainer import BACKENDS, Trainer, build_model

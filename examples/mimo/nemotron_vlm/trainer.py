@@ -21,11 +21,11 @@ from examples.mimo.nemotron_vlm.cli import RunConfig
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.errors import RunFailed
 from examples.mimo.nemotron_vlm.freezing import freeze, is_trained
+from examples.mimo.nemotron_vlm.grids import encoder_part, make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loss import summed_loss
 from examples.mimo.nemotron_vlm.model import ModuleGroups, build_vlm
-from examples.mimo.nemotron_vlm.modules import encoder_part, make_modules, prepare_megatron
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -38,15 +38,15 @@ from megatron.core.models.mimo.grad_finalization import (
     no_grad_sync,
 )
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
-from megatron.core.models.mimo.separate_schedule import (
+from megatron.core.models.mimo.non_colocated_schedule import (
     destroy_bridges,
     encoders_to_language,
-    finalize_separate_grads,
+    finalize_non_colocated_grads,
     language_total,
+    non_colocated_forward_backward,
     own_groups,
-    separate_forward_backward,
 )
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -79,15 +79,15 @@ class Trainer:
             language_dp=self.language_groups and self.language_groups.dp.rank(),
             tokens_per_tile=config.preset.encoder.tokens_per_tile,
         )
-        self.chunks = [chunk.to(self.device) for chunk in build_model(config, self.modules)]
-        for chunk in self.chunks:
-            initialize_weights(chunk, config.seed)
-        freeze(self.chunks, config.freeze)
-        wrap_in_ddp(self.chunks)
+        self.stages = [stage.to(self.device) for stage in build_model(config, self.modules)]
+        for stage in self.stages:
+            initialize_weights(stage, config.seed)
+        freeze(self.stages, config.freeze)
+        wrap_in_ddp(self.stages)
         self.communicator = None
-        if config.layouts.separate:
-            self.communicator = encoders_to_language(self.chunks[0])
-        self.optimizer = get_mimo_optimizer(self.chunks, _optimizer_config(config))
+        if config.layouts.non_colocated:
+            self.communicator = encoders_to_language(self.stages[0])
+        self.optimizer = get_mimo_optimizer(self.stages, _optimizer_config(config))
         self.scheduler = _scheduler(config, self.optimizer)
 
     @property
@@ -109,7 +109,7 @@ class Trainer:
         return self._schedule()(
             forward_step_func=_noting(forward_step, f"step {step + 1} ({split})"),
             data_iterator=iter(microbatches),
-            model=self.chunks,
+            model=self.stages,
             num_microbatches=self.config.layouts.num_microbatches,
             seq_length=self.config.layouts.batch.seq_length,
             micro_batch_size=self.config.layouts.batch.micro_size,
@@ -117,9 +117,11 @@ class Trainer:
         )
 
     def _schedule(self) -> Callable[..., list]:
-        if self.config.layouts.separate:
+        if self.config.layouts.non_colocated:
             groups = {name: module.groups for name, module in self.modules.items()}
-            return partial(separate_forward_backward, communicator=self.communicator, groups=groups)
+            return partial(
+                non_colocated_forward_backward, communicator=self.communicator, groups=groups
+            )
         if self.config.layouts.language.pp > 1:
             return partial(
                 colocated_forward_backward_with_pp,
@@ -137,9 +139,9 @@ class Trainer:
             RunFailed: on every rank, after too many skipped steps in a row.
         """
         started = time.perf_counter()
-        for chunk in self.chunks:
-            chunk.train()
-        for module in itertools.chain(*ddp_modules(self.chunks)):
+        for stage in self.stages:
+            stage.train()
+        for module in itertools.chain(*ddp_modules(self.stages)):
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         biases = self._expert_biases()
@@ -169,7 +171,7 @@ class Trainer:
         }
 
     def _expert_biases(self) -> list[torch.Tensor]:
-        modules = itertools.chain(*(chunk.modules() for chunk in self.chunks))
+        modules = itertools.chain(*(stage.modules() for stage in self.stages))
         found = (getattr(module, "expert_bias", None) for module in modules)
         return [bias for bias in found if bias is not None]
 
@@ -188,9 +190,9 @@ class Trainer:
         local = torch.zeros(size, dtype=torch.float64, device=self.device)
         for report in reports:
             local += report
-        if self.config.layouts.separate:
+        if self.config.layouts.non_colocated:
             groups = own_groups({name: module.groups for name, module in self.modules.items()})
-            return language_total(local, self.chunks[0], groups).tolist()
+            return language_total(local, self.stages[0], groups).tolist()
         return global_token_count(local, self.language_groups).tolist()
 
     def destroy(self) -> None:
@@ -200,16 +202,16 @@ class Trainer:
         keep the last forward's graph, and with it the groups, out of the garbage collector's sight.
         """
         dist.barrier()
-        for chunk in self.chunks:
-            chunk.destroy()
-            for module in chunk.modules():
+        for stage in self.stages:
+            stage.destroy()
+            for module in stage.modules():
                 if hasattr(module, "token_dispatcher"):
                     module.token_dispatcher = None
         for module in self.modules.values():
             module.grid.destroy()
         destroy_bridges()
         self.communicator = None
-        del chunk, module, self.chunks, self.optimizer, self.scheduler, self.modules
+        del stage, module, self.stages, self.optimizer, self.scheduler, self.modules
         gc.collect()  # a model is a cycle of references, which keeps its groups' threads alive
 
 
@@ -235,7 +237,7 @@ def _forward_step(microbatches, model: MimoModel):
     return output, partial(summed_loss, loss_mask=loss_mask)
 
 
-def wrap_in_ddp(chunks: list[MimoModel]) -> None:
+def wrap_in_ddp(stages: list[MimoModel]) -> None:
     """Wrap what is trained in DDP over its own groups, and tell the schedule how to reduce it."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
@@ -248,17 +250,17 @@ def wrap_in_ddp(chunks: list[MimoModel]) -> None:
             config, ddp_config, module, pg_collection=module.pg_collection
         )
 
-    for chunk in chunks:
-        for name, module in chunk.modality_submodules.items():
+    for stage in stages:
+        for name, module in stage.modality_submodules.items():
             (encoder,) = module.encoders.values()
-            chunk.modality_submodules[name] = wrapped(module, encoder.config)
-        if chunk.language_model is not None:
-            chunk.language_model = wrapped(chunk.language_model, chunk.config)
-        separate = chunk.role.mode is ModuleLayout.NON_COLOCATED
-        chunk.config.finalize_model_grads_func = (
-            finalize_separate_grads if separate else finalize_mimo_grads
+            stage.modality_submodules[name] = wrapped(module, encoder.config)
+        if stage.language_model is not None:
+            stage.language_model = wrapped(stage.language_model, stage.config)
+        non_colocated = stage.role.mode is ModuleLayout.NON_COLOCATED
+        stage.config.finalize_model_grads_func = (
+            finalize_non_colocated_grads if non_colocated else finalize_mimo_grads
         )
-        chunk.config.no_sync_func = partial(no_grad_sync, chunks)
+        stage.config.no_sync_func = partial(no_grad_sync, stages)
 
 
 def _optimizer_config(config: RunConfig) -> OptimizerConfig:

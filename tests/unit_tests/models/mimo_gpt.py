@@ -139,11 +139,11 @@ def build(modules: dict[str, Module], tied: bool = False) -> list[MimoModel]:
         tied: whether the GPT's output layer has the embeddings' weight.
     """
     language = modules[LANGUAGE]
-    chunks = []
+    stages = []
     for number in range(language.vpp):
         vp_stage = number if language.vpp > 1 else None
         held = modules if number == 0 else {LANGUAGE: language}
-        chunk = MimoModel(
+        stage = MimoModel(
             MimoModelConfig(
                 language_model_spec=_gpt(language, vp_stage, tied),
                 modality_submodules_spec={
@@ -153,16 +153,16 @@ def build(modules: dict[str, Module], tied: bool = False) -> list[MimoModel]:
                 module_to_grid_map={name: module.grid for name, module in held.items()},
             )
         ).to(Utils.device)
-        chunk.model_type = ModelType.encoder_or_decoder
-        chunk.vp_stage = vp_stage
-        chunks.append(chunk)
-    _initialize(chunks)
-    return chunks
+        stage.model_type = ModelType.encoder_or_decoder
+        stage.vp_stage = vp_stage
+        stages.append(stage)
+    _initialize(stages)
+    return stages
 
 
 @torch.no_grad()
-def _initialize(chunks: list[MimoModel]) -> None:
-    for part in local_shards(chunks):
+def _initialize(stages: list[MimoModel]) -> None:
+    for part in local_shards(stages):
         rng = torch.Generator().manual_seed(zlib.crc32(part.key.encode()))
         whole = torch.randn(part.global_shape, generator=rng) / part.global_shape[-1] ** 0.5
         is_norm = "norm.weight" in part.key

@@ -67,13 +67,13 @@ class Job:
 
     def model(self, modules: dict[str, Module]) -> list[MimoModel]:
         """The model on this rank, with nothing yet that trains it."""
-        chunks = build(modules, self.tied)
-        for name, chunk in itertools.product(self.frozen, chunks):
+        stages = build(modules, self.tied)
+        for name, stage in itertools.product(self.frozen, stages):
             if name == LANGUAGE:
-                chunk.language_model.requires_grad_(False)
-            elif name in chunk.modality_submodules:
-                chunk.modality_submodules[name].requires_grad_(False)
-        return chunks
+                stage.language_model.requires_grad_(False)
+            elif name in stage.modality_submodules:
+                stage.modality_submodules[name].requires_grad_(False)
+        return stages
 
 
 def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sample]:
@@ -120,7 +120,7 @@ def _forward_step(batches, model: MimoModel):
     return output, partial(_loss, loss_mask=loss_mask)
 
 
-def _wrap_in_ddp(job: Job, chunks: list[MimoModel], modules: dict[str, Module]) -> None:
+def _wrap_in_ddp(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> None:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=job.overlap
     )
@@ -132,13 +132,13 @@ def _wrap_in_ddp(job: Job, chunks: list[MimoModel], modules: dict[str, Module]) 
         config.calculate_per_token_loss = job.per_token
         return DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
 
-    for chunk in chunks:
-        for name, module in chunk.modality_submodules.items():
-            chunk.modality_submodules[name] = wrapped(name, module)
-        chunk.language_model = wrapped(LANGUAGE, chunk.language_model)
-        chunk.config.calculate_per_token_loss = job.per_token
-        chunk.config.finalize_model_grads_func = finalize_mimo_grads
-        chunk.config.no_sync_func = partial(no_grad_sync, chunks)
+    for stage in stages:
+        for name, module in stage.modality_submodules.items():
+            stage.modality_submodules[name] = wrapped(name, module)
+        stage.language_model = wrapped(LANGUAGE, stage.language_model)
+        stage.config.calculate_per_token_loss = job.per_token
+        stage.config.finalize_model_grads_func = finalize_mimo_grads
+        stage.config.no_sync_func = partial(no_grad_sync, stages)
 
 
 def train(
@@ -154,10 +154,10 @@ def train(
         told: whether batches bring their tokens in host memory too.
         around: what forward and backward of a step run in.
     """
-    chunks = job.model(modules)
-    _wrap_in_ddp(job, chunks, modules)
+    stages = job.model(modules)
+    _wrap_in_ddp(job, stages, modules)
     optimizer = get_mimo_optimizer(
-        chunks,
+        stages,
         OptimizerConfig(
             optimizer="adam",
             lr=ADAM["lr"],
@@ -174,7 +174,7 @@ def train(
     schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
     found = []
     for step in range(steps):
-        for module in itertools.chain(*ddp_modules(chunks)):
+        for module in itertools.chain(*ddp_modules(stages)):
             module.zero_grad_buffer()
         optimizer.zero_grad()
         batches = _batches(job, modules, told)
@@ -183,7 +183,7 @@ def train(
             reports = schedule(
                 forward_step_func=_forward_step,
                 data_iterator=iter(batches),
-                model=chunks,
+                model=stages,
                 num_microbatches=job.microbatches,
                 seq_length=seq_length,
                 micro_batch_size=batch_size,
@@ -194,9 +194,9 @@ def train(
         local = sum(reports, torch.zeros(2, device=Utils.device))
         total, tokens = global_token_count(local, groups).tolist()
         found.append((total / tokens, grad_norm))
-    for chunk in chunks:
-        chunk.destroy()
-        free_groups(chunk)
+    for stage in stages:
+        stage.destroy()
+        free_groups(stage)
     return found
 
 

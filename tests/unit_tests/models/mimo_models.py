@@ -160,7 +160,7 @@ def _build_gpt(
     layouts: Layouts,
     modules: dict[str, ModuleGroups],
 ) -> MimoModel:
-    config = replace(make_config(layouts.language), variable_seq_lengths=layouts.separate)
+    config = replace(make_config(layouts.language), variable_seq_lengths=layouts.non_colocated)
     language = ModuleSpec(
         module=GPTModel,
         params={
@@ -179,7 +179,7 @@ def build_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoM
         module=HybridModel,
         params={
             "config": language_config(
-                PRESET, layouts.language, torch.float32, separate=layouts.separate
+                PRESET, layouts.language, torch.float32, non_colocated=layouts.non_colocated
             ),
             "hybrid_stack_spec": layer_specs("local").hybrid_stack,
             "hybrid_layer_pattern": PRESET.language.pattern,

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.grids import (
+    encoder_part,
+    make_grid,
+    make_modules,
+    prepare_megatron,
+)
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.loss import summed_loss
 from examples.mimo.nemotron_vlm.model import (
     IMAGES,
     ModuleGroups,
-)
-from examples.mimo.nemotron_vlm.modules import (
-    encoder_part,
-    make_grid,
-    make_modules,
-    prepare_megatron,
 )
 from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
 from megatron.core import parallel_state
@@ -34,14 +34,14 @@ from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
-from megatron.core.models.mimo.separate_schedule import (
+from megatron.core.models.mimo.non_colocated_schedule import (
     destroy_bridges,
     encoders_to_language,
     language_total,
+    non_colocated_forward_backward,
     own_groups,
-    separate_forward_backward,
 )
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -166,12 +166,12 @@ def train(
 
 @contextlib.contextmanager
 def _schedule(model: MimoModel, layouts: Layouts, modules: dict[str, ModuleGroups]):
-    if not layouts.separate:
+    if not layouts.non_colocated:
         yield partial(forward_backward_no_pipelining, pg_collection=modules[LANGUAGE].groups)
         return
     try:
         yield partial(
-            separate_forward_backward,
+            non_colocated_forward_backward,
             communicator=encoders_to_language(model),
             groups={name: module.groups for name, module in modules.items()},
         )

@@ -43,9 +43,9 @@ def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tupl
 def reference_step(encoder: str) -> tuple[Weights, Weights]:
     """Weights before and after the step, with the language model laid out as its encoder."""
     with trainer(*arguments(encoder, language=encoder)) as run:
-        before = gather_weights(run.chunks)
+        before = gather_weights(run.stages)
         assert not run.train_step()["skipped"]
-        return before, gather_weights(run.chunks)
+        return before, gather_weights(run.stages)
 
 
 def assert_step_equals_reference(
@@ -59,6 +59,6 @@ def assert_step_equals_reference(
     """
     before, after = reference_step(encoder)
     with trainer(*arguments(encoder, language, microbatch), *more) as run:
-        assert_shards_equal(run.chunks, before)
+        assert_shards_equal(run.stages, before)
         run.train_step()
-        assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
+        assert_shards_moved_alike(run.stages, before, after, TOLERANCE)

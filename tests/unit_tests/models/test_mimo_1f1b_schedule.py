@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder and language model on ranks of their own, in one 1F1B pipeline, train like one rank."""
+"""Non-colocated encoder and language model, in one 1F1B pipeline, train like one rank."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import torch
 from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.model import build_vlm
-from examples.mimo.nemotron_vlm.placement import SEPARATE
+from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
 from tests.unit_tests.models.mimo_models import (
     ONE_RANK,
@@ -61,7 +61,7 @@ def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> Non
     with modules_of_one_rank() as modules:
         expected = train(build, ONE_RANK, modules, STEPS, source)
     layouts = make_layouts(
-        encoder, language, Utils.world_size, placement=SEPARATE, preset=SIX_LAYERS
+        encoder, language, Utils.world_size, placement=NON_COLOCATED, preset=SIX_LAYERS
     )
     with modules_of(layouts) as modules:
         run = train(build, layouts, modules, STEPS, source)

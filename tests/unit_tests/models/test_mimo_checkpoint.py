@@ -16,7 +16,7 @@ import torch.distributed as dist
 from examples.mimo.nemotron_vlm import checkpoint
 from examples.mimo.nemotron_vlm import run as program
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, trainer
 from tests.unit_tests.models import mimo_models
@@ -38,19 +38,19 @@ LAYOUTS = {
     "tp-etp": (COLOCATED, "dp=4", "tp=2,dp=2,ep=4,etp=1"),
     "cp": (COLOCATED, "tp=4", "cp=2,dp=2,ep=2"),
     "pp": (COLOCATED, "dp=4", "pp=2,dp=2,ep=2"),
-    "apart-tp": (SEPARATE, "tp=2", "tp=2,dp=1,ep=1"),
-    "apart-cp": (SEPARATE, "pp=2,dp=1", "cp=2,dp=1,ep=2"),
-    "apart-pp": (SEPARATE, "dp=2", "pp=2,dp=1"),
+    "non-colocated-tp": (NON_COLOCATED, "tp=2", "tp=2,dp=1,ep=1"),
+    "non-colocated-cp": (NON_COLOCATED, "pp=2,dp=1", "cp=2,dp=1,ep=2"),
+    "non-colocated-pp": (NON_COLOCATED, "dp=2", "pp=2,dp=1"),
 }
 
 TARGETS = {
-    "dp": ["dp", "tp-etp", "apart-pp"],
-    "tp-etp": ["cp", "apart-cp"],
-    "cp": ["pp", "apart-tp"],
-    "pp": ["pp", "dp", "apart-cp"],
-    "apart-tp": ["apart-tp", "dp", "apart-pp"],
-    "apart-cp": ["apart-cp", "pp", "apart-tp"],
-    "apart-pp": ["tp-etp", "cp"],
+    "dp": ["dp", "tp-etp", "non-colocated-pp"],
+    "tp-etp": ["cp", "non-colocated-cp"],
+    "cp": ["pp", "non-colocated-tp"],
+    "pp": ["pp", "dp", "non-colocated-cp"],
+    "non-colocated-tp": ["non-colocated-tp", "dp", "non-colocated-pp"],
+    "non-colocated-cp": ["non-colocated-cp", "pp", "non-colocated-tp"],
+    "non-colocated-pp": ["tp-etp", "cp"],
 }
 
 
@@ -95,10 +95,10 @@ class TestLayouts:
     @pytest.mark.parametrize(
         ("source", "target", "frozen"),
         [
-            ("dp", "apart-cp", "language"),
-            ("apart-pp", "apart-pp", "language"),
-            ("pp", "apart-pp", "encoder,projector"),
-            ("apart-cp", "cp", "encoder"),
+            ("dp", "non-colocated-cp", "language"),
+            ("non-colocated-pp", "non-colocated-pp", "language"),
+            ("pp", "non-colocated-pp", "encoder,projector"),
+            ("non-colocated-cp", "cp", "encoder"),
         ],
     )
     def test_training_goes_on_with_frozen_parts(self, source, target, frozen, shared_path):
@@ -113,22 +113,22 @@ class TestLayouts:
     def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
         """Of a run that has skipped all its steps."""
         with run_of("pp") as run:
-            weights = gather_weights(run.chunks)
+            weights = gather_weights(run.stages)
             monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
             assert run.train_step()["skipped"]
             checkpoint.save(run, shared_path)
-            assert_shards_equal(run.chunks, weights)
+            assert_shards_equal(run.stages, weights)
             monkeypatch.undo()
             uninterrupted = losses(run, AFTER)
         with run_of("dp") as run:
             checkpoint.load(run, shared_path)
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
-    @pytest.mark.parametrize("layout", ["dp", "apart-cp"])
+    @pytest.mark.parametrize("layout", ["dp", "non-colocated-cp"])
     def test_saved_in_the_background_is_the_state_at_the_save(self, layout, shared_path):
         with run_of(layout) as run:
             losses(run, BEFORE)
-            saved = gather_weights(run.chunks)
+            saved = gather_weights(run.stages)
             writer = checkpoint.CheckpointWriter(shared_path, asynchronous=True)
             writer.save(run)
             uninterrupted = losses(run, AFTER)
@@ -137,7 +137,7 @@ class TestLayouts:
             assert checkpoint.newest(shared_path).name == f"step_{BEFORE:08d}"
         with run_of(layout) as run:
             checkpoint.load(run, shared_path)
-            assert_shards_equal(run.chunks, saved)
+            assert_shards_equal(run.stages, saved)
             assert losses(run, AFTER) == uninterrupted
 
 
@@ -200,12 +200,12 @@ class TestRefusals:
 
     def assert_refused(self, saved: Path, text: str, preset=PRESET, more=()) -> None:
         with self.run(preset, more) as run:
-            before = gather_weights(run.chunks)
+            before = gather_weights(run.stages)
             with pytest.raises(UserError) as refusal:
                 checkpoint.load(run, saved)
             assert text in str(refusal.value)
             assert "\n" not in str(refusal.value)
-            assert_shards_equal(run.chunks, before)
+            assert_shards_equal(run.stages, before)
             assert run.step == 0
 
     def test_damaged_and_foreign(self, saved):
@@ -228,7 +228,7 @@ class TestRefusals:
             config = replace(run.config, save=saved, restart_from_latest=True)
             assert program._restarted(config).load == saved
 
-    @pytest.mark.parametrize("placement", [COLOCATED, SEPARATE])
+    @pytest.mark.parametrize("placement", [COLOCATED, NON_COLOCATED])
     def test_of_another_shape(self, saved, placement):
         """Also where only the encoder's rank can see it."""
         wider = replace(PRESET, projector_ffn=64)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.mimo.nemotron_vlm.grids import make_grid
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups
-from examples.mimo.nemotron_vlm.modules import make_grid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.process_groups_config import ProcessGroupCollection

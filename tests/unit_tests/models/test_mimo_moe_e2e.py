@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from tests.unit_tests.models import mimo_models
@@ -68,7 +68,7 @@ class TestTrainsLikeOneRank:
         ],
     )
     def test_non_colocated(self, build, encoder, language):
-        self.assert_trains_like_one_rank(build, encoder, language, SEPARATE)
+        self.assert_trains_like_one_rank(build, encoder, language, NON_COLOCATED)
 
     def assert_trains_like_one_rank(self, build, encoder, language, placement):
         build = getattr(mimo_models, build)

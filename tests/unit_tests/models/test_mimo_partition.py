@@ -136,12 +136,10 @@ class TestEveryTokenHasOnePlace:
         shards = batch.shards(cp, tp, samples)
         adapter = adapter_of(cp, tp)
         lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
-        by_cp_rank = [
-            torch.cat([part[0] for part in shards[start : start + tp]])
-            for start in range(0, cp * tp, tp)
-        ]
-        whole = adapter.layout(lengths).unshard(by_cp_rank)
-        assert torch.equal(lengths.unpad(whole), batch.embeddings)
+        whole = torch.cat([embeddings for embeddings, *_ in shards])
+        assert torch.equal(
+            whole[adapter.token_layout(lengths).places][lengths.valid], batch.embeddings
+        )
 
     def test_owners_are_the_ranks_that_receive_the_tokens(self, batch, samples, cp, tp):
         params = packed(samples) if samples else None
@@ -314,7 +312,7 @@ class TestGradients:
         is_mine = (owners == dist.get_rank(cp_group)).to(Utils.device)
         found = embeddings.grad[:, 0, 0]
         assert ((found > 0) == is_mine).all()
-        places = adapter.layout(lengths).places[lengths.valid].to(Utils.device)
+        places = adapter.token_layout(lengths).places[lengths.valid].to(Utils.device)
         in_second_half = places % (lengths.total // 4) >= lengths.total // 8
         assert torch.equal(found[is_mine], 1.0 + in_second_half[is_mine])
         dist.barrier()  # gloo: a rank that frees a group breaks peers that are still in it

@@ -19,9 +19,9 @@ Weights = dict[str, torch.Tensor]
 """Whole parameters and persistent buffers, on the CPU."""
 
 
-def local_shards(chunks: list[MimoModel]) -> list[ShardedTensor]:
+def local_shards(stages: list[MimoModel]) -> list[ShardedTensor]:
     """The parts that this rank's virtual stages hold; their data are the model's own tensors."""
-    state = [chunk.sharded_state_dict() for chunk in chunks]
+    state = [stage.sharded_state_dict() for stage in stages]
     apply_factories(state)
     return [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
 
@@ -34,7 +34,7 @@ def window(part: ShardedTensor) -> tuple[int | slice, ...]:
     return (*part.global_offset[:axes], *slices)
 
 
-def gather_weights(chunks: list[MimoModel]) -> Weights:
+def gather_weights(stages: list[MimoModel]) -> Weights:
     """The whole model on every rank; a collective over the world.
 
     Raises:
@@ -43,7 +43,7 @@ def gather_weights(chunks: list[MimoModel]) -> Weights:
     # Pickled without a clone, a view into DDP's buffer would take all of the buffer along.
     own = [
         (part.key, part.global_shape, window(part), part.data.detach().cpu().clone())
-        for part in local_shards(chunks)
+        for part in local_shards(stages)
         if not any(part.replica_id)
     ]
     by_rank = [None] * dist.get_world_size()
@@ -56,21 +56,21 @@ def gather_weights(chunks: list[MimoModel]) -> Weights:
     return whole
 
 
-def assert_shards_equal(chunks: list[MimoModel], weights: Weights) -> None:
+def assert_shards_equal(stages: list[MimoModel], weights: Weights) -> None:
     """Every shard of this rank, replicas included, has the bits of its window in ``weights``."""
-    for part in local_shards(chunks):
+    for part in local_shards(stages):
         assert torch.equal(part.data.cpu().float(), weights[part.key][window(part)]), part.key
 
 
 def assert_shards_moved_alike(
-    chunks: list[MimoModel], before: Weights, after: Weights, tolerance: float
+    stages: list[MimoModel], before: Weights, after: Weights, tolerance: float
 ) -> None:
     """Every shard of this rank went from ``before`` to ``after``.
 
     Args:
         tolerance: norm of a shard's error, relative to the norm of its parameter's whole move.
     """
-    held = local_shards(chunks)
+    held = local_shards(stages)
     wrong = {}
     for part in held:
         error = (part.data.cpu().float() - after[part.key][window(part)]).norm()

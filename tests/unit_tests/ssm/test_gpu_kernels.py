@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron.core.ssm.state_passing.gpu_kernels import PACKAGES, gpu_kernels
+from megatron.core.ssm.state_passing.gpu_kernels import VERSIONS, gpu_kernels
 
 NAME = "megatron.core.ssm.state_passing.gated_delta_kernels"
 
@@ -21,10 +21,9 @@ def test_versions_are_those_that_the_extra_gpu_installs():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     extra = map(Requirement, project["project"]["optional-dependencies"]["gpu"])
     installed = {wanted.name: wanted.specifier for wanted in extra}
-    for packages in PACKAGES.values():
-        for package, version in packages.items():
-            name = "flash-linear-attention" if package == "fla" else package.replace("_", "-")
-            assert SpecifierSet(version) == installed[name], package
+    for package, version in VERSIONS.items():
+        name = "flash-linear-attention" if package == "fla" else package.replace("_", "-")
+        assert SpecifierSet(version) == installed[name], package
 
 
 @pytest.fixture

@@ -171,8 +171,13 @@ class TestLimits:
                 "and the 4 groups of a TP rank must divide the other; "
                 "cp sizes that fit with tp=1: 1, 2, 4, 12; state passing takes any",
             ),
+            (
+                12, 4, 3, 1,
+                "a Mamba layer of 12 heads in 4 groups cannot be spread over tp=3, cp=1: "
+                "tp = 3 must divide the groups; cp sizes that fit with tp=3: none",
+            ),
         ],
-        ids=["heads", "groups"],
+        ids=["heads", "groups", "groups-tp"],
     )  # fmt: skip
     def test_the_refusal_names_numbers_rule_and_sizes(self, heads, groups, tp, cp, message):
         with pytest.raises(ValueError) as refusal:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reference ops against the recurrences in `reference.naive`. No process group, no GPU.
+"""The reference ops against the recurrences in `naive_ops`. No process group, no GPU.
 
 Tolerances: fp64 1e-10 absolute on values of order 1 (rounding of 100 terms is below 1e-12);
 fp32 1e-5 relative to the largest value, the rounding of the running sum of log decays, whose size
@@ -19,11 +19,7 @@ from megatron.core.ssm.ops.reference import (
     rms_norm_gated,
     seq_idx_from_cu_seqlens,
 )
-from megatron.core.ssm.ops.reference.naive import (
-    naive_causal_conv1d,
-    naive_rms_norm_gated,
-    naive_ssd,
-)
+from tests.unit_tests.ssm.naive_ops import naive_causal_conv1d, naive_rms_norm_gated, naive_ssd
 
 FP64_ATOL = 1e-10
 FP32_RTOL = 1e-5

@@ -100,10 +100,6 @@ class PaddedLengths:
         real_tokens = real_tokens.to(tensor.device, non_blocking=True)
         return tensor.new_full(shape, value).index_copy(dim, real_tokens, tensor)
 
-    def unpad(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Drop padding: ``[..., total, ...]`` to ``[..., sum(real), ...]``."""
-        real_tokens = self.valid.nonzero().squeeze(1)
-        return tensor.index_select(dim, real_tokens.to(tensor.device, non_blocking=True))
 
     def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
         """The ``thd`` description of this batch for Megatron's layers, lengths global."""

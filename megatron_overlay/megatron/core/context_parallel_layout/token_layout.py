@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +15,7 @@ from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Placement of one batch's padded tokens on the CP ranks; plain data, no process group.
+    """Which padded tokens of one batch each CP rank holds; plain data, no process group.
 
     Attributes:
         name: ``"zigzag"`` or ``"contiguous"``.
@@ -45,12 +44,17 @@ class TokenLayout:
         flat = self.tokens.flatten()
         return torch.empty_like(flat).scatter_(0, flat, torch.arange(len(flat), device=flat.device))
 
+    @cached_property
+    def owners(self) -> Tensor:
+        """Group rank that holds each real token, int64 [sum(lengths.real)]."""
+        return (self.places // max(self.shard_size, 1))[self.lengths.valid]
+
     def to(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its index table on ``device``, copied without waiting."""
         return replace(self, tokens=self.tokens.to(device, non_blocking=True))
 
     def over_tensor_ranks(self, tp_size: int) -> TokenLayout:
-        """The placement under sequence parallelism: each shard cut into ``tp_size`` equal runs.
+        """The layout under sequence parallelism: each shard cut into ``tp_size`` equal runs.
 
         Rows are in the order of a tp·cp group whose tp is the fastest: row cp_rank · tp + tp_rank.
 
@@ -82,10 +86,6 @@ class TokenLayout:
         places = self.tokens[group_rank].to(tensor.device, non_blocking=True)
         return tensor.index_select(dim, places)
 
-    def unshard(self, shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Put the shards of group ranks 0..cp-1 back into global token order."""
-        gathered = torch.cat(tuple(shards), dim)
-        return gathered.index_select(dim, self.places.to(gathered.device))
 
 
 def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:

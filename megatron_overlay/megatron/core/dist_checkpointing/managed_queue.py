@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import SyncManager
 from queue import Queue
+from types import ModuleType
 
 _END_WITH_PARENT = """
 import os, threading, time
@@ -35,13 +36,15 @@ def managed_queue(context: BaseContext) -> Queue:
 
 
 @contextlib.contextmanager
-def results_in_this_process() -> Iterator[None]:
-    """Writers made meanwhile write in this process, and need no other for their results."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+def results_in_this_process(writing: ModuleType) -> Iterator[None]:
+    """Writers made meanwhile write in this process, and need no other for their results.
 
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = Queue()
+    Args:
+        writing: the module that makes the writers, and keeps the queue of their results.
+    """
+    before = writing._results_queue
+    writing._results_queue = Queue()
     try:
         yield
     finally:
-        filesystem_async._results_queue = before
+        writing._results_queue = before

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which context-parallel sizes a layer can take when each CP rank scans a share of the heads."""
+"""Over which tensor- and context-parallel sizes a recurrent layer's heads can be spread."""
 
 from math import gcd
 
@@ -24,20 +24,19 @@ def mamba_cp_sizes(heads: int, groups: int, tp_size: int) -> list[int]:
     ]
 
 
-def gated_delta_net_cp_sizes(key_heads: int, value_heads: int, tp_size: int) -> list[int]:
-    """The same for a gated delta net: each CP rank takes equally many heads of either kind."""
-    common = gcd(key_heads, value_heads)
-    return mamba_cp_sizes(common, common, tp_size)
-
-
 def check_mamba(heads: int, groups: int, tp_size: int, cp_size: int) -> None:
-    """Refuse a layout that a head-parallel Mamba layer cannot take; needs no process group.
+    """Refuse sizes over which a Mamba layer's heads cannot be spread; needs no process group.
+
+    Args:
+        cp_size: over how many CP ranks the heads of a TP rank are spread: 1 with state passing.
 
     Raises:
         ValueError: naming the numbers, the broken rule, and the sizes that would fit.
     """
     if heads % (tp_size * cp_size):
         rule = f"tp·cp = {tp_size * cp_size} must divide the heads"
+    elif groups % tp_size:
+        rule = f"tp = {tp_size} must divide the groups"
     else:
         rule = f"one of cp and the {groups // tp_size} groups of a TP rank must divide the other"
     layer = f"a Mamba layer of {heads} heads in {groups} groups"
@@ -45,11 +44,11 @@ def check_mamba(heads: int, groups: int, tp_size: int, cp_size: int) -> None:
 
 
 def check_gated_delta_net(key_heads: int, value_heads: int, tp_size: int, cp_size: int) -> None:
-    """The same for a gated delta net."""
+    """The same for a gated delta net: each CP rank takes equally many heads of either kind."""
     layer = f"a gated delta net of {key_heads} key and {value_heads} value heads"
     rule = f"tp·cp = {tp_size * cp_size} must divide both"
-    fitting = gated_delta_net_cp_sizes(key_heads, value_heads, tp_size)
-    _check(layer, rule, fitting, tp_size, cp_size)
+    common = gcd(key_heads, value_heads)
+    _check(layer, rule, mamba_cp_sizes(common, common, tp_size), tp_size, cp_size)
 
 
 def _check(layer: str, rule: str, fitting: list[int], tp_size: int, cp_size: int) -> None:

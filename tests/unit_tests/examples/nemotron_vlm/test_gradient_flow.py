@@ -39,19 +39,19 @@ class ShuffledTiles:
 
 def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:
     with trainer("--micro-batch-size", str(micro_batch_size)) as run:
-        run.chunks[0].train()
+        run.stages[0].train()
         run.run_schedule(_forward_step, "train", 0, forward_only=False)
-        return {name: p.main_grad.clone() for name, p in run.chunks[0].named_parameters()}
+        return {name: p.main_grad.clone() for name, p in run.stages[0].named_parameters()}
 
 
 class TestGradientFlow:
     @requires_world_size(1)
     def test_every_parameter_moves_and_is_finite(self):
         with trainer(*ONE_MICROBATCH) as run:
-            before = {name: p.detach().clone() for name, p in run.chunks[0].named_parameters()}
+            before = {name: p.detach().clone() for name, p in run.stages[0].named_parameters()}
             for _ in range(3):
                 run.train_step()
-            for name, parameter in run.chunks[0].named_parameters():
+            for name, parameter in run.stages[0].named_parameters():
                 assert parameter.isfinite().all(), name
                 assert not torch.equal(parameter, before[name]), name
 

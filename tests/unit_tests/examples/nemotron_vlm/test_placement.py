@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Modules on ranks of their own: who gets how many, what is refused, who takes which samples."""
+"""Non-colocated modules: who gets how many ranks, what is refused, who takes which samples."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import SEPARATE, layout_table
+from examples.mimo.nemotron_vlm.placement import NON_COLOCATED, layout_table
 from examples.mimo.nemotron_vlm.presets import tiny
 
 
-def separate(encoder: str, language: str, world: int) -> Layouts:
+def non_colocated(encoder: str, language: str, world: int) -> Layouts:
     parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
-    return resolve(*parsed, Batch(32, 4, 32), world, tiny(), SEPARATE)
+    return resolve(*parsed, Batch(32, 4, 32), world, tiny(), NON_COLOCATED)
 
 
 class TestRanks:
@@ -31,9 +31,9 @@ class TestRanks:
     def test_dp_is_derived_from_what_the_other_module_leaves(self, encoder, language, dp):
         if dp == (1, 3):  # 32 samples are no multiple of 4 × 3
             with pytest.raises(UserError, match="multiple of micro batch × dp = 4·3"):
-                separate(encoder, language, 8)
+                non_colocated(encoder, language, 8)
             return
-        layouts = separate(encoder, language, 8)
+        layouts = non_colocated(encoder, language, 8)
         assert (layouts.encoder.dp, layouts.language.dp) == dp
         assert layouts.language_offset == layouts.encoder.size
 
@@ -55,12 +55,12 @@ class TestRanks:
     )
     def test_what_does_not_fit_is_refused(self, encoder, language, world, text):
         with pytest.raises(UserError) as refusal:
-            separate(encoder, language, world)
+            non_colocated(encoder, language, world)
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
 
     def test_the_table_shows_the_ranks_of_each_module(self):
-        assert layout_table(separate("pp=2,dp=2", "pp=2,cp=2", 8)).splitlines() == [
+        assert layout_table(non_colocated("pp=2,dp=2", "pp=2,cp=2", 8)).splitlines() == [
             "module    layout               ranks  stages",
             "encoder   tp=1,pp=2,dp=2       0-3    2",
             "language  tp=1,cp=2,pp=2,dp=1  4-7    2",
@@ -70,7 +70,7 @@ class TestRanks:
 class TestSamples:
     @pytest.mark.parametrize("language", ["dp=4", "pp=2,dp=2"])
     def test_modules_take_the_same_samples_of_each_microbatch(self, language):
-        layouts = separate("dp=4", language, 8)
+        layouts = non_colocated("dp=4", language, 8)
         tokens = tiny().encoder.tokens_per_tile
         encoders = [BatchPlan(layouts, dp, None, tokens) for dp in range(4)]
         readers = [BatchPlan(layouts, None, dp, tokens) for dp in range(layouts.language.dp)]
@@ -81,7 +81,7 @@ class TestSamples:
             assert not any(plan.indices(number)[1] for plan in encoders)
 
     def test_a_rank_has_the_tokens_of_its_own_samples(self):
-        layouts = separate("dp=4", "dp=4", 8)
+        layouts = non_colocated("dp=4", "dp=4", 8)
         source = make_source("digits", tiny().encoder, 32, seed=0)
         tokens = tiny().encoder.tokens_per_tile
         (encoded, *_) = BatchPlan(layouts, 1, None, tokens).microbatches(source, "train", 0, "cpu")

@@ -77,8 +77,8 @@ def colocated_forward_backward_with_pp(
     Returns:
         What the loss function reported of each microbatch on the last stage; else empty.
     """
-    chunks = model if isinstance(model, list) else [model]
-    mimo, config = chunks[0], get_model_config(chunks[0])
+    stages = model if isinstance(model, list) else [model]
+    mimo, config = stages[0], get_model_config(stages[0])
     schedule = get_forward_backward_func(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
@@ -91,7 +91,7 @@ def colocated_forward_backward_with_pp(
         microbatch["packing_kwargs"] = packed
         tokens.append(Tokens(microbatch["input_ids"], packed, host))
 
-    with torch.set_grad_enabled(not forward_only), no_grad_sync(chunks):
+    with torch.set_grad_enabled(not forward_only), no_grad_sync(stages):
         rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
         views = [_views(mimo, name, tensor, tokens) for name, tensor in rows.items()]
         for number, microbatch in enumerate(microbatches):
@@ -101,8 +101,8 @@ def colocated_forward_backward_with_pp(
         with _grad_finalization_deferred(config) as deferred:
             reports = schedule(
                 forward_step_func=forward_step_func,
-                data_iterator=[iter(microbatches) for _ in chunks],
-                model=chunks,
+                data_iterator=[iter(microbatches) for _ in stages],
+                model=stages,
                 num_microbatches=num_microbatches,
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
@@ -118,7 +118,7 @@ def colocated_forward_backward_with_pp(
             torch.autograd.backward(*map(list, zip(*trained, strict=True)))
     if deferred.called and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
-            chunks,
+            stages,
             deferred.num_tokens,
             pg_collection=pg_collection,
             force_all_reduce=force_all_reduce,

@@ -5,19 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.model.base import MimoModel
 
 
 def embed_tokens(
-    model: MimoModel,
+    model: MegatronModule,
     input_ids: Tensor,
     position_ids: Tensor | None,
     modality_embeddings: Mapping[str, Tensor],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,16 +18,14 @@ from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.transformer.module import MegatronModule
 
 ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
 """Per modality and encoder, the encoder's keyword arguments; None for a modality without input."""
 
 
 def encode(
-    model: MimoModel, shares: Sequence[ModalityInputs | None], recompute: int | None = None
+    model: MegatronModule, shares: Sequence[ModalityInputs | None], recompute: int | None = None
 ) -> dict[str, Tensor]:
     """Run every modality's encoders on this rank's part of the batch.
 
@@ -65,7 +62,7 @@ def encode(
 
 
 def communicate(
-    model: MimoModel, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
+    model: MegatronModule, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
 ) -> dict[str, Tensor]:
     """Hand rows over to the ranks whose first pipeline stage consumes them.
 
@@ -84,12 +81,12 @@ def communicate(
     return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
 
 
-def with_embeddings(model: MimoModel, microbatch: dict[str, object]) -> dict[str, object]:
+def with_embeddings(model: MegatronModule, microbatch: dict[str, object]) -> dict[str, object]:
     """MimoModel's arguments with ``encoder_embeddings`` in place of what they are made of.
 
     The forward step of a schedule that hands over one microbatch at a time. Collective as
     :func:`communicate`. A microbatch that has its embeddings already stays as it is, and so does
-    one of a model whose modules are on ranks of their own.
+    one of a non-colocated model.
 
     Args:
         model: the MimoModel.
@@ -110,7 +107,7 @@ def with_embeddings(model: MimoModel, microbatch: dict[str, object]) -> dict[str
 
 
 def _communicate(
-    model: MimoModel, name: str, rows: Tensor, microbatches: Sequence[Tokens]
+    model: MegatronModule, name: str, rows: Tensor, microbatches: Sequence[Tokens]
 ) -> Tensor:
     bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
     if bridge is None:

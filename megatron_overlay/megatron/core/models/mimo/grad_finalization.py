@@ -19,30 +19,30 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
 
-def ddp_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
+def ddp_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
     """The DDP-wrapped modules that this rank holds, each as its list of virtual pipeline stages.
 
     Args:
-        chunks: one MimoModel for each virtual stage; the first holds the modalities.
+        model: one MimoModel for each virtual stage; the first holds the modalities.
     """
-    return [stages for stages in _held_modules(chunks) if stages]
+    return [stages for stages in _held_modules(model) if stages]
 
 
-def _held_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
+def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
     """Each module's stages that DDP wraps, maybe none; the language model is the last."""
-    modalities = [[module] for chunk in chunks for module in chunk.modality_submodules.values()]
-    held = [*modalities, [chunk.language_model for chunk in chunks]]
+    modalities = [[module] for stage in model for module in stage.modality_submodules.values()]
+    held = [*modalities, [stage.language_model for stage in model]]
     return [[s for s in stages if isinstance(s, DistributedDataParallel)] for stages in held]
 
 
 @contextlib.contextmanager
-def no_grad_sync(chunks: Sequence[MimoModel]) -> Iterator[None]:
+def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
     """Hold back every module's gradient reduction: the schedule's ``no_sync_func``.
 
     That of the encoders stays held back, until it is finished: on a rank without images their
     backward does not run, and would start the reductions in another order than on its siblings.
     """
-    *encoders, language = _held_modules(chunks)
+    *encoders, language = _held_modules(model)
     for module in itertools.chain(*encoders):
         for group in module.bucket_groups + module.expert_parallel_bucket_groups:
             group.is_last_microbatch = False

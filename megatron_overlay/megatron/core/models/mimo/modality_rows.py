@@ -9,13 +9,11 @@ device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import PaddedLengths, zigzag_layout
 from megatron.core.models.mimo.comm.sample_rows import SampleRows
 from megatron.core.models.mimo.partition.utils import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -112,13 +110,5 @@ def _owners(
         return None
     owners = [np.zeros(0, dtype=np.int64)]
     for ids, packed in rows:
-        lengths = adapter.lengths(len(ids), packed)
-        owners.append(_owner_of_tokens(lengths, adapter.cfg.cp_size)[ids == token_id])
+        owners.append(adapter.owners(len(ids), packed).numpy()[ids == token_id])
     return np.concatenate(owners)
-
-
-@lru_cache(maxsize=64)
-def _owner_of_tokens(lengths: PaddedLengths, cp_size: int) -> np.ndarray:
-    """CP rank that holds each real token, int64 ``[sum(lengths.real)]``."""
-    layout = zigzag_layout(lengths, cp_size)
-    return (layout.places // max(layout.shard_size, 1))[lengths.valid].numpy()

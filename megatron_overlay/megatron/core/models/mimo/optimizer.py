@@ -84,7 +84,7 @@ class MimoOptimizer(MegatronOptimizer):
 
     @property
     def _leaves(self) -> list[MegatronOptimizer]:
-        """The same, one for each set of groups: dense and expert parameters apart."""
+        """The same, one for each set of groups: dense and expert parameters have one each."""
         return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
 
     @torch.no_grad()
@@ -192,9 +192,14 @@ class MimoOptimizer(MegatronOptimizer):
         """
         return {
             name: sharded_optimizer_state(
-                name, self.module_infos[name], model_sharded_state_dict, is_loading, **kwargs
+                name,
+                opt,
+                self.module_infos[name].pg_collection,
+                model_sharded_state_dict,
+                is_loading,
+                **kwargs,
             )
-            for name in self._optimizers
+            for name, opt in self._optimizers.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
@@ -241,8 +246,8 @@ def get_mimo_optimizer(
     Raises:
         ValueError: ``module_configs`` names no module of the model.
     """
-    chunks = mimo_model if isinstance(mimo_model, list) else [mimo_model]
-    grids = chunks[0].mimo_config.module_to_grid_map
+    models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
+    grids = models[0].mimo_config.module_to_grid_map
     configs = dict(module_configs or {})
     unknown = sorted(configs.keys() - grids.keys())
     if unknown:
@@ -251,7 +256,7 @@ def get_mimo_optimizer(
     for name, grid in grids.items():
         infos[name] = ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
         if infos[name].is_active:
-            stages = _stages(chunks, name)
+            stages = _stages(models, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
             infos[name].optimizer = _module_optimizer(
                 configs.get(name, config), stages, infos[name].pg_collection
@@ -259,10 +264,10 @@ def get_mimo_optimizer(
     return MimoOptimizer(infos, config)
 
 
-def _stages(chunks: list[MimoModel], name: str) -> list[torch.nn.Module]:
+def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
     if name == MIMO_LANGUAGE_MODULE_KEY:
-        return [chunk.language_model for chunk in chunks]
-    return [chunks[0].modality_submodules[name]]
+        return [model.language_model for model in models]
+    return [models[0].modality_submodules[name]]
 
 
 def _module_optimizer(

@@ -11,17 +11,13 @@ expert optimizers: whether experts have one of their own depends on the layout.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.optimizer import ModuleOptimizerInfo
-    from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 """What is the same on all ranks of a module."""
@@ -37,7 +33,8 @@ Group = dict[str, object]
 
 def sharded_optimizer_state(
     name: str,
-    info: ModuleOptimizerInfo,
+    optimizer: MegatronOptimizer,
+    groups: ProcessGroupCollection,
     model_sharded_state_dict: dict,
     is_loading: bool,
     **kwargs,
@@ -45,28 +42,28 @@ def sharded_optimizer_state(
     """The state of the module ``name`` with its common part as sharded objects.
 
     Args:
-        info: of the module, which this rank trains.
+        optimizer, groups: of the module, which this rank trains.
         model_sharded_state_dict, is_loading, kwargs: as for Megatron's optimizers.
     """
-    state = info.optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
-    replica = _replica_id(info.pg_collection)
-    parts = _parts(state, info.optimizer)
+    state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+    replica = _replica_id(groups)
+    parts = _parts(state, optimizer)
     taken = [_take_common(part) for part, _ in parts]
     common = {field: value for fields in reversed(taken) for field, value in fields.items()}
     common["param_groups"] = _distinct([fields.get("param_groups", []) for fields in taken])
-    _agree_on_step(common["param_groups"], info.pg_collection)
+    _agree_on_step(common["param_groups"], groups)
     for field, value in common.items():
         key = f"optimizer.mimo.{name}.{field}"
         parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     return state
 
 
-def _agree_on_step(groups: list[Group], collection: ProcessGroupCollection) -> None:
+def _agree_on_step(param_groups: list[Group], groups: ProcessGroupCollection) -> None:
     """Ranks without parameters in a group have not counted its steps: others tell. Collective."""
-    counted = max((group.get("step") or 0 for group in groups), default=0)
+    counted = max((group.get("step") or 0 for group in param_groups), default=0)
     step = torch.tensor(int(counted), device=torch.cuda.current_device())
-    dist.all_reduce(step, op=dist.ReduceOp.MAX, group=collection.intra_dist_opt)
-    for group in groups:
+    dist.all_reduce(step, op=dist.ReduceOp.MAX, group=groups.intra_dist_opt)
+    for group in param_groups:
         if step or "step" in group:
             group["step"] = int(step)
 

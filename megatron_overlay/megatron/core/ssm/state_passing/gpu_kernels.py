@@ -10,12 +10,15 @@ from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 
+VERSIONS = {"causal_conv1d": ">=1.7,<2", "fla": ">=0.4.2,<0.5", "mamba_ssm": ">=2.3,<2.4"}
+"""Versions that have the private functions called here; pyproject's extra ``gpu`` installs them."""
+
 PACKAGES = {
-    "gated_delta_kernels": {"fla": ">=0.4.2,<0.5"},
-    "kernel_conv": {"causal_conv1d": ">=1.7,<2"},
-    "mamba_kernels": {"causal_conv1d": ">=1.7,<2", "mamba_ssm": ">=2.3,<2.4"},
+    "gated_delta_kernels": ["fla"],
+    "kernel_conv": ["causal_conv1d"],
+    "mamba_kernels": ["causal_conv1d", "mamba_ssm"],
 }
-"""The packages of which a module calls what is private to them, and the versions that have it."""
+"""The packages that a module calls."""
 
 
 @cache
@@ -28,8 +31,8 @@ def gpu_kernels(module: str) -> ModuleType | None:
     packages = PACKAGES[module]
     if any(importlib.util.find_spec(package) is None for package in packages):
         return None
-    for package, version in packages.items():
-        found = importlib.import_module(package).__version__
+    for package in packages:
+        version, found = VERSIONS[package], importlib.import_module(package).__version__
         if found not in SpecifierSet(version, prereleases=True):
             raise ImportError(f"state passing needs {package} {version} on GPUs, found {found}")
     return importlib.import_module(f"{__package__}.{module}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 
 def assign_parts(
@@ -38,7 +39,7 @@ def assign_parts(
     # One row less to receive outweighs whatever later stages gain.
     gain = (at_first * (1 + len(ranks) * overlap.max()) + later) @ overlap.T.astype(float)
     in_order = np.arange(src_dp)
-    best = _largest_assignment(gain)
+    _, best = linear_sum_assignment(gain, maximize=True)
     if gain[in_order, in_order].sum() == gain[in_order, best].sum():
         best = in_order
     return tuple(best.tolist())
@@ -52,46 +53,3 @@ def _overlap(src_dp: int, dest_dp: int) -> np.ndarray:
     part, run = np.arange(src_dp)[:, None] * dest_dp, np.arange(dest_dp)[None] * src_dp
     common = np.minimum(part + dest_dp, run + src_dp) - np.maximum(part, run)
     return common.clip(min=0)
-
-
-def _largest_assignment(gain: np.ndarray) -> np.ndarray:
-    """The column of each row, all different, with the largest sum of ``gain`` [n, n].
-
-    Rows whose best column is free take it. Each of the others joins by the cheapest chain of rows
-    that give up their column for another (Dijkstra over reduced costs, as Jonker and Volgenant do).
-    """
-    size = len(gain)
-    cost = gain.max(axis=1, keepdims=True) - gain
-    row_price, column_price = np.zeros((2, size))
-    row_of, column_of = np.full(size, -1), np.full(size, -1)
-    for row in np.argsort((cost == 0).sum(axis=1), kind="stable"):
-        free = np.flatnonzero((cost[row] == 0) & (row_of < 0))
-        if len(free):
-            row_of[free[0]], column_of[row] = row, free[0]
-    for start in np.flatnonzero(column_of < 0):
-        distance = cost[start] - row_price[start] - column_price
-        came_from = np.full(size, start)
-        open_columns = np.ones(size, dtype=bool)
-        while True:
-            column = int(np.where(open_columns, distance, np.inf).argmin())
-            open_columns[column] = False
-            row = row_of[column]
-            if row < 0:
-                break
-            through = distance[column] + cost[row] - row_price[row] - column_price
-            shorter = open_columns & (through < distance)
-            distance[shorter], came_from[shorter] = through[shorter], row
-        # Prices of what the search has passed; matched pairs stay at reduced cost 0.
-        passed = ~open_columns
-        saved = distance[column] - distance[passed]
-        column_price[passed] -= saved
-        rows = row_of[passed]
-        row_price[rows[rows >= 0]] += saved[rows >= 0]
-        row_price[start] += distance[column]
-        while True:
-            row = came_from[column]
-            row_of[column] = row
-            column_of[row], column = column, column_of[row]
-            if row == start:
-                break
-    return column_of

@@ -126,7 +126,7 @@ class PartitionAdapter:
             )
         return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
 
-    def layout(self, lengths: PaddedLengths) -> TokenLayout:
+    def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
         """Which CP rank holds which padded token."""
         return _zigzag(lengths, self.cfg.cp_size)
 
@@ -134,9 +134,7 @@ class PartitionAdapter:
         self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
     ) -> torch.Tensor:
         """CP rank that holds each token of a sequence, int64 ``[S]``."""
-        lengths = self.lengths(seq_length, packed_seq_params)
-        layout = self.layout(lengths)
-        return (layout.places // layout.shard_size)[lengths.valid]
+        return self.token_layout(self.lengths(seq_length, packed_seq_params)).owners
 
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
@@ -146,7 +144,7 @@ class PartitionAdapter:
             tensor = lengths.pad(tensor, dim, pad)
         if not self.cfg.use_cp:
             return tensor
-        return self.layout(lengths).shard(tensor, self.cfg.cp_group.rank(), dim)
+        return self.token_layout(lengths).shard(tensor, self.cfg.cp_group.rank(), dim)
 
     def shard_embeddings(self, embeddings: torch.Tensor, lengths: PaddedLengths) -> torch.Tensor:
         """``[S, B, H]`` to ``[padded/(cp·tp), B, H]``, without the division by tp if SP is off."""

@@ -4,7 +4,7 @@
 
 They run wherever PyTorch does, take the arguments that the GPU kernels of `mamba_ssm`,
 `causal_conv1d` and `fla` take, and serve two ends: training without those packages, and an oracle
-to compare the GPU kernels with. `naive` holds the recurrence that each of them must reproduce.
+to compare the GPU kernels with.
 """
 
 from .causal_conv1d import causal_conv1d_fn

@@ -8,17 +8,15 @@ CP rank uses the rows of its own tokens only, so that the gradients of all CP ra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.models.mimo.config.role import ModuleLayout
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.model.base import MimoModel
 
 
 class _GradientToFirst(torch.autograd.Function):
@@ -36,7 +34,7 @@ class _GradientToFirst(torch.autograd.Function):
         return total, None
 
 
-def with_whole_gradient(model: MimoModel, rows: Tensor) -> Tensor:
+def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
     """The same rows; on the rank that sends it back, their gradient is that of all CP ranks.
 
     The rows of colocated modules are left as they are: their bridge adds the gradients up.

@@ -47,7 +47,7 @@ def make_modules(layouts: Layouts, backend: str) -> dict[str, ModuleGroups]:
 def encoder_part(modules: dict[str, ModuleGroups]) -> int | None:
     """Which of the encoder's dp equal parts of a batch this rank encodes; None if it does not.
 
-    On shared ranks the bridge says so, between ranks of their own it is the DP rank.
+    Colocated, the bridge decides; non-colocated, it is the encoder's DP rank.
     """
     encoder, language = modules[IMAGES], modules[LANGUAGE]
     if encoder.groups is None or language.groups is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrences themselves, token by token: slow, short, and the oracle of the other modules.
+"""The recurrences themselves, token by token: slow, short, and the oracle of the reference ops.
 
 All compute in the dtype they are given. `seq_idx [B, S]` restarts the recurrence wherever the index
 differs from that of the token before.

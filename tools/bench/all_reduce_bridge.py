@@ -1,9 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The plain bridge: all-reduce of zero-padded gradients, then each direction's adjoint.
-
-What tests and the benchmark compare the exact exchange with; no model uses it.
-"""
+"""What the exact exchange is measured against: all-reduce of zero-padded gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class AllReduceBridge:
         return tensor.narrow(0, part.start, part.size).contiguous()
 
 
-def received_rows(topology: BridgeTopology, rows: int) -> tuple[float, float]:
+def rows_received(topology: BridgeTopology, rows: int) -> tuple[float, float]:
     """Rows that each rank receives forward and backward, for ``rows`` of its block.
 
     An all-gather over k ranks brings (k-1)/k of its result, a ring all-reduce 2(n-1)/n of it.

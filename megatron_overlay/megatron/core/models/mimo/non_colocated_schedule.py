@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a MimoModel whose encoders and language model are on ranks of their own.
+"""Train a non-colocated MimoModel: each module has ranks that no other module has.
 
 The stages of an encoder's pipeline and of the language model's form one pipeline (1F1B); a bridge
 is between the last of the one and the first of the other.
@@ -70,7 +70,7 @@ def own_groups(
     return MultiModuleProcessGroupCollection(held, language)
 
 
-def separate_forward_backward(
+def non_colocated_forward_backward(
     *,
     forward_step_func: Callable,
     data_iterator: Iterator,
@@ -147,13 +147,13 @@ def language_total(
     return total
 
 
-def finalize_separate_grads(
+def finalize_non_colocated_grads(
     model: list[MimoModel],
     num_tokens: torch.Tensor | None = None,
     pg_collection: MultiModuleProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """``finalize_mimo_grads`` for modules on ranks of their own: a ``finalize_model_grads_func``.
+    """``finalize_mimo_grads`` for non-colocated modules: a ``finalize_model_grads_func``.
 
     Collective over all ranks. Encoders divide by the language model's token count as well.
 

@@ -1,0 +1,96 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""No circle of imports among our files, the files that we patch, and MIMO's.
+
+Every import counts: those within functions and those for type checkers too. Upstream's files beyond
+these import each other in one large circle, by functions; they are left out.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mini import REPOSITORY, run
+from overlay.fetch import fetch
+from overlay.lock import Lock
+
+LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
+MIMO = "megatron.core.models.mimo"
+
+
+def name_of(path: Path) -> str:
+    """Module of a file, by its path in the checkout."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def patched_and_ours() -> set[str]:
+    overlay = REPOSITORY / "megatron_overlay"
+    ours = {name_of(path.relative_to(overlay)) for path in overlay.rglob("*.py")}
+    lines = [
+        line for p in (REPOSITORY / "patches").glob("*.patch") for line in p.read_text().split("\n")
+    ]
+    return ours | {name_of(Path(line[6:])) for line in lines if line.startswith("+++ b/")}
+
+
+def imports(path: Path, name: str, known: set[str]) -> set[str]:
+    """The modules of ``known`` that a file imports, anywhere in it."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join((parents if node.level else []) + [node.module or ""]).rstrip(".")
+            modules = {f"{source}.{alias.name}" for alias in node.names}
+            found |= modules & known or {source}
+    return found & known
+
+
+def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
+    """Sets of modules of which each imports each other, by way of the others."""
+    paths = checkout.rglob("megatron/**/*.py")
+    files = {name_of(path.relative_to(checkout)): path for path in paths}
+    known = {name for name in files if name in wanted or name.startswith(MIMO)}
+    direct = {name: imports(files[name], name, known - {name}) for name in known}
+
+    def reached(name: str) -> set[str]:
+        seen, ahead = set(), list(direct[name])
+        while ahead:
+            if (module := ahead.pop()) not in seen:
+                seen.add(module)
+                ahead += direct[module]
+        return seen
+
+    reach = {name: reached(name) for name in known}
+    return {
+        frozenset(other for other in reach[name] if name in reach[other])
+        for name in known
+        if name in reach[name]
+    }
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("imports") / "checkout"
+    fetch(LOCK, REPOSITORY, path, LOCK.pin, None)
+    return path
+
+
+def test_there_are_no_circles_but_upstreams_own(checkout):
+    wanted = patched_and_ours()
+    before = circles(checkout, wanted)
+    assert run("apply", checkout).code == 0
+    assert circles(checkout, wanted) - before == set()
+
+
+def test_a_circle_is_found_through_functions_relative_imports_and_packages(tmp_path):
+    folder = tmp_path / "megatron/core/models/mimo"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from .first import x\n")
+    (folder / "first.py").write_text(f"import {MIMO}.second\nx = 0\n")
+    (folder / "second.py").write_text("def f():\n    from . import third\n")
+    (folder / "third.py").write_text(f"from {MIMO} import x\n")
+    names = {f"{MIMO}.{name}" for name in ("first", "second", "third")}
+    assert circles(tmp_path, set()) == {frozenset(names | {MIMO})}
