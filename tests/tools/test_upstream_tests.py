@@ -3,13 +3,14 @@
 """The tool that runs upstream's own tests on both trees: sorting, comparing, hangs and refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mini import REPOSITORY, UPSTREAM, write_tree
 from upstream_tests import cli, outcomes, report, worlds
-from upstream_tests.comparison import Comparison
+from upstream_tests.comparison import Comparison, Runner
 from upstream_tests.outcomes import PASSED, Outcome
 from upstream_tests.selection import Selection, matching
 from upstream_tests.trees import Overlay, TreeError
@@ -209,6 +210,35 @@ def test_takes_no_part_on_one_rank():
             "test_takes_no_part_on_one_rank": "passed",
         }
         assert "only here" in by_name["test_fails_on_one_rank"].reason
+
+    def test_what_is_lost_twice_is_lost_and_the_pristine_tree_runs_once(self, tmp_path):
+        text = """
+from pathlib import Path
+from typing import override
+
+def test_same(): pass
+def test_lost(): assert "a_3" in Path("megatron/core/a.py").read_text()
+def test_gained(): assert "A_three" in Path("megatron/core/a.py").read_text()
+def test_wavers():
+    first = not Path("seen").exists()
+    Path("seen").touch()
+    assert "a_3" in Path("megatron/core/a.py").read_text() or not first
+"""
+        pristine = checkout(tmp_path / "pristine", {"test_hyper_comm_grid.py": text})
+        applied = shutil.copytree(pristine, tmp_path / "applied")
+        (applied / "megatron/core/a.py").write_text("A_three\n")
+        work = tmp_path / "work"
+        work.mkdir()
+        runner = Runner(work, CPU_RUNTIME, SELECTION, {FILE: "grid"}, [1])
+        found = runner.compare(pristine, applied)
+        assert found.lost == {1: [f"{FILE}::test_lost"]}
+        assert found.wavering == {1: [f"{FILE}::test_wavers"]}
+        assert outcomes.difference(found.pristine[1], found.applied[1]).gained == [
+            f"{FILE}::test_gained"
+        ]
+        shutil.rmtree(work / "runs")
+        assert runner.compare(pristine, None).pristine == found.pristine
+        assert not (work / "runs").exists()
 
     def test_ranks_that_cannot_start_crash_every_file(self, tmp_path):
         tree = checkout(tmp_path / "tree", {"test_hyper_comm_grid.py": "def test_a(): pass\n"})
