@@ -118,9 +118,9 @@ def checkout(tmp_path: Path, tests: dict[str, str]) -> Path:
 
 
 def with_tool(world) -> None:
-    """Give a made-up patch set a CPU runtime that does nothing, and the command that applies it."""
+    """Give a made-up patch set a CPU runtime, which only says so, and the command to apply it."""
     tool = f'#!/bin/sh\nexec python3 {REPOSITORY}/tools/overlay --root {world.root} apply "$@"\n'
-    runtime = "def install(): pass\n"
+    runtime = "def install():\n    global installed\n    installed = True\n"
     write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime, "tools/apply_overlay.sh": tool})
     (world.root / "tools/apply_overlay.sh").chmod(0o755)
     world.lock()
@@ -162,7 +162,8 @@ class TestTrees:
 
 
 class TestRuns:
-    def test_a_failure_on_one_rank_and_a_hang_end_one_test_each(self, tmp_path, monkeypatch):
+    def test_a_failure_and_a_hang_end_one_test_each(self, world, tmp_path, monkeypatch):
+        with_tool(world)
         monkeypatch.setattr(worlds, "TEST_LIMIT_S", 5)
         text = """
 import time
@@ -172,11 +173,11 @@ import torch.distributed as dist
 
 def init():
     if not dist.is_initialized():
-        dist.init_process_group("nccl")
+        dist.init_process_group("gloo")
     return dist.get_rank()
 
 def test_sum():
-    x = torch.ones(1, device="cuda") * (1 + init())
+    x = torch.ones(1) * (1 + init())
     dist.all_reduce(x)
     assert x.item() == 3
 
@@ -198,7 +199,7 @@ def test_takes_no_part_on_one_rank():
         pytest.skip("has no part")
 """
         tree = checkout(tmp_path / "tree", {"test_hyper_comm_grid.py": text})
-        found = World(tree, 2, REPOSITORY / RUNTIME, tmp_path / "run").run([FILE], [], print)
+        found = World(tree, 2, world.root / RUNTIME, tmp_path / "run").run([FILE], [], print)
         by_name = {test.split("::")[1]: outcome for test, outcome in found.items()}
         assert {name: outcome.outcome for name, outcome in by_name.items()} == {
             "test_sum": "passed",
@@ -216,9 +217,11 @@ def test_takes_no_part_on_one_rank():
 from pathlib import Path
 from typing import override
 
+from megatron.core.cpu_runtime import installed
+
 A = Path("megatron/core/a.py").read_text()
 
-def test_same(): pass
+def test_same(): assert installed
 def test_lost(): assert "a_3" in A
 def test_gained(): assert "A_three" in A
 def test_wavers():
