@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel_layout import PaddedLengths, zigzag_layout
 from megatron.core.models.mimo.comm.sample_rows import SampleRows
-from megatron.core.models.mimo.partition.utils import PartitionAdapter
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
