@@ -114,14 +114,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if grad_norm > self.config.grad_norm_skip_threshold:
             return False, grad_norm, zeros
-        return self.step_with_ready_grads(), grad_norm, zeros
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Step every module; whether that succeeded on all ranks. Collective."""
-        failed = [not opt.step_with_ready_grads() for opt in self._optimizers.values()]
-        (any_failed,) = _max_over_ranks([any(failed)])
-        return not any_failed
+        (any_failed,) = _max_over_ranks([not self.step_with_ready_grads()])
+        return not any_failed, grad_norm, zeros
 
     @property
     def state(self) -> dict[str, Mapping]:
