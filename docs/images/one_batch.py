@@ -28,7 +28,7 @@ NOTHING = "#ffffff"
 COLUMNS = ("encodes", "after the bridge", "tokens under CP", "loss")
 FORWARD = (
     "bridge\ncolocated_communicator.py",
-    "merge, zigzag\nembedding_merge.py, partition/utils.py",
+    "merge, zigzag\nembedding_merge.py, partition/adapter.py",
     "pipeline\nMegatron's schedules.py",
 )
 BACKWARD = (

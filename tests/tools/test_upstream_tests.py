@@ -11,11 +11,11 @@ from mini import REPOSITORY, UPSTREAM, write_tree
 from upstream_tests import cli, outcomes, report, worlds
 from upstream_tests.comparison import Comparison
 from upstream_tests.outcomes import PASSED, Outcome
-from upstream_tests.selection import Selection, matching
+from upstream_tests.selection import Selection
 from upstream_tests.trees import Overlay, TreeError
 from upstream_tests.worlds import World
 
-CPU_RUNTIME = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
+RUNTIME = "megatron_overlay/megatron/core/cpu_runtime"
 SELECTION = Selection.read(REPOSITORY / "tools/upstream_tests/selection.toml")
 FILE = "tests/unit_tests/test_hyper_comm_grid.py"
 
@@ -49,26 +49,17 @@ class TestOutcomes:
             "b": "crashed",
         }
 
-    def test_a_test_that_vanishes_or_skips_on_the_applied_tree_is_lost(self):
-        before = {"gone": PASSED, "skips": PASSED, "same": PASSED, "better": Outcome("failed")}
-        after = {"skips": Outcome("skipped"), "same": PASSED, "better": PASSED}
-        assert outcomes.difference(before, after) == (["gone", "skips"], ["better"])
-
 
 class TestReport:
     @pytest.mark.parametrize(
         ("outcome", "column"),
         [
-            (PASSED, "passed"),
             (Outcome("failed", "assert 1 == 2"), "failed"),
             (Outcome("skipped", "Skipped: unconditional skip"), "skipped"),
             (Outcome("crashed", "a rank ended during the test"), "hung"),
             (Outcome("failed", "RuntimeError: world_size (2) is not divisible by 4"), "ranks"),
             (Outcome("skipped", "Skipped: Requires 8 GPUs, got 2"), "ranks"),
-            (
-                Outcome("failed", "E No module named 'transformer_engine'"),
-                "gpu",
-            ),
+            (Outcome("failed", "E No module named 'transformer_engine'"), "gpu"),
             (Outcome("failed", "NotImplementedError: torch.cuda.cudart has no equivalent"), "gpu"),
             (Outcome("skipped", "Skipped: emerging_optimizers package not installed"), "package"),
         ],
@@ -76,40 +67,47 @@ class TestReport:
     def test_what_a_failure_lacks_is_read_from_what_it_says(self, outcome, column):
         assert report.sort_of(outcome, SELECTION) == column
 
-    def test_the_table_counts_areas_and_all(self):
-        before = {f"{FILE}::a": PASSED, f"{FILE}::b": PASSED, f"{FILE}::c": Outcome("failed")}
-        after = {f"{FILE}::a": PASSED, f"{FILE}::c": PASSED}
-        lost = {2: [f"{FILE}::b"]}
-        found = Comparison("1.2.3", {2: before}, {2: after}, lost, {2: []})
-        lines = report.counts_table(found, {FILE: "grid"}, SELECTION)
-        assert lines[0].split("|")[1:4] == [" world ", " area ", " passed "]
-        for line, area in zip(lines[2:], ("grid", "all"), strict=True):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            assert cells == ["2", area, "2", "0", "0", "0", "1", "0", "0", "2", "1", "1"]
-        assert f"- [2] {FILE}::b: gone " in report.summary(found, {FILE: "grid"}, SELECTION)
+    def test_the_table_counts_each_test_once(self):
+        failed, lacks = Outcome("failed"), Outcome("failed", "No module named 'transformer_engine'")
+        before = {"a": PASSED, "b": PASSED, "c": failed, "d": failed, "e": lacks}
+        after = {"a": PASSED, "c": PASSED, "d": failed, "e": lacks}
+        found = {2: Comparison(before, after, lost=["b"], wavering=[])}
+        heads, _, row = report.counts_table(found, SELECTION)
+        counts = dict(zip(heads.split(), row.split(), strict=True))
+        assert {head: int(n) for head, n in counts.items() if n not in ("0", "|")} == {
+            "world": 2,
+            "pristine": 2,
+            "applied": 2,
+            "lost": 1,
+            "gained": 1,
+            "gpu": 1,
+            "failed": 1,
+        }
+        assert "- [2] b: gone " in report.summary("1.2.3", found, SELECTION)
 
     def test_a_test_that_passes_in_some_world_can_run(self):
         lacks = Outcome("failed", "E No module named 'transformer_engine'")
-        runs = {1: {f"{FILE}::a": lacks, f"{FILE}::b": lacks}, 2: {f"{FILE}::a": PASSED}}
-        assert report.unable_rows(runs, SELECTION, "gpu") == [
-            ["Transformer Engine", 1, "test_hyper_comm_grid.py 1"]
-        ]
+        one, two = {f"{FILE}::a": lacks, f"{FILE}::b": lacks}, {f"{FILE}::a": PASSED}
+        found = {1: Comparison(one, one, [], []), 2: Comparison(two, two, [], [])}
+        lines = report.summary("1.2.3", found, SELECTION)
+        assert "- Transformer Engine: test_hyper_comm_grid.py 1" in lines
 
 
 class TestSelection:
-    def test_the_first_area_that_names_a_file_has_it(self, tmp_path):
-        files = ("ssm/test_gated_delta_net.py", "ssm/test_mamba_layer.py", "ssm/helpers.py")
-        tree = write_tree(tmp_path, {f"tests/unit_tests/{name}": "" for name in files})
-        assert SELECTION.files(tree) == {
-            "tests/unit_tests/ssm/test_gated_delta_net.py": "GDN",
-            "tests/unit_tests/ssm/test_mamba_layer.py": "Mamba",
-        }
+    files = ("ssm/test_gated_delta_net.py", "ssm/ops/test_ssd.py", "ssm/helpers.py", "test_msc.py")
 
     @pytest.mark.parametrize(
-        ("pattern", "found"), [("GRID", ["a"]), ("b*.py", ["b.py"]), ("x", [])]
+        ("world", "only", "found"),
+        [
+            (1, "*", ["ssm/ops/test_ssd.py", "ssm/test_gated_delta_net.py"]),
+            (2, "*", ["ssm/test_gated_delta_net.py"]),
+            (1, "*ops*", ["ssm/ops/test_ssd.py"]),
+        ],
     )
-    def test_a_pattern_is_looked_for_in_paths_and_areas(self, pattern, found):
-        assert list(matching({"a": "grid", "b.py": "MIMO"}, pattern)) == found
+    def test_files_run_in_the_worlds_that_they_need(self, tmp_path, world, only, found):
+        tree = write_tree(tmp_path, {f"tests/unit_tests/{name}": "" for name in self.files})
+        paths = [f"tests/unit_tests/{name}" for name in found]
+        assert SELECTION.files(tree, world, only) == paths
 
 
 def checkout(tmp_path: Path, tests: dict[str, str]) -> Path:
@@ -117,6 +115,15 @@ def checkout(tmp_path: Path, tests: dict[str, str]) -> Path:
     files = UPSTREAM | {"tests/__init__.py": "", "tests/unit_tests/__init__.py": ""}
     files |= {"tests/unit_tests/conftest.py": ""}
     return write_tree(tmp_path, files | {f"tests/unit_tests/{k}": v for k, v in tests.items()})
+
+
+def with_tool(world) -> None:
+    """Give a made-up patch set a CPU runtime, which only says so, and the command to apply it."""
+    tool = f'#!/bin/sh\nexec python3 {REPOSITORY}/tools/overlay --root {world.root} apply "$@"\n'
+    runtime = "def install():\n    global installed\n    installed = True\n"
+    write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime, "tools/apply_overlay.sh": tool})
+    (world.root / "tools/apply_overlay.sh").chmod(0o755)
+    world.lock()
 
 
 class TestTrees:
@@ -132,14 +139,7 @@ class TestTrees:
 
     @pytest.mark.parametrize("applied", [False, True])
     def test_copies_are_pristine_and_applied_and_the_checkout_stays(self, world, tmp_path, applied):
-        marker = "megatron_overlay/megatron/core/cpu_runtime/__init__.py"
-        write_tree(world.root, {marker: "ours\n"})
-        tool = (
-            f'#!/bin/sh\nexec python3 {REPOSITORY}/tools/overlay --root {world.root} apply "$@"\n'
-        )
-        write_tree(world.root, {"tools/apply_overlay.sh": tool})
-        (world.root / "tools/apply_overlay.sh").chmod(0o755)
-        world.lock()
+        with_tool(world)
         if applied:
             assert world.apply().code == 0
         before = world.files()
@@ -162,8 +162,9 @@ class TestTrees:
 
 
 class TestRuns:
-    def test_a_failure_on_one_rank_and_a_hang_end_one_test_each(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(worlds, "TEST_LIMIT_S", 10)
+    def test_a_failure_and_a_hang_end_one_test_each(self, world, tmp_path, monkeypatch):
+        with_tool(world)
+        monkeypatch.setattr(worlds, "TEST_LIMIT_S", 5)
         text = """
 import time
 import pytest
@@ -172,11 +173,11 @@ import torch.distributed as dist
 
 def init():
     if not dist.is_initialized():
-        dist.init_process_group("nccl")
+        dist.init_process_group("gloo")
     return dist.get_rank()
 
 def test_sum():
-    x = torch.ones(1, device="cuda") * (1 + init())
+    x = torch.ones(1) * (1 + init())
     dist.all_reduce(x)
     assert x.item() == 3
 
@@ -198,7 +199,7 @@ def test_takes_no_part_on_one_rank():
         pytest.skip("has no part")
 """
         tree = checkout(tmp_path / "tree", {"test_hyper_comm_grid.py": text})
-        found = World(tree, 2, CPU_RUNTIME, tmp_path / "run").run([FILE], [], lambda line: None)
+        found = World(tree, 2, world.root / RUNTIME, tmp_path / "run").run([FILE], [], print)
         by_name = {test.split("::")[1]: outcome for test, outcome in found.items()}
         assert {name: outcome.outcome for name, outcome in by_name.items()} == {
             "test_sum": "passed",
@@ -210,8 +211,36 @@ def test_takes_no_part_on_one_rank():
         }
         assert "only here" in by_name["test_fails_on_one_rank"].reason
 
-    def test_ranks_that_cannot_start_crash_every_file(self, tmp_path):
+    def test_what_is_lost_twice_is_lost(self, world, tmp_path, capsys):
+        with_tool(world)
+        text = """
+from pathlib import Path
+from typing import override
+
+from megatron.core.cpu_runtime import installed
+
+A = Path("megatron/core/a.py").read_text()
+
+def test_same(): assert installed
+def test_lost(): assert "a_3" in A
+def test_gained(): assert "A_three" in A
+def test_wavers():
+    first = not Path("seen").exists()
+    Path("seen").touch()
+    assert "a_3" in A or not first
+"""
+        tree = checkout(tmp_path / "tree", {"test_hyper_comm_grid.py": text})
+        assert cli.run(tree, [1], "*", world.root, world.root / RUNTIME) == cli.LOST
+        _, _, _, _, row, *lists = capsys.readouterr().out.splitlines()
+        assert row.replace("|", "").split()[:5] == ["1", "3", "2", "1", "1"]
+        assert [line.partition(": ")[0] for line in lists if line.startswith("- ")] == [
+            f"- [1] {FILE}::test_wavers",
+            f"- [1] {FILE}::test_lost",
+        ]
+
+    def test_ranks_that_cannot_start_crash_every_file(self, world, tmp_path):
+        with_tool(world)
         tree = checkout(tmp_path / "tree", {"test_hyper_comm_grid.py": "def test_a(): pass\n"})
         (tree / "tests/unit_tests/conftest.py").write_text("raise SystemExit('no start')\n")
-        found = World(tree, 1, CPU_RUNTIME, tmp_path / "run").run([FILE], [], lambda line: None)
+        found = World(tree, 1, world.root / RUNTIME, tmp_path / "run").run([FILE], [], print)
         assert found[FILE].outcome == "crashed"

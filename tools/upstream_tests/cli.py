@@ -3,15 +3,18 @@
 """The command line."""
 
 import argparse
-import json
+import functools
 import signal
 import sys
+import time
 from pathlib import Path
 
 from upstream_tests import report
-from upstream_tests.comparison import Runner, say
-from upstream_tests.selection import Selection, matching
-from upstream_tests.trees import Overlay, TreeError, check
+from upstream_tests.comparison import Comparison, compare
+from upstream_tests.outcomes import Outcomes
+from upstream_tests.selection import Selection
+from upstream_tests.trees import Overlay, TreeError, check, release
+from upstream_tests.worlds import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOST, USAGE = 1, 2
@@ -27,33 +30,55 @@ def _parser() -> argparse.ArgumentParser:
         description="Run upstream's own tests on a pristine and on an applied copy of CHECKOUT.",
     )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="git checkout of upstream")
-    parser.add_argument("--worlds", type=_worlds, metavar="N,…", help="default: 1,2,4,8")
-    parser.add_argument("--only", metavar="PATTERN", help="files and areas with it in their name")
-    parser.add_argument("--baseline", action="store_true", help="run the pristine copy only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome there")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help="repository of the patch set")
+    parser.add_argument("--worlds", type=_worlds, default="1,2,4,8", metavar="N,…")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of paths of test files")
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    root, checkout = options.root.resolve(), options.checkout.resolve()
+def _say(line: str) -> None:
+    """Tell the user, on standard error, how far the run is."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path) -> int:
+    """Compare copies of `checkout`, with the patch set in `root` and our CPU runtime in `runtime`.
+
+    The exit status; raises TreeError.
+    """
     check(checkout)
+    selection = Selection.read(Path(__file__).parent / "selection.toml")
+    files_of = {size: selection.files(checkout, size, only) for size in worlds}
+    if not any(files_of.values()):
+        _say(f"error: {only!r} fits the path of no selected test file")
+        return USAGE
     work = root / "build/upstream-tests"
     overlay = Overlay(root)
     pristine = overlay.pristine_copy(checkout, work / "pristine")
-    applied = None if options.baseline else overlay.applied_copy(pristine, work / "applied")
-    selection = Selection.read(Path(__file__).parent / "selection.toml")
-    files = matching(selection.files(pristine), options.only)
+    applied = overlay.applied_copy(pristine, work / "applied")
+    found: dict[int, Comparison] = {}
+    for size, files in files_of.items():
+        run_here = functools.partial(_run_world, size, runtime, selection, work / "runs")
+        found[size] = compare(pristine, applied, files, run_here)
+    print("\n".join(report.summary(release(pristine), found, selection)))
+    return LOST if any(comparison.lost for comparison in found.values()) else 0
+
+
+def _run_world(
+    size: int,
+    runtime: Path,
+    selection: Selection,
+    scratch: Path,
+    name: str,
+    tree: Path,
+    files: list[str],
+) -> Outcomes:
     if not files:
-        say(f"error: no selected test file or area has {options.only!r} in its name")
-        return USAGE
-    runtime = root / "megatron_overlay/megatron/core/cpu_runtime"
-    worlds = options.worlds or list(selection.worlds)
-    found = Runner(work, runtime, selection, files, worlds).compare(pristine, applied)
-    print("\n".join(report.summary(found, files, selection)))
-    if options.json:
-        options.json.write_text(json.dumps(report.as_json(found, selection), indent=1) + "\n")
-    return LOST if any(found.lost.values()) else 0
+        return {}
+    began = time.monotonic()
+    world = World(tree, size, runtime, scratch / f"{name}-{size}")
+    found = world.run(files, list(selection.excluded), _say)
+    _say(f"{name}, world of {size}: {len(found)} tests in {time.monotonic() - began:.0f} s")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     # Ending this process must end the ranks too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return _run(options)
+        runtime = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
+        return run(options.checkout.resolve(), options.worlds, options.only, REPOSITORY, runtime)
     except TreeError as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return error.code

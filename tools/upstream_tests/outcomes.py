@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a test: from the records of the ranks, and from two trees."""
+"""What became of a test, from the records of the ranks."""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +15,6 @@ class Outcome(NamedTuple):
 
     outcome: str  # one of _WORST_FIRST
     reason: str = ""
-    seconds: float = 0.0
 
 
 PASSED = Outcome("passed")
@@ -33,9 +32,7 @@ class Records(NamedTuple):
 
 def merge(records: Iterable[Outcome]) -> Outcome:
     """The outcome of a test from those of its ranks: the worst, with its reason."""
-    records = list(records)
-    worst = min(records, key=lambda record: _WORST_FIRST.index(record.outcome))
-    return worst._replace(seconds=max(record.seconds for record in records))
+    return min(records, key=lambda record: _WORST_FIRST.index(record.outcome))
 
 
 def read_records(folder: Path, world: int) -> Records:
@@ -52,7 +49,7 @@ def read_records(folder: Path, world: int) -> Records:
             elif "begins" in record:
                 begun[record["begins"]] = None
             else:
-                found = Outcome(record["outcome"], record["reason"], record["seconds"])
+                found = Outcome(record["outcome"], record["reason"])
                 by_test.setdefault(record["test"], {})[rank] = found
     merged = {test: merge(ranks.values()) for test, ranks in by_test.items()}
     for test in begun:
@@ -60,19 +57,6 @@ def read_records(folder: Path, world: int) -> Records:
             merged[test] = Outcome("crashed", "a rank ended during the test")
     fatal = [test for test in begun if merged[test].outcome in ("hung", "crashed")]
     return Records(collected, merged, fatal)
-
-
-class Difference(NamedTuple):
-    """Tests whose outcome differs between two trees, in one world."""
-
-    lost: list[str]  # pass on the pristine tree, and not on the applied one
-    gained: list[str]
-
-
-def difference(pristine: Outcomes, applied: Outcomes) -> Difference:
-    """Compare two trees; a test that the applied tree does not have does not pass there."""
-    before, after = passing(pristine), passing(applied)
-    return Difference(sorted(before - after), sorted(after - before))
 
 
 def file_of(test: str) -> str:

@@ -24,9 +24,8 @@ class Need:
 class Selection:
     """The tests to run, as `selection.toml` lists them."""
 
-    worlds: tuple[int, ...]
+    paths: list[str]
     one_rank: list[str]
-    areas: dict[str, list[str]]
     excluded: dict[str, str]
     needs: tuple[Need, ...]
 
@@ -34,37 +33,27 @@ class Selection:
     def read(cls, path: Path) -> "Selection":
         """Raises KeyError, `re.error` and `tomllib.TOMLDecodeError` for what is malformed."""
         table = tomllib.loads(path.read_text())
-        needs = [Need(n["kind"], n["name"], re.compile(n["pattern"])) for n in table["needs"]]
-        lists = table["one_rank"], table["areas"], table["excluded"]
-        return cls(tuple(table["worlds"]), *lists, tuple(needs))
+        needs = (Need(n["kind"], n["name"], re.compile(n["pattern"])) for n in table["needs"])
+        return cls(table["paths"], table["one_rank"], table["excluded"], tuple(needs))
 
-    def files(self, tree: Path) -> dict[str, str]:
-        """Each selected test file that `tree` has, relative to it, with its area."""
-        found: dict[str, str] = {}
-        for area, paths in self.areas.items():
-            for path in (tree / TESTS / name for name in paths):
-                files = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
-                for file in files:
-                    found.setdefault(file.relative_to(tree).as_posix(), area)
-        return found
+    def files(self, tree: Path, world: int, only: str = "*") -> list[str]:
+        """The test files of `tree`, relative to it, that run in a world of this size.
 
-    def runs_in(self, file: str, world: int) -> bool:
-        """Whether a file of `files` runs in a world of this size."""
-        path = file.removeprefix(f"{TESTS}/")
-        one_rank = any(path == name or path.startswith(f"{name}/") for name in self.one_rank)
-        return world == 1 or not one_rank
+        `only` is a pattern of the paths below `tests/unit_tests`.
+        """
+        found = set(_below(tree / TESTS, self.paths))
+        if world > 1:
+            found -= set(_below(tree / TESTS, self.one_rank))
+        return [f"{TESTS}/{file}" for file in sorted(found) if fnmatch.fnmatch(file, only)]
 
     def need(self, reason: str) -> Need | None:
         """The first need whose pattern is in what a failure or a skip says."""
         return next((need for need in self.needs if need.pattern.search(reason)), None)
 
 
-def matching(files: dict[str, str], pattern: str | None) -> dict[str, str]:
-    """The files whose path or area has `pattern` in it, which may hold `*` and `?`."""
-    if pattern is None:
-        return files
-    return {
-        file: area
-        for file, area in files.items()
-        if any(fnmatch.fnmatch(name.lower(), f"*{pattern.lower()}*") for name in (file, area))
-    }
+def _below(folder: Path, paths: list[str]) -> list[str]:
+    """The test files at or below `paths`, relative to `folder`."""
+    files = []
+    for path in (folder / name for name in paths):
+        files += [path] if path.is_file() else path.rglob("test_*.py")
+    return [file.relative_to(folder).as_posix() for file in files]

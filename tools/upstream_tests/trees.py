@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pristine and an applied copy of a checkout."""
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -68,12 +67,3 @@ class Overlay:
         shutil.copytree(pristine, copy, symlinks=True, ignore=_NOT_COPIED)
         self._run(copy)
         return copy
-
-
-def content_hash(*roots: Path) -> str:
-    """The hash of all Python files below `roots`, with their names."""
-    digest = hashlib.sha256()
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.dist_checkpointing.serialization import verify_integrity_manifest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.models.mimo.optimizer import leaves
+from megatron.core.models.mimo.joint_optimizer import leaves
 from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
 __all__ = ["CheckpointWriter", "check_save_directory", "load", "newest", "save"]

@@ -18,8 +18,8 @@ from megatron.core.models.mimo.modality_rows import (
     encoded_rows,
     row_counts,
 )
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
-from megatron.core.models.mimo.partition.utils import PartitionAdapter, PartitionConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -261,7 +261,7 @@ class TestRefusals:
             adapter.lengths(32)
 
     def test_a_config_of_another_type(self):
-        with pytest.raises(TypeError, match="ModelParallelConfig, not dict"):
+        with pytest.raises(TypeError, match="must be a ModelParallelConfig"):
             PartitionConfig.from_mp_config({}, max_seq_len=64)
 
 

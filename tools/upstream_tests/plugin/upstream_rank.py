@@ -140,8 +140,8 @@ class Recorder:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def _record(self, test: str, outcome: str, reason: str, seconds: float) -> None:
-        self._write(test=test, outcome=outcome, reason=reason, seconds=seconds)
+    def _record(self, test: str, outcome: str, reason: str) -> None:
+        self._write(test=test, outcome=outcome, reason=reason)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         done = set(_DONE.read_text().splitlines()) if _DONE.exists() else set()
@@ -156,7 +156,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
-            self._record(report.nodeid, report.outcome, _reason(report), 0.0)
+            self._record(report.nodeid, report.outcome, _reason(report))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None):
@@ -178,8 +178,7 @@ class Recorder:
             self._outcome, self._reason = report.outcome, _reason(report)
 
     def _finish(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        seconds = round(time.monotonic() - self._began, 2)
-        self._record(item.nodeid, self._outcome, self._reason, seconds)
+        self._record(item.nodeid, self._outcome, self._reason)
         broken = self._outcome == "failed" and _BROKEN_GROUPS.search(self._reason)
         outcomes = self._ranks.meet("broken" if broken else self._outcome)
         if outcomes is None:
@@ -188,7 +187,7 @@ class Recorder:
         diverged = "broken" in outcomes or ("failed" in outcomes and len(set(outcomes)) > 1)
         if diverged or not same_file:
             self._ranks.renew_groups(keep_default=same_file)
-        if not same_file or seconds > _LONG_TEST_S:
+        if not same_file or time.monotonic() - self._began > _LONG_TEST_S:
             _free_memory()
 
     def pytest_sessionfinish(self) -> None:
@@ -196,7 +195,7 @@ class Recorder:
 
     def _hangs(self, test: str) -> None:
         reason = f"over {_TEST_LIMIT_S:g} s"
-        self._record(test, "hung", reason, _TEST_LIMIT_S)
+        self._record(test, "hung", reason)
         self._end(f"{test}: {reason}")
 
     @staticmethod

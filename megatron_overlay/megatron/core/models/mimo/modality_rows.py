@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron.core.models.mimo.comm.sample_rows import SampleRows
-from megatron.core.models.mimo.partition.utils import PartitionAdapter
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.partition.utils import PartitionAdapter
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 
 if TYPE_CHECKING:

@@ -10,45 +10,23 @@ gathers the sequence over TP before the loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch.distributed import ProcessGroup
 
-from megatron.core import parallel_state
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
     TokenLayout,
     pad_lengths,
     zigzag_layout,
 )
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.mimo.partition import utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 
-@dataclass(frozen=True)
-class PartitionConfig:
-    """What sharding depends on; made by ``from_mp_config``.
-
-    Args:
-        seq_parallel: split embeddings over ``tp_group``.
-        use_cp: split the sequence over ``cp_group``.
-        tp_comm_overlap: layers overlap TP communication, which fixes the sequence length.
-        max_seq_len: that length, in tokens.
-        kv_format: "sbhd" or "thd".
-        cp_group: context-parallel group.
-        tp_group: tensor-parallel group.
-    """
-
-    seq_parallel: bool
-    use_cp: bool
-    tp_comm_overlap: bool
-    max_seq_len: int
-    kv_format: str = "sbhd"
-    cp_group: ProcessGroup | None = None
-    tp_group: ProcessGroup | None = None
+class PartitionConfig(utils.PartitionConfig):
+    """What sharding depends on; made by ``from_mp_config``."""
 
     @property
     def is_partitioning_enabled(self) -> bool:
@@ -65,40 +43,16 @@ class PartitionConfig:
         """Ranks that the embeddings of one CP rank are spread over."""
         return self.tp_group.size() if self.seq_parallel else 1
 
-    @classmethod
-    def from_mp_config(
-        cls,
-        mp: ModelParallelConfig,
-        *,
-        max_seq_len: int,
-        kv_format: str = "sbhd",
-        cp_group: ProcessGroup | None = None,
-        tp_group: ProcessGroup | None = None,
-    ) -> PartitionConfig:
-        """Read the sizes from ``mp``; groups that are needed and not given are the global ones.
 
-        Raises:
-            TypeError: ``mp`` is no ``ModelParallelConfig``.
-        """
-        if not isinstance(mp, ModelParallelConfig):
-            raise TypeError(f"mp must be a ModelParallelConfig, not {type(mp).__name__}")
-        if mp.context_parallel_size > 1 and cp_group is None:
-            cp_group = parallel_state.get_context_parallel_group()
-        if mp.sequence_parallel and tp_group is None:
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-        use_cp = cp_group is not None and cp_group.size() > 1
-        options = (mp.sequence_parallel, use_cp, mp.tp_comm_overlap, max_seq_len, kv_format)
-        return cls(*options, cp_group, tp_group)
+class PartitionAdapter(utils.PartitionAdapter):
+    """Cut a batch down to this rank's tokens.
 
+    A sequence whose length does not fit is padded, never cut or refused: see ``lengths``. Packed
+    samples need no Transformer Engine.
 
-class PartitionAdapter:
-    """Cut batch-first tensors down to this rank's tokens.
-
-    A sequence whose length does not fit is padded, never cut: see ``lengths``.
+    Args:
+        cfg: a ``PartitionConfig`` of this module.
     """
-
-    def __init__(self, cfg: PartitionConfig) -> None:
-        self.cfg = cfg
 
     def lengths(
         self, seq_length: int, packed_seq_params: PackedSeqParams | None = None

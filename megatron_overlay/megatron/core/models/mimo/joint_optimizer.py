@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.optimizer_state import (
     restore_common_state,
@@ -36,25 +35,11 @@ if TYPE_CHECKING:
     from megatron.core.models.mimo.model.base import MimoModel
 
 
-@dataclass
-class ModuleOptimizerInfo:
-    """What optimizes one module.
+class MimoOptimizer(upstream.MimoOptimizer):
+    """The optimizers of all modules, as one, in place of upstream's.
 
-    Attributes:
-        optimizer: None on ranks without the module, and where all of it is frozen.
-        grid: of the module.
-        pg_collection: the module's own groups; None on ranks without it.
-        is_active: whether this rank holds a part of the module.
-    """
-
-    optimizer: MegatronOptimizer | None
-    grid: HyperCommGrid | None
-    pg_collection: ProcessGroupCollection | None
-    is_active: bool
-
-
-class MimoOptimizer(MegatronOptimizer):
-    """The optimizers of all modules, as one.
+    It adds to that: one verdict on inf or NaN and on the success of a step, frozen modules, loss
+    scales, and a checkpoint that fits every layout.
 
     Methods that say "collective" are called by every rank of the world, also by ranks on which all
     modules are frozen.
@@ -64,14 +49,6 @@ class MimoOptimizer(MegatronOptimizer):
         config: what holds for all modules; a module's own learning rate, clipping limit etc. are
             in its optimizer's config.
     """
-
-    def __init__(
-        self, module_infos: dict[str, ModuleOptimizerInfo], config: OptimizerConfig
-    ) -> None:
-        self.module_infos = module_infos
-        self.config = config
-        self.optimizer = None  # of the base class, which wraps a single one
-        self.is_stub_optimizer = not self._optimizers
 
     @property
     def _optimizers(self) -> dict[str, MegatronOptimizer]:
@@ -137,50 +114,13 @@ class MimoOptimizer(MegatronOptimizer):
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         if grad_norm > self.config.grad_norm_skip_threshold:
             return False, grad_norm, zeros
-        return self.step_with_ready_grads(), grad_norm, zeros
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Step every module; whether that succeeded on all ranks. Collective."""
-        failed = [not opt.step_with_ready_grads() for opt in self._optimizers.values()]
-        (any_failed,) = _max_over_ranks([any(failed)])
-        return not any_failed
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget this rank's gradients."""
-        for opt in self._optimizers.values():
-            opt.zero_grad(set_to_none)
-
-    def prepare_model_params_for_param_sync(self) -> None:
-        """Put the parameters of every module where DDP gathers them from."""
-        for opt in self._optimizers.values():
-            opt.prepare_model_params_for_param_sync()
-
-    def get_loss_scale(self) -> torch.Tensor:
-        """What losses are multiplied by: ``[1]``, the same for all modules."""
-        for leaf in self._leaves:
-            return leaf.get_loss_scale()
-        return torch.ones(1, dtype=torch.float32, device=torch.cuda.current_device())
-
-    @property
-    def param_groups(self) -> list[dict]:
-        """Parameter groups of all modules on this rank."""
-        return [group for opt in self._optimizers.values() for group in opt.param_groups]
+        (any_failed,) = _max_over_ranks([not self.step_with_ready_grads()])
+        return not any_failed, grad_norm, zeros
 
     @property
     def state(self) -> dict[str, Mapping]:
         """State of the parameters, by module name."""
         return {name: opt.state for name, opt in self._optimizers.items()}
-
-    def reload_model_params(self, state_dict: dict | None = None) -> None:
-        """Take over model parameters that something else has changed."""
-        for opt in self._optimizers.values():
-            opt.reload_model_params(state_dict)
-
-    def state_dict(self) -> dict[str, dict | list | None]:
-        """Optimizer states by module name; None for modules that this rank does not train."""
-        states = {name: opt.state_dict() for name, opt in self._optimizers.items()}
-        return {name: states.get(name) for name in self.module_infos}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
@@ -254,7 +194,7 @@ def get_mimo_optimizer(
         raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
     infos = {}
     for name, grid in grids.items():
-        infos[name] = ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
+        infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
         if infos[name].is_active:
             stages = _stages(models, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
