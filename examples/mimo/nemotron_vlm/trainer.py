@@ -46,7 +46,7 @@ from megatron.core.models.mimo.non_colocated_schedule import (
     non_colocated_forward_backward,
     own_groups,
 )
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.joint_optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining

@@ -41,7 +41,7 @@ from megatron.core.models.mimo.non_colocated_schedule import (
     non_colocated_forward_backward,
     own_groups,
 )
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.joint_optimizer import get_mimo_optimizer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
