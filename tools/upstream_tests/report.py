@@ -19,6 +19,7 @@ def summary(release: str, worlds: Worlds, selection: Selection) -> list[str]:
     for title, tests in (
         ("Cannot run without a GPU", _unable(worlds, selection, "gpu")),
         ("Cannot run without a package", _unable(worlds, selection, "package")),
+        ("Not run", [f"{test}: {why}" for test, why in selection.excluded.items()]),
         ("Fails on both trees, in a world where it has its ranks", _failing(worlds, selection)),
         ("Passed on the pristine tree, then once not on the applied one", _wavering(worlds)),
         ("LOST: passes on the pristine tree, not on the applied one", _lost(worlds)),

@@ -107,8 +107,8 @@ class TestGuards:
         ("source", "destination", "message"),
         [
             (dict(tp=2, dp=2), dict(tp=2, dp=4), "must span same number of ranks.* 4, .* 8"),
-            (dict(cp=2, dp=4), dict(dp=8), "source CP must be 1, got 2"),
-            (dict(pp=2, dp=4), dict(dp=8), "source PP must be 1, got 2"),
+            (dict(cp=2, dp=4), dict(dp=8), "src CP must be 1, got 2"),
+            (dict(pp=2, dp=4), dict(dp=8), "src PP must be 1, got 2"),
             (
                 dict(order=("tp", "ep", "dp"), ep=2, dp=4),
                 dict(dp=8),

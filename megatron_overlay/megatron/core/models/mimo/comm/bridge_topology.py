@@ -182,7 +182,7 @@ def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> Bridge
     for dim in ("pp", "cp"):
         if src_sizes[dim] != 1:
             raise ValueError(
-                f"source {dim.upper()} must be 1, got {src_sizes[dim]}: the bridge takes rows from "
+                f"src {dim.upper()} must be 1, got {src_sizes[dim]}: the bridge takes rows from "
                 f"ranks that hold whole samples; give those ranks to dp or tp"
             )
     src, dest = _coordinates(src_grid), _coordinates(dest_grid)
