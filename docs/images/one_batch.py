@@ -22,7 +22,7 @@ RANKS, CP, PP, TOKENS = 4, 2, 2, 4
 """Four ranks: encoder dp=4, language model cp=2, pp=2. A sample is drawn as four runs of tokens."""
 
 COLOURS = ("#5b8ff9", "#f6bd16", "#5ad8a6", "#e8684a")
-"""Of the samples, one for each rank that encodes."""
+"""One a sample; there is one for each rank that encodes."""
 NOTHING = "#ffffff"
 
 COLUMNS = ("encodes", "after the bridge", "tokens under CP", "loss")

@@ -200,8 +200,8 @@ class TestRoutes:
             assert sum(route.recv_splits) == received[rank] == source.shard_size - len(here)
             assert route.is_local == (not any(received))
 
-    # Of 2·cp half-chunks, those that neither layout gives to the same rank: a bound no exchange
-    # between the two layouts can beat.
+    # The half-chunks, 2·cp in all, that the two layouts give to different ranks: a bound that no
+    # exchange between them can beat.
     @pytest.mark.parametrize(("cp_size", "moving"), ((2, 2), (3, 5), (4, 6), (8, 14)))
     def test_traffic_of_one_sequence_is_the_least_possible(self, cp_size, moving):
         source, destination = both_layouts([2 * cp_size * 10], cp_size)

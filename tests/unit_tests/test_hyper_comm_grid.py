@@ -1,10 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of our modules: memberships against parallel_state, and groups over ranks."""
+"""The grids of our modules: memberships against parallel_state, and where they lie."""
 
 import functools
 import random
-import time
 
 import pytest
 import torch.distributed as dist
@@ -95,32 +94,6 @@ class TestMembershipAgainstParallelState:
                     nodes = {rank // 8 for rank in group}
                     assert len(nodes) == 1 or len(nodes) <= etp * ep // 8, layout
 
-    def test_expert_and_pipeline_dims_meet_one_expert_rank_of_each_stage(self):
-        grid = expert_grid(2, 1, 4, 2, 2, 2, 2)
-        pp_of = {r: i for g in grid.get_rank_enum("pp") for i, r in enumerate(g)}
-        for group in grid.get_rank_enum(["ep", "pp"], view="expert"):
-            assert sorted(pp_of[r] for r in group) == [0, 0, 1, 1]
-
-    def test_4096_ranks_take_less_than_a_second(self):
-        start = time.perf_counter()
-        grid = expert_grid(8, 4, 16, 8, 1, 128, 4)
-        for dims, token in EXPERT_TOKENS.items():
-            groups = grid.get_rank_enum(list(dims), view="expert")
-            assert sorted(r for g in groups for r in g) == list(range(4096)), token
-        elapsed = time.perf_counter() - start
-        assert grid.get_rank_enum("ep", view="expert")[0] == list(range(128))
-        assert grid.get_rank_enum(["expt_tp", "ep", "pp"], view="expert")[3] == [
-            r for stage in range(8) for r in range(512 * stage + 384, 512 * stage + 512)
-        ]
-        assert elapsed < 1.0
-
-    def test_offset_shifts_every_group(self):
-        moved = expert_grid(2, 1, 2, 2, 1, 4, 1, rank_offset=24)
-        base = expert_grid(2, 1, 2, 2, 1, 4, 1)
-        for dims in (["ep"], ["expt_tp", "ep", "pp"]):
-            shifted = [[r + 24 for r in g] for g in base.get_rank_enum(dims, view="expert")]
-            assert moved.get_rank_enum(dims, view="expert") == shifted
-
 
 @requires_world_size(8)
 class TestWorld8:
@@ -136,15 +109,3 @@ class TestWorld8:
         assert tp < ep == stage
         assert ep & pp == {dist.get_rank()}
         grid.destroy()
-
-    def test_ranks_outside_a_grid_take_part_and_get_none(self):
-        """new_group is collective: both halves of the world create both grids' groups."""
-        grids = [expert_grid(2, 1, 2, 1, 2, 2, 1, rank_offset=o) for o in (0, 4)]
-        groups = [g.create_pg("ep", view="expert") for g in grids]
-        mine = dist.get_rank() // 4
-        assert [g.is_current_rank_in_grid() for g in grids] == [mine == 0, mine == 1]
-        assert groups[1 - mine] is None
-        assert groups[mine].size() == 2
-        dist.barrier()  # no rank frees a group while another still connects to it
-        for grid in grids:
-            grid.destroy()

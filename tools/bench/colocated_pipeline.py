@@ -51,7 +51,7 @@ from megatron.core.utils import unwrap_model
 ROUNDS = 5
 MICROBATCHES_A_STAGE = 2
 TILES = 4 if CUDA else 2
-"""Of a sample."""
+"""Tiles of a sample."""
 
 
 def preset() -> VLMPreset:

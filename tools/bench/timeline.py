@@ -22,7 +22,7 @@ COLOURS = {
     "language forward": "#5ad8a6",
     "language backward": "#237804",
 }
-"""Of the phases; what stays grey is waiting."""
+"""Colours of the phases; what stays grey is waiting."""
 
 Span = tuple[str, float, float]
 """Phase, begin and end in seconds since the recording began."""

@@ -32,14 +32,14 @@ from tests.unit_tests.test_utilities import Utils
 
 IMAGES, SOUNDS = "images", "sounds"
 TOKEN_IDS = {IMAGES: 31, SOUNDS: 30}
-"""Of the modalities' tokens; text has the ids below."""
+"""Token ids of the modalities; text has the ids below."""
 
 VOCAB, HIDDEN, HEADS, LAYERS = 32, 32, 8, 4
 PIXELS = 6
 """Features of a patch."""
 
 TOKENS = 13
-"""Of the longest sample. No CP size divides it."""
+"""Tokens of the longest sample. No CP size divides it."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 3
 RTOL = 1e-4
-"""Of fp32 losses and gradient norms: sums in another order."""
+"""For fp32 losses and gradient norms, which are sums in another order."""
 
 SIX_LAYERS = replace(
     PRESET,
@@ -104,6 +104,8 @@ class TestEightRanks:
             pytest.param("tp=2", "tp=2,pp=3,dp=1", id="tp-2-to-tp-2-pp-3"),
             pytest.param("pp=2", "pp=6,dp=1", id="full-pp"),
             pytest.param("dp=4", "pp=2,cp=2,dp=1,ep=2,etp=1", id="fan-in-pp-2-cp-2-ep-2"),
+            pytest.param("dp=4", "tp=2,cp=2,dp=1,ep=2,etp=1", id="fan-in-tp-2-cp-2-ep-2"),
+            pytest.param("dp=4", "tp=2,pp=2,dp=1,ep=2,etp=1", id="fan-in-tp-2-pp-2-ep-2"),
         ],
     )
     def test_trains_like_one_rank(self, encoder, language):

@@ -111,7 +111,7 @@ class TestLayouts:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
     def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
-        """Of a run that has skipped all its steps."""
+        """The run has skipped all its steps."""
         with run_of("pp") as run:
             weights = gather_weights(run.stages)
             monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)

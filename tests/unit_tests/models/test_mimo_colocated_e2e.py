@@ -41,7 +41,7 @@ LIKE_LENGTHS = Job(
 )
 """The mean of the ranks' means is that of all tokens."""
 TOLD = Job([draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)])
-"""Of a length that CP divides."""
+"""Samples of a length that CP divides."""
 
 TOLERANCE = 1e-5
 """Relative, of fp32 losses and gradient norms: sums in another order."""
@@ -62,7 +62,7 @@ def modules(**layouts: dict[str, int]):
 
 @functools.cache
 def one_rank_trajectory(job: Job) -> Steps:
-    """Of rank 0 alone, in plain PyTorch; the others wait for it."""
+    """Rank 0 trains alone, in plain PyTorch; the others wait for it."""
     with modules(**{LANGUAGE: {}, **{name: {} for name in job.modalities}}) as made:
         found = [None]
         if Utils.rank == 0:

@@ -27,7 +27,7 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 WORLD = 8
 STEPS = 5
 RTOL = 1e-4
-"""Of fp32 losses and gradient norms: sums in another order."""
+"""For fp32 losses and gradient norms, which are sums in another order."""
 
 
 @requires_world_size(WORLD)

@@ -224,12 +224,6 @@ class TestModalityRows:
             assert rows.owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
         assert encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1)).owners is None
 
-    def test_owners_are_those_of_the_adapter(self):
-        ids = torch.full((1, 13), IMAGE)
-        for cp in (2, 3, 4):
-            rows = consumed_rows([Tokens(ids)], IMAGE, adapter_of(cp, 2))
-            assert rows.owners.tolist() == adapter_of(cp, 2).owners(13).tolist()
-
     def test_no_owners_without_context_parallelism(self, tokens):
         assert consumed_rows([tokens], IMAGE, None).owners is None
         assert consumed_rows([tokens], IMAGE, adapter_of(1, 2)).owners is None

@@ -4,12 +4,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
+from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
-from megatron.core.ssm.state_passing.mamba import reference_scan
 from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import (
     EqualsOneRank,
@@ -19,7 +17,7 @@ from tests.unit_tests.ssm.whole_and_sharded import (
     cases,
     random_rows,
 )
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 6, 16, 2, 48, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard.
@@ -73,6 +71,13 @@ class TestMixerThatPassesStates(EqualsOneRank):
     call = staticmethod(call)
     hidden, sequence, batch, packed = HIDDEN, SEQUENCE, BATCH, PACKED
 
+    def test_a_window_may_reach_over_several_ranks(self, pair):
+        """Two tokens a rank, of which the convolution sees three before each."""
+        if pair:
+            length = 2 * pair.size
+            hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
+
 
 @pytest.mark.parametrize("pair", cases((4, Ranks(cp=3), "zigzag", torch.float32)), indirect=True)
 @pytest.mark.skipif(HAVE_CUDA, reason="transformers takes the same kernels where it finds them")
@@ -104,68 +109,3 @@ class TestAgainstTransformers:
             found = call(pair.sharded, shard, None)
         expected = pair.layout(lengths).shard(expected, pair.rank)
         assert_close(found, expected, 1e-5, "output")
-
-
-def scan_inputs(tokens: int) -> dict[str, torch.Tensor]:
-    """fp64 inputs of a whole batch; chunks of 4 tokens, decays that outlive several shards."""
-    generator = torch.Generator().manual_seed(3)
-    heads, headdim, groups, state = 4, 3, 2, 5
-    channels = heads * headdim + 2 * groups * state
-
-    def normal(*shape):
-        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return drawn.to(Utils.device)
-
-    return {
-        "projected": normal(1, tokens, heads * headdim + channels + heads),
-        "conv_weight": normal(channels, 4),
-        "conv_bias": normal(channels),
-        "dt_bias": normal(heads) - 2,
-        "A": -normal(heads).abs() / 4,
-        "D": normal(heads),
-    }
-
-
-@requires_world_size(4)
-class TestScan:
-    """The reference scan in fp64, to 1e-10, where nothing goes through fp32."""
-
-    @pytest.mark.parametrize(
-        "lengths",
-        # A sample over three ranks; one that ends where a shard does; shards below the window's
-        # reach, whose halo comes from several ranks.
-        [(24,), (5, 1, 0, 17, 1), (6, 3, 3, 12), (1, 7), (8,)],
-        ids=str,
-    )
-    def test_output_and_every_gradient_equal_one_rank(self, lengths):
-        Utils.initialize_distributed()
-        group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-        lengths = PaddedLengths(lengths, lengths)
-        weight = torch.randn(1, lengths.total, 12, dtype=torch.float64, generator=seeded())
-        weight = weight.to(Utils.device)
-
-        def run(inputs, plan, weight, group):
-            leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
-            y = reference_scan(*leaves.values(), 4, 3, 2, plan, group)
-            (y * weight).sum().backward()
-            return y.detach(), {name: leaf.grad for name, leaf in leaves.items()}
-
-        inputs = scan_inputs(lengths.total)
-        device = Utils.device
-        expected, expected_grads = run(
-            inputs, plan_recurrence(lengths, 1, 0, device), weight, group=None
-        )
-        plan = plan_recurrence(lengths, size, rank, device)
-        own = slice(rank * plan.shard_size, (rank + 1) * plan.shard_size)
-        shard = inputs | {"projected": inputs["projected"][:, own]}
-        found, found_grads = run(shard, plan, weight[:, own], group)
-        assert_close(found, expected[:, own], 1e-10, "output")
-        projected = found_grads.pop("projected")
-        assert_close(projected, expected_grads["projected"][:, own], 1e-10, "projected")
-        for name, grad in found_grads.items():
-            dist.all_reduce(grad)
-            assert_close(grad, expected_grads[name], 1e-10, name)
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

@@ -102,7 +102,7 @@ class TestScanOverRanks:
     @given(any_lengths, cp_sizes, st.sampled_from((1, 3)))
     @cases
     def test_the_gradient_of_a_leaving_state_is_the_adjoint(self, lengths, cp_size, size):
-        """Of decays (1×1) and matrices (3×3): against autograd through the scan of all ranks."""
+        """For decays (1×1) and matrices (3×3): against autograd through the scan of all ranks."""
         plans, rng = plans_of(lengths, cp_size), seeded()
 
         def normal(*shape):

@@ -24,7 +24,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 Tolerances = tuple[float, float]
-"""Of the output, and of gradients, relative to the whole tensor's norm."""
+"""For the output, and for gradients, relative to the whole tensor's norm."""
 
 # On a GPU the kernels multiply fp32 in TF32, whose mantissa has 10 bits.
 TOLERANCES: dict[torch.dtype, Tolerances] = {

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -88,6 +88,7 @@ class TokenLayout:
 
 
 
+@lru_cache(maxsize=64)
 def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     """Rank r holds half-chunks r and 2·cp-1-r of every sample, which balances causal attention.
 

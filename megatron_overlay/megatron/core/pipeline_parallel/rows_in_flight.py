@@ -13,8 +13,9 @@ import torch
 class RowsInFlight:
     """A queue over the microbatches of a pipeline stage, which go forward and back in one order.
 
-    Sources with other numbers of image tokens send other numbers of rows. The receiver joins them
-    to one tensor; its gradient has to be cut where the rows were joined, not into equal parts.
+    Sources with different numbers of image tokens send different numbers of rows. The receiver
+    joins them to one tensor; its gradient has to be cut where they were joined, not into equal
+    parts.
     """
 
     def __init__(self) -> None:

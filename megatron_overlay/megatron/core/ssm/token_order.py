@@ -52,7 +52,8 @@ def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Ten
     ``tokens`` counts the whole packed row, over all CP ranks and with padding.
 
     Raises:
-        ValueError: ``packed_seq_params`` tells samples not apart, or describes another row.
+        ValueError: ``packed_seq_params`` does not say which sample a token is of, or describes
+            another row.
     """
     seq_idx = packed_seq_params.seq_idx
     if seq_idx is None:

@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 
 
 SAMPLES = 32
-"""Of a global batch whose trajectory is compared."""
+"""Samples of a global batch whose trajectory is compared."""
 
 ONE_RANK_TIMEOUT_S = 200
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder rows that the language model's first stage received: whose gradient goes back.
+"""The gradient of encoder rows that the language model's first stage received, summed over CP.
 
 All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient. A
 CP rank uses the rows of its own tokens only, so that the gradients of all CP ranks are to be added.

@@ -23,10 +23,10 @@ COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 """What is the same on all ranks of a module."""
 
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
-"""Of a parameter group, what depends on the layout."""
+"""Fields of a parameter group that depend on the layout."""
 
 OWN_OF_RUN = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Of a parameter group, what a run that goes on may have changed."""
+"""Fields of a parameter group that a resumed run may have changed."""
 
 Group = dict[str, object]
 

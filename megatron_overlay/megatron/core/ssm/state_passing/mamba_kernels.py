@@ -214,6 +214,6 @@ def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Te
 
 
 def _shapes_per_rank(states: Tensor) -> list[torch.Size]:
-    """Of a rank's state and its decay, for the states of its chunks, ``[B, c, H, P, N]``."""
+    """Shapes of a rank's state and its decay, from the states of its chunks ``[B, c, H, P, N]``."""
     batch, _, heads, *state = states.shape
     return [torch.Size([batch, heads, *state]), torch.Size([batch, heads, 1, 1])]

@@ -119,7 +119,7 @@ def _sum_chunks_kernel(
         nearer = tl.load(ends + before * decay_chunk, mask=here & (step > first), other=0.0)
         weight = tl.exp(crossing + tl.cumsum(nearer, 0))
         if IS_PACKED:
-            # Of the sample at the edge: the last token's, or the first one's, which is 0.
+            # The sample at the edge: that of the last token, or of the first one, which is 0.
             seen = chunk if IS_LEAVING else chunk - 1
             token = tl.minimum((seen + 1) * chunk_size, tokens) - 1
             sample = tl.load(seq_idx + token, mask=here & (token >= 0), other=0)

@@ -89,7 +89,7 @@ class Crossing:
         """Plan one member's share for one batch.
 
         Args:
-            member: whose share.
+            member: index of the rank within the block.
             before, after: rows of the atoms that it has, and of those that it ends with.
         """
         had, wanted = self.before[member], self.after[member]
@@ -149,7 +149,7 @@ class BlockPlan(NamedTuple):
         """A member's way over the bridge and back.
 
         Args:
-            member: whose.
+            member: index of the rank within the block.
             encoded: rows of the atoms that it encodes.
             consumed: of those that its destination DP index consumes; on later pipeline stages,
                 which consume none, it is not read.

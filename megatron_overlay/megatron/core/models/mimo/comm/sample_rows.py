@@ -3,7 +3,7 @@
 """How many rows the samples of a batch have, as a bridge plans with it.
 
 A rank plans its exchange from the rows of the samples that it encodes and of those that it
-consumes. Where nobody told it, the ranks of a block tell each other.
+consumes. A batch that does not bring these numbers makes the ranks of a block exchange them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def told_rows(
             sum is read.
 
     Raises:
-        ValueError: on all ranks of the block, if the encoders make other numbers of rows than are
+        ValueError: on all ranks of the block, if the encoders do not make as many rows as are
             consumed, or if neither DP size divides the other: then an atom is less than what
             any rank knows of.
     """

@@ -10,8 +10,6 @@ gathers the sequence over TP before the loss.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from megatron.core.context_parallel_layout import (
@@ -82,7 +80,7 @@ class PartitionAdapter(utils.PartitionAdapter):
 
     def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
         """Which CP rank holds which padded token."""
-        return _zigzag(lengths, self.cfg.cp_size)
+        return zigzag_layout(lengths, self.cfg.cp_size)
 
     def owners(
         self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
@@ -174,8 +172,3 @@ class PartitionAdapter(utils.PartitionAdapter):
 
 def _is_packed(packed_seq_params: PackedSeqParams | None) -> bool:
     return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-
-
-@lru_cache(maxsize=64)
-def _zigzag(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
-    return zigzag_layout(lengths, cp_size)

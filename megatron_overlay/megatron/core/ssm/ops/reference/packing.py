@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows: several sequences laid end to end along one row, told apart by an index a token."""
+"""Packed rows: several sequences end to end along one row; an index says which a token is of."""
 
 import torch
 from torch import Tensor
