@@ -254,6 +254,6 @@ class ColocatedBridgeCommunicator:
     def _check_divisible(self, rows: int, parts: int) -> None:
         if rows % parts:
             raise ValueError(
-                f"{rows} rows are not divisible by {parts} ({self.direction.value} "
-                f"scale={self.scale})"
+                f"{rows} rows are not divisible by {self.direction.value}: {parts} equal parts are "
+                f"needed (scale={self.scale})"
             )
