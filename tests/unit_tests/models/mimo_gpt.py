@@ -55,15 +55,21 @@ class Module:
     def make(
         cls,
         tp: int = 1,
-        cp: int = 1,
+        cp: int | None = 1,
         pp: int = 1,
         dp: int = 1,
         vpp: int = 1,
         variable_lengths: bool = True,
     ) -> Module:
-        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world."""
-        grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"])
-        return cls(grid, ProcessGroupCollection.from_hyper_comm_grid(grid), vpp, variable_lengths)
+        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world.
+
+        The grid has no ``cp`` where it is None.
+        """
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        sizes = {dim: size for dim, size in sizes.items() if size is not None}
+        grid = HyperCommGrid(list(sizes.values()), list(sizes))
+        groups = ProcessGroupCollection.from_hyper_comm_grid(grid)
+        return cls(grid, groups, vpp, variable_lengths)
 
     def config(self) -> TransformerConfig:
         """The same sizes for all modules, split as this one's groups are."""
