@@ -8,6 +8,7 @@ the language model then consumes it microbatch by microbatch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
+from megatron.core.models.mimo.random_states import RandomStates
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 if TYPE_CHECKING:
     from megatron.core.models.mimo.model.base import MimoModel
@@ -51,12 +55,14 @@ def encode(
     rows = {}
     for name, submodule in model.modality_submodules.items():
         trained = any(p.requires_grad for p in submodule.parameters())
-        parts = [
-            _encode_part(submodule, inputs[name], bool(recompute) and trained)
-            for inputs in merged
-            if inputs.get(name) is not None
-        ]
-        if not parts and (name, MIMO_LANGUAGE_MODULE_KEY) not in model.colocated_comms:
+        bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+        with _own_random_states(model, name):
+            parts = [
+                _encode_part(submodule, inputs[name], bool(recompute) and trained)
+                for inputs in merged
+                if inputs.get(name) is not None
+            ]
+        if not parts and not bridged:
             continue
         parts = parts or [model._empty_encoder_output(name).detach()]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -121,6 +127,18 @@ def _communicate(
         encoded_rows(microbatches, name, token_id, adapter),
         consumed_rows(microbatches, token_id, adapter),
     )
+
+
+def _own_random_states(model: MimoModel, name: str) -> contextlib.AbstractContextManager:
+    """What a modality with a bridge draws from; else, and without a seeded tracker, as all do."""
+    bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+    if not (bridged and get_cuda_rng_tracker().is_initialized()):
+        return contextlib.nullcontext()
+    kept = vars(model).setdefault("random_states", {})
+    if name not in kept:
+        groups = unwrap_model(model.modality_submodules[name]).pg_collection
+        kept[name] = RandomStates(name, groups)
+    return kept[name].in_use()
 
 
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:
