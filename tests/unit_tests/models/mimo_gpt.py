@@ -50,6 +50,7 @@ class Module:
     groups: ProcessGroupCollection
     vpp: int = 1
     variable_lengths: bool = True
+    dtype: torch.dtype = torch.float32
 
     @classmethod
     def make(
@@ -60,6 +61,7 @@ class Module:
         dp: int = 1,
         vpp: int = 1,
         variable_lengths: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> Module:
         """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world.
 
@@ -69,7 +71,7 @@ class Module:
         sizes = {dim: size for dim, size in sizes.items() if size is not None}
         grid = HyperCommGrid(list(sizes.values()), list(sizes))
         groups = ProcessGroupCollection.from_hyper_comm_grid(grid)
-        return cls(grid, groups, vpp, variable_lengths)
+        return cls(grid, groups, vpp, variable_lengths, dtype)
 
     def config(self) -> TransformerConfig:
         """The same sizes for all modules, split as this one's groups are."""
@@ -82,7 +84,8 @@ class Module:
             context_parallel_size=self.groups.cp.size(),
             pipeline_model_parallel_size=self.groups.pp.size(),
             virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
-            pipeline_dtype=torch.float32,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
             variable_seq_lengths=self.variable_lengths,
             moe_token_dispatcher_type="alltoall",  # what variable lengths ask for
             overlap_p2p_comm=self.vpp > 1,

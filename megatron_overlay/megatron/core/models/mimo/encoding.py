@@ -43,8 +43,9 @@ def encode(
             a time. ``None`` keeps them.
 
     Returns:
-        Per modality ``[rows, H]``. One without input has 0 rows if a bridge waits for them, and is
-        left out otherwise. Rows require grad on all ranks or on none.
+        Per modality ``[rows, H]``, for a bridge in the dtype of the language model's parameters.
+        One without input has 0 rows if a bridge waits for them, and is left out otherwise. Rows
+        require grad on all ranks or on none.
 
     Raises:
         ValueError: shares give an encoder different arguments, or different values of one that is
@@ -66,6 +67,8 @@ def encode(
             continue
         parts = parts or [model._empty_encoder_output(name).detach()]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if bridged:  # all ranks send and receive one dtype, those without rows too
+            joined = joined.to(model.config.params_dtype)
         rows[name] = joined.requires_grad_() if trained and torch.is_grad_enabled() else joined
     return rows
 
