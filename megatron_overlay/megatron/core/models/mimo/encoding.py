@@ -63,6 +63,7 @@ def encode(
                 for inputs in merged
                 if inputs.get(name) is not None
             ]
+        parts = [part for part in parts if part is not None]
         if not parts and not bridged:
             continue
         parts = parts or [model._empty_encoder_output(name).detach()]
