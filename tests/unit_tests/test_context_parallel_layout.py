@@ -106,7 +106,15 @@ class TestPadding:
         assert params.cu_seqlens_q.tolist() == [0, 5, 5, 14]
         assert params.cu_seqlens_q_padded.tolist() == [0, 8, 8, 20]
         assert params.max_seqlen_q == 12
+        assert params.total_tokens == 20
         assert params.seq_idx.tolist() == [[0] * 8 + [2] * 12]
+        assert params.seq_idx.dtype == torch.int32
+
+    def test_packed_seq_params_are_made_and_read_without_waiting_for_the_device(self):
+        lengths = pad_lengths([5, 0, 9], cp_size=2)
+        with no_host_sync():
+            params = lengths.packed_seq_params(Utils.device)
+            assert PaddedLengths.of_packed(params) == lengths
 
     def test_refuses_a_negative_length(self):
         with pytest.raises(ValueError, match=r"lengths=\(4, -1\)"):

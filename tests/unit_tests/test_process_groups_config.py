@@ -141,6 +141,13 @@ class TestFields:
             groups_from_grid(make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4))
         assert recorded.enumerations == inside.enumerations
 
+    @pytest.mark.parametrize("instances", [1, 2])
+    def test_a_grid_without_cp_has_one_cp_rank(self, instances):
+        with RecordedGroups(5):
+            groups = groups_from_grid(HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]), instances)
+        assert groups == fields_of(5, tp=2, dp=2, pp=2, instances=instances)
+        assert groups["cp"] == [5]
+
 
 class TestGroupCount:
     def test_second_call_takes_the_same_groups_and_makes_none(self):
@@ -180,7 +187,7 @@ class TestGroupCount:
 
 class TestMisuse:
     def test_missing_dim(self):
-        with pytest.raises(ValueError, match=r"\['tp', 'dp'\] lacks \['cp', 'pp'\]"):
+        with pytest.raises(ValueError, match=r"\['tp', 'dp'\] lacks \['pp'\]"):
             groups_from_grid(HyperCommGrid([2, 2], ["tp", "dp"]))
 
     def test_expert_dims_in_the_base_would_multiply_the_world(self):

@@ -50,16 +50,22 @@ def _transformer_engine() -> LayerSpecs:
         get_vit_layer_with_transformer_engine_spec,
     )
     from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
+    from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 
     layers = hybrid_stack_spec.submodules
     gdn = layers.gdn_layer
     mixer = replace(gdn.submodules.self_attention, module=SiluGatedDeltaNet)
     gdn = replace(gdn, submodules=replace(gdn.submodules, self_attention=mixer))
+    moe = layers.moe_layer
+    experts = with_layout_free_router(moe.submodules.mlp)
+    moe = replace(moe, submodules=replace(moe.submodules, mlp=experts))
     return LayerSpecs(
         vit_layer=get_vit_layer_with_transformer_engine_spec(),
         projector_norm=TENorm,
         projector_mlp=MLPSubmodules(
             linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear
         ),
-        hybrid_stack=replace(hybrid_stack_spec, submodules=replace(layers, gdn_layer=gdn)),
+        hybrid_stack=replace(
+            hybrid_stack_spec, submodules=replace(layers, gdn_layer=gdn, moe_layer=moe)
+        ),
     )

@@ -43,6 +43,8 @@ UNUSED_FIELDS = (
     "expt_gtp_remat",
 )
 DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
+REQUIRED_DIMS = DENSE_DIMS - {"cp"}
+"""A grid without ``cp`` has one CP rank."""
 EXPERT_VIEW = "expert"
 """Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
@@ -70,13 +72,13 @@ def groups_from_grid(
         Groups by field; ``None`` on a rank outside the grid, where there is no module.
 
     Raises:
-        ValueError: a dim of ``tp, cp, dp, pp`` is missing, another base dim has
+        ValueError: a dim of ``tp, dp, pp`` is missing, another base dim than those and ``cp`` has
             a size other than 1, or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
     experts = _has_experts(grid)
     instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
-    groups = {f: _get_or_create(grid, dims) for f, dims in DENSE_FIELDS.items()}
+    groups = {f: _get_or_create(grid, _present(grid, dims)) for f, dims in DENSE_FIELDS.items()}
 
     pp_groups = grid.get_rank_enum("pp")
     groups["embd"] = _get_or_derive(grid, "embd", embedding_ranks(pp_groups))
@@ -95,10 +97,10 @@ def groups_from_grid(
 
 
 def _check_dims(grid: HyperCommGrid) -> None:
-    missing = sorted(DENSE_DIMS.difference(grid.dim_names))
+    missing = sorted(REQUIRED_DIMS.difference(grid.dim_names))
     if missing:
         raise ValueError(
-            f"a module's grid needs dims {sorted(DENSE_DIMS)} (size 1 where unused); "
+            f"a module's grid needs dims {sorted(REQUIRED_DIMS)} (size 1 where unused); "
             f"{grid.dim_names} lacks {missing}"
         )
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
@@ -124,7 +126,12 @@ def _optimizer_instances(
     if number == 1:
         return {}
     expt_dp = grid.get_rank_enum("expt_dp", view=EXPERT_VIEW) if experts else None
-    return instance_groups(grid.get_rank_enum(["cp", "dp"]), expt_dp, number)
+    dp_cp = grid.get_rank_enum(_present(grid, DENSE_FIELDS["dp_cp"]))
+    return instance_groups(dp_cp, expt_dp, number)
+
+
+def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:
+    return [dim for dim in dims if dim in grid.dim_names]
 
 
 def embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
@@ -141,6 +148,8 @@ def _get_or_create(
     grid: HyperCommGrid, dims: list[str], view: str | None = None
 ) -> dist.ProcessGroup | None:
     """The grid's group over ``dims``; all dims of size 1 share the group of this rank alone."""
+    if not dims:
+        return _alone(grid)
     try:
         return grid.get_pg(dims, view=view)
     except KeyError:

@@ -50,20 +50,28 @@ class Module:
     groups: ProcessGroupCollection
     vpp: int = 1
     variable_lengths: bool = True
+    dtype: torch.dtype = torch.float32
 
     @classmethod
     def make(
         cls,
         tp: int = 1,
-        cp: int = 1,
+        cp: int | None = 1,
         pp: int = 1,
         dp: int = 1,
         vpp: int = 1,
         variable_lengths: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> Module:
-        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world."""
-        grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"])
-        return cls(grid, ProcessGroupCollection.from_hyper_comm_grid(grid), vpp, variable_lengths)
+        """Lay a module out over the first tp·cp·dp·pp ranks; collective over the world.
+
+        The grid has no ``cp`` where it is None.
+        """
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        sizes = {dim: size for dim, size in sizes.items() if size is not None}
+        grid = HyperCommGrid(list(sizes.values()), list(sizes))
+        groups = ProcessGroupCollection.from_hyper_comm_grid(grid)
+        return cls(grid, groups, vpp, variable_lengths, dtype)
 
     def config(self) -> TransformerConfig:
         """The same sizes for all modules, split as this one's groups are."""
@@ -76,7 +84,8 @@ class Module:
             context_parallel_size=self.groups.cp.size(),
             pipeline_model_parallel_size=self.groups.pp.size(),
             virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
-            pipeline_dtype=torch.float32,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
             variable_seq_lengths=self.variable_lengths,
             moe_token_dispatcher_type="alltoall",  # what variable lengths ask for
             overlap_p2p_comm=self.vpp > 1,

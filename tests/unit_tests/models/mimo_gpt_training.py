@@ -28,7 +28,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit_tests.models.group_threads import free_groups
-from tests.unit_tests.models.mimo_gpt import Module, build
+from tests.unit_tests.models.mimo_gpt import IMAGES, Module, build
 from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
 from tests.unit_tests.test_utilities import Utils
 
@@ -198,6 +198,39 @@ def train(
         stage.destroy()
         free_groups(stage)
     return found
+
+
+def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.Tensor]:
+    """Gradients of the images' encoder after one batch, by name, of this rank alone: no DDP."""
+    chunks = job.model(modules)
+    groups = modules[LANGUAGE].groups
+    pipelined = groups.pp.size() > 1
+    schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
+    batches = _batches(job, modules)
+    encoder = chunks[0].modality_submodules[IMAGES]
+    for inputs in (microbatch["modality_inputs"][IMAGES] for microbatch in batches):
+        if inputs:
+            patches = inputs["patches"]
+            patches["hidden_states"] = patches["hidden_states"].to(modules[IMAGES].dtype)
+    batch_size, seq_length = batches[0]["input_ids"].shape
+    schedule(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=chunks,
+        num_microbatches=job.microbatches,
+        seq_length=seq_length,
+        micro_batch_size=batch_size,
+        forward_only=False,
+        pg_collection=groups,
+    )
+    gradients = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in encoder.named_parameters()
+    }
+    for chunk in chunks:
+        chunk.destroy()
+        free_groups(chunk)
+    return gradients
 
 
 def train_plainly(job: Job, modules: dict[str, Module], steps: int) -> Steps:

@@ -35,6 +35,7 @@ from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -149,8 +150,10 @@ def _gpt_stack(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = ContextParallelAttention
-    norm = SequenceParallelNorm
-    layer.submodules = replace(layer.submodules, input_layernorm=norm, pre_mlp_layernorm=norm)
+    norm, experts = SequenceParallelNorm, with_layout_free_router(layer.submodules.mlp)
+    layer.submodules = replace(
+        layer.submodules, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=experts
+    )
     layers = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 

@@ -12,6 +12,8 @@ from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
 from tests.unit_tests.models.mimo_models import (
     ONE_RANK,
@@ -110,6 +112,20 @@ class TestEightRanks:
     )
     def test_trains_like_one_rank(self, encoder, language):
         assert_trains_like_one_rank(encoder, language, VariedStrips())
+
+
+class TestBridge:
+    @pytest.mark.parametrize("is_source", [True, False])
+    def test_a_grid_without_cp_has_one_cp_rank(self, is_source, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        grids = (
+            HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]),
+            HyperCommGrid([2, 1, 2, 2], ["tp", "cp", "dp", "pp"]),
+        )
+        without, with_one = (
+            BridgeCommunicator.get_boundary_pp_stage_ranks(None, grid, is_source) for grid in grids
+        )
+        assert without == with_one
 
 
 class TestRowsInFlight:

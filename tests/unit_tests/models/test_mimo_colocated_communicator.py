@@ -356,13 +356,29 @@ class TestInterface:
         with pytest.raises(ValueError, match=r"make \[3\] rows, .* consumes \[2, 2\]"):
             fan_out.communicate(rows, consumed=two)
 
+    def test_counts_that_do_not_fit_on_some_ranks_are_refused_on_all(self, make_bridge):
+        """Those of the other DP index have nothing to do with them, and would go on alone."""
+        fan_in = make_bridge(dict(dp=8), dict(cp=4, dp=2), dim_mapping=FLAT)
+        rows = torch.ones(3, HIDDEN, device=Utils.device)
+        right = dist.get_rank() < 4
+        with pytest.raises(ValueError, match=r"\[3, 3, 3, 3\] rows, .* \[11\].* 4 to 7") as found:
+            fan_in.communicate(rows, consumed=SampleRows([12 if right else 11]))
+        texts = [None] * 8
+        dist.all_gather_object(texts, str(found.value))
+        assert len(set(texts)) == 1
+
+    def test_counts_that_do_not_fit_are_refused_where_nothing_is_exchanged(self, make_bridge):
+        same = make_bridge(dict(tp=2, dp=4), dict(tp=2, dp=4), dim_mapping=FLAT)
+        with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
+            same.communicate(torch.ones(3, HIDDEN), consumed=SampleRows([4]))
+
     def test_only_its_own_groups_are_freed(self):
         Utils.initialize_distributed()
         destination = grid_of(tp=2, cp=2, dp=2)
         destination.create_pg(["tp", "cp"])
         before = len(dist.distributed_c10d._world.pg_map)
         bridge = ColocatedBridgeCommunicator(grid_of(tp=2, dp=4), destination)
-        assert len(dist.distributed_c10d._world.pg_map) == before + 2
+        assert len(dist.distributed_c10d._world.pg_map) == before + 3
         dist.barrier()
         bridge.destroy()
         bridge.destroy()

@@ -90,6 +90,13 @@ class TestOneRank:
         check(replace(EVEN, packed=packed), {}, images={})
 
 
+class TestTwoRanks:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("language", [dict(tp=2), dict(pp=2)], ids=str)
+    def test_grids_without_a_cp_dim(self, language):
+        check(UNEVEN, language | dict(cp=None), images=dict(dp=2, cp=None))
+
+
 class TestFourRanks:
     @requires_world_size(4)
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(cp=2, pp=2)], ids=str)

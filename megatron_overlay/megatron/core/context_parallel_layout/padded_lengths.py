@@ -75,6 +75,13 @@ class PaddedLengths:
         return torch.tensor([0, *accumulate(self.padded)], dtype=torch.int32)
 
     @cached_property
+    def samples(self) -> Tensor:
+        """Sample of each padded token, int32 [total]."""
+        ends = self.cu_seqlens_padded[1:]
+        tokens = torch.arange(self.total, dtype=torch.int32)
+        return torch.searchsorted(ends, tokens, right=True, out_int32=True)
+
+    @cached_property
     def positions(self) -> Tensor:
         """Position of each padded token within its sample, int64 [total]."""
         starts = self.cu_seqlens_padded[:-1].long()
@@ -102,11 +109,14 @@ class PaddedLengths:
 
 
     def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
-        """The ``thd`` description of this batch for Megatron's layers, lengths global."""
+        """The ``thd`` description of this batch for Megatron's layers, lengths global.
+
+        Nothing waits for the device, nor does :meth:`of_packed` of it.
+        """
         longest = max(self.padded, default=0)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
         cu_seqlens_padded = self.cu_seqlens_padded.to(device, non_blocking=True)
-        return PackedSeqParams(
+        params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -114,8 +124,11 @@ class PaddedLengths:
             cu_seqlens_kv_padded=cu_seqlens_padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            total_tokens=self.total,
+            seq_idx=self.samples.to(device, non_blocking=True)[None],
         )
+        params.total_tokens = self.total  # given above, it would make seq_idx on the device
+        vars(params)["_padded_lengths"] = self
+        return params
 
 
 def pad_lengths(

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron.core import parallel_state
 from megatron.core.context_parallel_layout import (
     PaddedLengths,
     TokenLayout,
@@ -49,7 +50,8 @@ def to_rank_order(
 def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor | None:
     """The sample index at which a scan forgets its state, int32 ``[1, tokens]``; None for one.
 
-    ``tokens`` counts the whole packed row, over all CP ranks and with padding.
+    ``tokens`` counts the whole packed row, over all CP ranks and with padding. In a run with global
+    groups, which is upstream's, samples that are not told apart share their state, as before.
 
     Raises:
         ValueError: ``packed_seq_params`` does not say which sample a token is of, or describes
@@ -57,7 +59,7 @@ def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Ten
     """
     seq_idx = packed_seq_params.seq_idx
     if seq_idx is None:
-        if len(packed_seq_params.cu_seqlens_q) == 2:
+        if parallel_state.is_initialized() or len(packed_seq_params.cu_seqlens_q) == 2:
             return None
         raise ValueError(
             "packed samples need PackedSeqParams(total_tokens=…) for a Mamba layer, which would "
@@ -76,8 +78,8 @@ def sample_starts(
 ) -> Tensor | None:
     """Where the samples of a packed row begin, and its end, int32; None for a plain batch.
 
-    Empty samples are left out: ``fla`` takes those after them for each other. ``tokens`` counts as
-    in :func:`sample_of_each_token`.
+    Empty samples are left out: ``fla`` takes those after them for each other. In a run with global
+    groups, which is upstream's, they stay. ``tokens`` counts as in :func:`sample_of_each_token`.
 
     Raises:
         ValueError: ``packed_seq_params`` describes another row, or a length (of a sample, if
@@ -86,7 +88,11 @@ def sample_starts(
     is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
     lengths = lengths_of_batch(packed_seq_params if is_packed else None, tokens)
     check_zigzag_lengths(lengths, cp_size)
-    return plan_recurrence(lengths, 1, 0, device).cu_seqlens if is_packed else None
+    if not is_packed:
+        return None
+    if parallel_state.is_initialized():
+        return lengths.cu_seqlens_padded.to(device, non_blocking=True)
+    return plan_recurrence(lengths, 1, 0, device).cu_seqlens
 
 
 def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:

@@ -8,6 +8,7 @@ the language model then consumes it microbatch by microbatch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,7 +19,10 @@ from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
+from megatron.core.models.mimo.random_states import RandomStates
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
 """Per modality and encoder, the encoder's keyword arguments; None for a modality without input."""
@@ -36,8 +40,9 @@ def encode(
             a time. ``None`` keeps them.
 
     Returns:
-        Per modality ``[rows, H]``. One without input has 0 rows if a bridge waits for them, and is
-        left out otherwise. Rows require grad on all ranks or on none.
+        Per modality ``[rows, H]``, for a bridge in the dtype of the language model's parameters.
+        One without input has 0 rows if a bridge waits for them, and is left out otherwise. Rows
+        require grad on all ranks or on none.
 
     Raises:
         ValueError: shares give an encoder different arguments, or different values of one that is
@@ -48,15 +53,20 @@ def encode(
     rows = {}
     for name, submodule in model.modality_submodules.items():
         trained = any(p.requires_grad for p in submodule.parameters())
-        parts = [
-            _encode_part(submodule, inputs[name], bool(recompute) and trained)
-            for inputs in merged
-            if inputs.get(name) is not None
-        ]
-        if not parts and (name, MIMO_LANGUAGE_MODULE_KEY) not in model.colocated_comms:
+        bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+        with _own_random_states(model, name):
+            parts = [
+                _encode_part(submodule, inputs[name], bool(recompute) and trained)
+                for inputs in merged
+                if inputs.get(name) is not None
+            ]
+        parts = [part for part in parts if part is not None]
+        if not parts and not bridged:
             continue
         parts = parts or [model._empty_encoder_output(name).detach()]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if bridged:  # all ranks send and receive one dtype, those without rows too
+            joined = joined.to(model.config.params_dtype)
         rows[name] = joined.requires_grad_() if trained and torch.is_grad_enabled() else joined
     return rows
 
@@ -118,6 +128,18 @@ def _communicate(
         encoded_rows(microbatches, name, token_id, adapter),
         consumed_rows(microbatches, token_id, adapter),
     )
+
+
+def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractContextManager:
+    """What a modality with a bridge draws from; else, and without a seeded tracker, as all do."""
+    bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+    if not (bridged and get_cuda_rng_tracker().is_initialized()):
+        return contextlib.nullcontext()
+    kept = vars(model).setdefault("random_states", {})
+    if name not in kept:
+        groups = unwrap_model(model.modality_submodules[name]).pg_collection
+        kept[name] = RandomStates(name, groups)
+    return kept[name].in_use()
 
 
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:

@@ -159,6 +159,11 @@ class MimoOptimizer(upstream.MimoOptimizer):
             restore_common_state(name, state_dict[name], opt)
         for name, opt in self._optimizers.items():
             opt.load_state_dict(state_dict[name])
+            for leaf in leaves(opt):
+                # Without Transformer Engine all parameters got one step, and would each count it.
+                for state in leaf.optimizer.state.values():
+                    if "step" in state:
+                        state["step"] = state["step"].clone()
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -91,11 +91,12 @@ class ColocatedBridgeCommunicator:
 
         self.gather_pg = self._new_group(self.gather_group_ranks)
         self.block_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
+        self.all_pg = self._new_group([sorted(dest)] if self.topology.exchanges else [])
         if self.block_pg is not None:
             members = dist.get_process_group_ranks(self.block_pg)
             self._plan = plan_block(self.topology, members)
             self._member = members.index(self.current_rank)
-            runs = ((self.topology.encodes(r), self.topology.consumes(r)) for r in members)
+            runs = ((self.topology.encodes(r), self.topology.consumes(r)) for r in dest)
             self._encodes_own = all(set(encoded) <= set(consumed) for encoded, consumed in runs)
         log_single_rank(
             logger,
@@ -155,10 +156,10 @@ class ColocatedBridgeCommunicator:
     ) -> tuple[Route, Route] | None:
         """Plan a batch's way over the bridge and back, on the host.
 
-        It may run before the source's layers do. All ranks of a block give the same of the
-        arguments. With both, nothing is sent and nothing waits for the device, unless ``encoded``
-        lacks the owners that ``consumed`` has and some rank encodes what another DP index consumes.
-        With ``consumed`` alone, the ranks of a block tell each other what they know, and wait.
+        It may run before the source's layers do. All ranks give the same of the arguments. With
+        both, nothing is sent and nothing waits for the device, unless ``encoded`` lacks the owners
+        that ``consumed`` has and some rank encodes what another DP index consumes. With
+        ``consumed`` alone, the ranks tell each other what they know, and wait.
 
         Args:
             num_rows: entries in the batch dim of the source's tensor on this rank; may be 0.
@@ -172,9 +173,12 @@ class ColocatedBridgeCommunicator:
             Forward and backward route; ``None`` where no rank ever takes from another.
 
         Raises:
-            ValueError: the counts don't add up, or the ranks' shares are no whole samples.
+            ValueError: the counts don't add up, or the ranks' shares are no whole samples. Where
+                the ranks tell each other, on all of them alike; else on the rank that finds it.
         """
         if self.block_pg is None:
+            if consumed is not None:
+                self._check_sum(consumed, num_rows)
             return None
         made, used = self._atom_rows(num_rows, encoded, consumed, device)
         forward, backward = self._plan.routes(self._member, made, used)
@@ -197,10 +201,10 @@ class ColocatedBridgeCommunicator:
 
     def destroy(self) -> None:
         """Free the groups that this bridge made; groups of the grids stay theirs."""
-        for group in (self.gather_pg, self.block_pg):
+        for group in (self.gather_pg, self.block_pg, self.all_pg):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.gather_pg = self.block_pg = None
+        self.gather_pg = self.block_pg = self.all_pg = None
 
     def _new_group(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         if not ranks:
@@ -227,18 +231,22 @@ class ColocatedBridgeCommunicator:
         if encoded is None or (
             encoded.owners is None and consumed.owners is not None and not self._encodes_own
         ):
-            return told_rows(self.topology, self.block_pg, device, num_rows, consumed)
-        if sum(encoded.counts) != num_rows:
-            raise ValueError(
-                f"the samples have {sum(encoded.counts)} rows, but {self.src_module_name} has "
-                f"{num_rows}"
-            )
+            groups = (self.all_pg, self.block_pg)
+            return told_rows(self.topology, *groups, device, num_rows, consumed)
+        self._check_sum(encoded, num_rows)
         made, used = encoded.in_atoms(makes), consumed.in_atoms(uses)
         if made.owners is None and used.owners is not None:
             ahead = self.topology.encodes(self.current_rank).start
             first = sum(used.counts[: ahead - self.topology.consumes(self.current_rank).start])
             made = made._replace(owners=used.owners[first : first + num_rows])
         return made, used
+
+    def _check_sum(self, samples: SampleRows, rows: int) -> None:
+        total = sum(samples.counts)
+        if total != rows:
+            raise ValueError(
+                f"the samples have {total} rows, but {self.src_module_name} has {rows}"
+            )
 
     def _check_owners(self, rows: SampleRows) -> None:
         owners, expected, cp = rows.owners, sum(rows.counts), self.topology.dest_cp

@@ -48,38 +48,42 @@ class SampleRows(NamedTuple):
 
 def told_rows(
     topology: BridgeTopology,
-    group: dist.ProcessGroup,
+    everyone: dist.ProcessGroup,
+    block: dist.ProcessGroup,
     device: torch.device,
     encoded: int,
     consumed: SampleRows,
 ) -> tuple[AtomRows, AtomRows]:
-    """Rows of the atoms that this rank encodes and consumes, as the ranks of its block know them.
+    """Rows of the atoms that this rank encodes and consumes, as the bridge's ranks know them.
 
-    Collective over the block; waits for the device.
+    Collective over all ranks of the bridge, so that none goes on where another cannot; waits for
+    the device.
 
     Args:
         topology: of the bridge.
-        group: the block.
+        everyone, block: all ranks of the bridge, and those that exchange rows with this one.
         device: of the collectives.
         encoded: rows that this rank encodes.
         consumed: rows that its destination DP index consumes, on all pipeline stages; only their
             sum is read.
 
     Raises:
-        ValueError: on all ranks of the block, if the encoders do not make as many rows as are
-            consumed, or if neither DP size divides the other: then an atom is less than what
-            any rank knows of.
+        ValueError: on all ranks alike, if the encoders do not make as many rows as are consumed, or
+            if neither DP size divides the other: then an atom is less than what any rank knows of.
     """
     if not topology.divides:
         raise ValueError(
             f"source dp={topology.src_dp} and destination dp={topology.dest_dp}, of which neither "
             f"divides the other, need to be told the rows of each sample"
         )
-    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    first_stage = [i for i, r in enumerate(ranks) if topology.dest[r].pp == 0]
-    table = _gather(torch.tensor([encoded, sum(consumed.counts)]), group, device)
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(everyone)
+    table = _gather(torch.tensor([encoded, sum(consumed.counts)]), everyone, device)
     made = {topology.encodes(r): int(table[i, 0]) for i, r in enumerate(ranks)}
-    used = {topology.consumes(ranks[i]): int(table[i, 1]) for i in first_stage}
+    used = {
+        topology.consumes(r): int(table[i, 1])
+        for i, r in enumerate(ranks)
+        if topology.dest[r].pp == 0
+    }
     finer, coarser = made, used
     if topology.direction is BridgeDirection.FAN_OUT:
         finer, coarser = used, made
@@ -88,18 +92,26 @@ def told_rows(
     def of(atoms: range) -> list[int]:
         return [rows[atom] for atom in atoms]
 
-    if any(sum(of(run)) != count for run, count in coarser.items()):
-        raise ValueError(
-            f"of ranks {ranks}, the encoders make {list(made.values())} rows, but the destination "
-            f"consumes {list(used.values())}"
-        )
+    for run, count in coarser.items():
+        if sum(of(run)) != count:
+            counts = {part.start: rows for part, rows in finer.items() if part.start in run}
+            many, one = [counts[atom] for atom in sorted(counts)], [count]
+            makes, uses = (one, many) if coarser is made else (many, one)
+            raise ValueError(
+                f"of the same samples, encoders make {makes} rows, but the destination consumes "
+                f"{uses}; in {topology.atoms} equal runs of the batch, they are {run.start} to "
+                f"{run.stop - 1}"
+            )
     owners = None
     if consumed.owners is not None:
         padded = torch.zeros(max(used.values()), dtype=torch.int64)
-        if rank in (ranks[i] for i in first_stage):
+        if topology.dest[rank].pp == 0:
             padded[: len(consumed.owners)] = torch.from_numpy(consumed.owners)
-        by_rank = _gather(padded, group, device)
-        consumer = {topology.consumes(ranks[i]): by_rank[i] for i in first_stage}
+        by_rank = _gather(padded, block, device)
+        members = enumerate(dist.get_process_group_ranks(block))
+        consumer = {
+            topology.consumes(r): by_rank[i] for i, r in members if topology.dest[r].pp == 0
+        }
         by_atom = {
             atom: part
             for run, row in consumer.items()

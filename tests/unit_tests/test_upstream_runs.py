@@ -1,0 +1,107 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of upstream's own scripts compute with the patches what they compute without them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.context_parallel_layout import PaddedLengths
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.mimo.encoding import encode
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.token_order import sample_of_each_token, sample_starts
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+
+@pytest.fixture
+def global_groups(monkeypatch):
+    """As in a run whose groups `parallel_state` has made."""
+    monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
+
+
+@requires_world_size(1)
+def test_an_experts_output_bias_leaves_the_dtype_as_it_is():
+    """Its weights by the router are fp32, whatever the model is in."""
+    Utils.initialize_distributed()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,
+    )
+    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    group = torch.distributed.new_group([0])
+    mlp = MLP(config, layers, tp_group=group).to(Utils.device)
+    torch.nn.init.normal_(mlp.linear_fc2.bias)
+    rows = torch.randn(5, 16, device=Utils.device, dtype=torch.bfloat16)
+    weights = torch.rand(5, device=Utils.device)
+    found, _ = mlp(rows, per_token_scale=weights)
+
+    hidden, bias = mlp.linear_fc1(rows)
+    scaled = (config.activation_func(hidden + bias) * weights[:, None]).bfloat16()
+    expected, bias = mlp.linear_fc2(scaled)
+    expected = expected.clone()
+    expected += bias[None] * weights[:, None]
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, expected)
+    torch.distributed.destroy_process_group(group)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize(("initialized", "gradient"), [(True, 3.0), (False, 1.0)])
+def test_gradients_of_expert_parameters_are_summed_over_tp(initialized, gradient, monkeypatch):
+    """With global groups. On those of a grid they are not: expert-DP has summed them."""
+    Utils.initialize_distributed()
+    monkeypatch.setattr(parallel_state, "is_initialized", lambda: initialized)
+    model = torch.nn.Linear(2, 2).to(Utils.device)
+    model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    for parameter in model.parameters():
+        parameter.sequence_parallel, parameter.allreduce = True, False
+        parameter.main_grad = torch.full_like(parameter, 1.0 + Utils.rank)
+    config = SimpleNamespace(sequence_parallel=True, qk_layernorm=False)
+    finalize_model_grads._allreduce_non_tensor_model_parallel_grads(
+        [model], config, torch.distributed.group.WORLD
+    )
+    expected = gradient if initialized else gradient + Utils.rank
+    assert all((p.main_grad == expected).all() for p in model.parameters())
+
+
+def test_ddp_makes_the_group_that_a_collection_lacks(global_groups, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks: tuple(ranks))
+    fields = dict.fromkeys(("tp", "pp", "ep", "dp", "dp_cp"), "a group")
+    groups = ProcessGroupCollection.setup_process_groups_for_ddp(
+        ProcessGroupCollection(**fields, expt_dp=None),
+        SimpleNamespace(num_moe_experts=8, tensor_model_parallel_size=2),
+        DistributedDataParallelConfig(),
+    )
+    assert groups["expt_dp_group"] == (3,)
+
+
+def test_packed_samples_that_nothing_tells_apart_are_taken(global_groups):
+    bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+    assert sample_of_each_token(packed, tokens=8) is None
+
+
+def test_empty_samples_reach_the_kernels_of_a_gated_delta_net(global_groups):
+    packed = PaddedLengths((4, 0, 4), (4, 0, 4)).packed_seq_params(Utils.device)
+    starts = sample_starts(packed, 8, 1, Utils.device)
+    assert starts.tolist() == [0, 4, 4, 8]
+
+
+def test_an_encoder_may_give_nothing():
+    """As upstream's do for inputs without a known encoder."""
+    nothing = torch.nn.Module()
+    nothing.forward = lambda encoder_inputs: None
+    model = SimpleNamespace(modality_submodules={"images": nothing}, colocated_comms={})
+    assert encode(model, [{"images": {}}]) == {}

@@ -1,0 +1,93 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Balancing losses with per-token loss, in layouts of four ranks against one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+WORLD = 4
+HIDDEN, EXPERTS, LENGTH = 16, 8, 24
+REAL_TOKENS = (24, 19, 6, 23)
+"""Of each sample; padding follows them."""
+
+
+def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [S, B, H] and the padding mask [S, B]."""
+    rng = torch.Generator().manual_seed(5)
+    hidden = torch.randn(LENGTH, len(REAL_TOKENS), HIDDEN, generator=rng)
+    mask = torch.arange(LENGTH)[:, None] >= torch.tensor(REAL_TOKENS)
+    return hidden.to(Utils.device), mask.to(Utils.device)
+
+
+def router_of(groups: ProcessGroupCollection, balancing: str) -> LayoutFreeRouter:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_router_load_balancing_type=balancing,
+        moe_aux_loss_coeff=1.0,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_dtype="fp32",
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        add_bias_linear=False,
+    )
+    router = LayoutFreeRouter(config, pg_collection=groups)
+    router.set_layer_number(1)
+    weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(6))
+    router.weight.data.copy_(weight)
+    return router.to(Utils.device)
+
+
+def balance(
+    router: LayoutFreeRouter, hidden: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The balancing loss's gradient of the weight, and the tokens that each expert has got."""
+    probs, _ = router(hidden, mask)
+    (probs * 0).sum().backward()
+    return router.weight.grad, router.local_tokens_per_expert
+
+
+@requires_world_size(WORLD)
+class TestBalancingLosses:
+    @pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+    @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4), (1, 2), (2, 1), (1, 1)])
+    def test_are_those_of_one_rank(self, balancing, tp, cp):
+        Utils.initialize_distributed()
+        dp = WORLD // (tp * cp)
+        grid = HyperCommGrid([tp, cp, dp, 1], ["tp", "cp", "dp", "pp"])
+        groups = ProcessGroupCollection.from_hyper_comm_grid(grid)
+        alone = ProcessGroupCollection(
+            **dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), groups.pp)
+        )
+
+        hidden, mask = whole_batch()
+        samples = hidden.chunk(dp, dim=1)[groups.dp.rank()].contiguous()
+        padding = mask.chunk(dp, dim=1)[groups.dp.rank()]
+        found = balance(
+            router_of(groups, balancing),
+            samples.chunk(tp * cp)[groups.tp_cp.rank()],
+            padding.chunk(tp * cp)[groups.tp_cp.rank()] if padding.any() else None,
+        )
+        for part in found:
+            dist.all_reduce(part)  # over DP and CP as gradients are, over TP as the sequence is cut
+        # A microbatch of a DP rank has an `aux_loss` of its own.
+        parts = dp if balancing == "aux_loss" else 1
+        runs = [
+            balance(router_of(alone, balancing), rows.contiguous(), padding)
+            for rows, padding in zip(hidden.chunk(parts, 1), mask.chunk(parts, 1), strict=True)
+        ]
+        expected = [torch.stack(part).sum(0) for part in zip(*runs, strict=True)]
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+        grid.destroy()
