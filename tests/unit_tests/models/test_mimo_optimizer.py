@@ -122,7 +122,9 @@ class TestFreezing(OnFourRanks):
 
 @requires_world_size(4)
 class TestBadGradients(OnFourRanks):
-    @pytest.mark.parametrize("places", [COLOCATED, NON_COLOCATED], ids=["colocated", "non-colocated"])
+    @pytest.mark.parametrize(
+        "places", [COLOCATED, NON_COLOCATED], ids=["colocated", "non-colocated"]
+    )
     @pytest.mark.parametrize(
         ("precision", "bad"), [("fp32", torch.nan), ("fp32", torch.inf), ("fp16", torch.inf)]
     )
@@ -178,7 +180,7 @@ class TestBadGradients(OnFourRanks):
 @requires_world_size(4)
 class TestParameterGroups(OnFourRanks):
     def test_are_those_of_the_module_wherever_it_is(self):
-        """A non-colocated encoder has none for experts, like a colocated one, so its state can move."""
+        """An encoder has no groups for experts in either placement, so its state can move."""
         counts = []
         for places in (COLOCATED, NON_COLOCATED):
             with model_of(places) as model:
