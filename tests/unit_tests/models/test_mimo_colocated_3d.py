@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of parallelism with every other, on the same ranks: the steps equal one rank's.
+"""Every kind of parallelism with every other, colocated: the steps equal one rank's.
 
 Samples have one to three tiles each. Of most layouts four steps are compared: a wrong forward shows
 in the first, a wrong gradient in the second, state that steps leave behind in the third.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""MimoOptimizer: modules on shared or disjoint ranks step like one process would."""
+"""MimoOptimizer: colocated and non-colocated modules step like one process would."""
 
 from dataclasses import replace
 
@@ -26,15 +26,15 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SOUND = "sound"
 
-SHARED = {IMAGES: Place(tp=4), LANGUAGE: Place(tp=2, dp=2, ep=2)}
-SHARED_CP = {IMAGES: Place(tp=2, dp=2), LANGUAGE: Place(cp=2, dp=2, ep=4)}
-DISJOINT = {IMAGES: Place(dp=2), LANGUAGE: Place(tp=2, ep=2, offset=2)}
+COLOCATED = {IMAGES: Place(tp=4), LANGUAGE: Place(tp=2, dp=2, ep=2)}
+COLOCATED_CP = {IMAGES: Place(tp=2, dp=2), LANGUAGE: Place(cp=2, dp=2, ep=4)}
+NON_COLOCATED = {IMAGES: Place(dp=2), LANGUAGE: Place(tp=2, ep=2, offset=2)}
 UNEVEN = {IMAGES: Place(), LANGUAGE: Place(cp=3, ep=1, offset=1)}
 TWO_ENCODERS = {IMAGES: Place(tp=2), SOUND: Place(dp=2), LANGUAGE: Place(dp=2, ep=2, offset=2)}
 PLACES = pytest.mark.parametrize(
     "places",
-    [SHARED, SHARED_CP, DISJOINT, UNEVEN, TWO_ENCODERS],
-    ids=["shared", "shared-cp", "disjoint", "uneven", "two-encoders"],
+    [COLOCATED, COLOCATED_CP, NON_COLOCATED, UNEVEN, TWO_ENCODERS],
+    ids=["colocated", "colocated-cp", "non-colocated", "uneven", "two-encoders"],
 )
 
 
@@ -82,12 +82,12 @@ class TestStep(OnFourRanks):
             assert_weights(model, expected.weights)
 
     def test_refuses_a_learning_rate_for_no_module(self):
-        with model_of(SHARED) as model, pytest.raises(ValueError, match="no modules.*'video'"):
+        with model_of(COLOCATED) as model, pytest.raises(ValueError, match="no modules.*'video'"):
             optimizer_of(model, {"video": OptimizerConfig()})
 
     def test_above_the_threshold_of_the_norm_is_skipped_by_all(self):
-        before = initial_weights(experts_in(DISJOINT))
-        with model_of(DISJOINT) as model:
+        before = initial_weights(experts_in(NON_COLOCATED))
+        with model_of(NON_COLOCATED) as model:
             optimizer = optimizer_of(model, grad_norm_skip_threshold=1.0)
             model.fill_gradients()
             stepped, grad_norm, _ = optimizer.step()
@@ -112,7 +112,7 @@ class TestFreezing(OnFourRanks):
             assert_weights(model, expected.weights)
 
     def test_of_all_but_one_module_leaves_no_state_of_the_others(self):
-        with model_of(SHARED, (LANGUAGE,)) as model:
+        with model_of(COLOCATED, (LANGUAGE,)) as model:
             optimizer = optimizer_of(model)
             model.fill_gradients()
             optimizer.step()
@@ -122,7 +122,9 @@ class TestFreezing(OnFourRanks):
 
 @requires_world_size(4)
 class TestBadGradients(OnFourRanks):
-    @pytest.mark.parametrize("places", [SHARED, DISJOINT], ids=["shared", "disjoint"])
+    @pytest.mark.parametrize(
+        "places", [COLOCATED, NON_COLOCATED], ids=["colocated", "non-colocated"]
+    )
     @pytest.mark.parametrize(
         ("precision", "bad"), [("fp32", torch.nan), ("fp32", torch.inf), ("fp16", torch.inf)]
     )
@@ -165,7 +167,7 @@ class TestBadGradients(OnFourRanks):
             assert_weights(model, after.weights)
 
     def test_a_failed_step_of_one_module_is_known_to_all(self, monkeypatch):
-        with model_of(DISJOINT) as model:
+        with model_of(NON_COLOCATED) as model:
             optimizer = optimizer_of(model)
             model.fill_gradients()
             if dist.get_rank() == 3:
@@ -178,9 +180,9 @@ class TestBadGradients(OnFourRanks):
 @requires_world_size(4)
 class TestParameterGroups(OnFourRanks):
     def test_are_those_of_the_module_wherever_it_is(self):
-        """An encoder apart from experts has no groups for them, so its state can move."""
+        """An encoder has no groups for experts in either placement, so its state can move."""
         counts = []
-        for places in (SHARED, DISJOINT):
+        for places in (COLOCATED, NON_COLOCATED):
             with model_of(places) as model:
                 optimizer = optimizer_of(model)
                 images = optimizer.module_infos[IMAGES].optimizer
@@ -189,7 +191,7 @@ class TestParameterGroups(OnFourRanks):
         assert counts == [[2, 2, 2, 2], [2, 2, None, None]]
 
     def test_state_is_keyed_by_module(self):
-        with model_of(DISJOINT) as model:
+        with model_of(NON_COLOCATED) as model:
             optimizer = optimizer_of(model)
             model.fill_gradients()
             optimizer.step()
@@ -200,7 +202,7 @@ class TestParameterGroups(OnFourRanks):
             assert [name for name, state in states.items() if state] == [own]
 
     def test_state_of_another_module_is_refused(self):
-        with model_of(SHARED) as model:
+        with model_of(COLOCATED) as model:
             optimizer = optimizer_of(model)
             with pytest.raises(ValueError, match="no optimizer state of images: .* language"):
                 optimizer.load_state_dict({LANGUAGE: {"optimizer": {}}})
@@ -215,7 +217,7 @@ class TestOptimizerInstances(OnFourRanks):
             {IMAGES: Place(dp=4, instances=4), LANGUAGE: Place(cp=2, dp=2, ep=1, instances=2)},
             {IMAGES: Place(dp=2), LANGUAGE: Place(dp=2, ep=1, offset=2, instances=2)},
         ],
-        ids=["tp+ep", "four", "disjoint"],
+        ids=["tp+ep", "four", "non-colocated"],
     )
     def test_step_like_one(self, places):
         """Ranks contribute a part of the gradient each; DDP's reduction is what is tested too."""

@@ -10,7 +10,7 @@ import torch
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.ops.reference.stand_in import stand_in_for, stand_in_for_mamba_ssm
+from megatron.core.ssm.ops.reference.stand_in import stand_in_for
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
@@ -71,11 +71,11 @@ class TestStandIn:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         stand_in_for.cache_clear()
         with pytest.raises(ImportError, match="mamba_ssm is installed"):
-            stand_in_for_mamba_ssm()
+            stand_in_for("mamba_ssm", "Mamba layers")
 
     @WITHOUT_MAMBA_SSM
     def test_is_said_once(self, caplog):
         stand_in_for.cache_clear()
-        stand_in_for_mamba_ssm()
-        stand_in_for_mamba_ssm()
+        stand_in_for("mamba_ssm", "Mamba layers")
+        stand_in_for("mamba_ssm", "Mamba layers")
         assert len(caplog.records) == 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which token under context parallelism, and how tokens move between layouts.
+"""Who holds which token under context parallelism, and how tokens move between token layouts.
 
 Plan on the host, once per batch::
 

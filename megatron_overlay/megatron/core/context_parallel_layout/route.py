@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of an exchange: who sends which row to whom, e.g. tokens between two layouts."""
+"""Plan of an exchange: who sends which row to whom, e.g. tokens between two token layouts."""
 
 from __future__ import annotations
 

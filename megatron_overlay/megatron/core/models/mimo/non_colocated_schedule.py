@@ -33,7 +33,7 @@ from megatron.core.utils import get_model_config
 
 
 def encoders_to_language(model: MimoModel) -> MultiModulePipelineCommunicator:
-    """The communicator of a model whose grids are disjoint; collective over the world.
+    """The communicator of a non-colocated model; collective over the world.
 
     Encoders hand over ``[rows, H]``, the language model's stages ``[S, B, H]``.
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a layer on their way between attention's zigzag layout and contiguous shards."""
+"""Tokens of a layer on their way between attention's zigzag token layout and contiguous shards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The bridge between two modules on the same ranks that have different parallel layouts."""
+"""The bridge between two colocated modules that have different layouts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give each rank of the language model its part of a batch: context (CP) and sequence parallel.
 
-Context parallelism splits every sample over the CP ranks in the zigzag layout of
+Context parallelism splits every sample over the CP ranks in the zigzag token layout of
 ``megatron.core.context_parallel_layout``; sequence parallelism (SP) then splits the embeddings of a
 CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: the output layer
 gathers the sequence over TP before the loss.

@@ -8,9 +8,8 @@ from torch import Tensor
 from .causal_conv1d import causal_conv1d_fn
 from .gated_delta_rule import chunk_gated_delta_rule
 from .packing import seq_idx_from_cu_seqlens
-from .stand_in import stand_in_for
 
-__all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm", "stand_in_for_fla"]
+__all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm"]
 
 
 def causal_conv1d(
@@ -32,8 +31,3 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(sum(x^2) + eps)` along `dim`, computed in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
-
-
-def stand_in_for_fla() -> None:
-    """:func:`stand_in_for` ``fla``, in gated delta nets."""
-    stand_in_for("fla", "gated delta nets")

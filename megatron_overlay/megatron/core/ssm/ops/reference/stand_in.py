@@ -29,8 +29,3 @@ def stand_in_for(package: str, layers: str) -> None:
         f"{package} is not installed: {layers} run on the PyTorch reference ops, which are as "
         "exact, but slow on a GPU",
     )
-
-
-def stand_in_for_mamba_ssm() -> None:
-    """:func:`stand_in_for` ``mamba_ssm``, in Mamba layers."""
-    stand_in_for("mamba_ssm", "Mamba layers")
