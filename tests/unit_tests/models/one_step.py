@@ -14,6 +14,7 @@ from tests.unit_tests.models.weights import (
     assert_shards_moved_alike,
     gather_weights,
 )
+from tests.unit_tests.test_utilities import HAVE_CUDA
 
 PROPORTIONAL_STEP = (
     *("--steps", "1", "--lr", "1e6", "--adam-eps", "100"),
@@ -25,8 +26,9 @@ else hide."""
 
 SAMPLES, MICROBATCH = 16, 8
 
-TOLERANCE = 2e-5
-"""Relative; fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median parameter."""
+TOLERANCE = 3e-4 if HAVE_CUDA else 2e-5
+"""Relative; fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median parameter; on GPUs,
+whose kernels multiply in TF32, 1.5e-4."""
 
 
 def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tuple[str, ...]:
