@@ -37,7 +37,6 @@ from megatron.core.models.mimo.grad_finalization import (
     global_token_count,
     no_grad_sync,
 )
-from megatron.core.models.mimo.joint_optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.non_colocated_schedule import (
     destroy_bridges,
@@ -47,6 +46,7 @@ from megatron.core.models.mimo.non_colocated_schedule import (
     non_colocated_forward_backward,
     own_groups,
 )
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining

@@ -23,8 +23,8 @@ from megatron.core.models.mimo.grad_finalization import (
     global_token_count,
     no_grad_sync,
 )
-from megatron.core.models.mimo.joint_optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit_tests.models.group_threads import free_groups

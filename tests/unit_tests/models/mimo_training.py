@@ -33,7 +33,6 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LA
 from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.models.mimo.encoding import with_embeddings
 from megatron.core.models.mimo.grad_finalization import global_token_count
-from megatron.core.models.mimo.joint_optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.non_colocated_schedule import (
     destroy_bridges,
@@ -42,6 +41,7 @@ from megatron.core.models.mimo.non_colocated_schedule import (
     non_colocated_forward_backward,
     own_groups,
 )
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
