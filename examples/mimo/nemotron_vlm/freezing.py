@@ -4,38 +4,32 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 
 from examples.mimo.nemotron_vlm.model import IMAGES
 from megatron.core.models.mimo.model.base import MimoModel
 
 
-def freeze(chunks: list[MimoModel], parts: tuple[str, ...]) -> None:
+def freeze(stages: list[MimoModel], parts: list[str]) -> None:
     """Take the parameters of ``parts`` out of training, before DDP wraps the modules.
 
     Args:
-        chunks: the bare model's virtual stages on this rank.
+        stages: the bare model's virtual stages on this rank.
         parts: of encoder, projector, language.
     """
-    for chunk in chunks:
+    for stage in stages:
         for part in parts:
-            for module in _modules(chunk, part):
+            for module in _modules(stage, part):
                 module.requires_grad_(False)
+                for router in module.modules():
+                    if hasattr(router, "expert_bias"):
+                        router.frozen_expert_bias = True
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Whether any parameter of the module is trained, on any stage of its pipeline; collective."""
-    is_here = any(parameter.requires_grad for parameter in module.parameters())
-    everywhere = [is_here] * module.pg_collection.pp.size()
-    dist.all_gather_object(everywhere, is_here, group=module.pg_collection.pp)
-    return any(everywhere)
-
-
-def _modules(chunk: MimoModel, part: str) -> list[nn.Module]:
+def _modules(stage: MimoModel, part: str) -> list[nn.Module]:
     if part == "language":
-        return [] if chunk.language_model is None else [chunk.language_model]
-    if IMAGES not in chunk.modality_submodules:
+        return [] if stage.language_model is None else [stage.language_model]
+    if IMAGES not in stage.modality_submodules:
         return []
-    images = chunk.modality_submodules[IMAGES]
+    images = stage.modality_submodules[IMAGES]
     return [images.encoders if part == "encoder" else images.input_projections]

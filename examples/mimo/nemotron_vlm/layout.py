@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,16 @@ class Layouts:
     language: Layout
     batch: Batch
     placement: str = COLOCATED
-    recurrence: Recurrence = Recurrence()
 
     @property
-    def separate(self) -> bool:
-        """Whether each module has ranks of its own."""
-        return self.placement == SEPARATE
+    def non_colocated(self) -> bool:
+        """Whether each module has ranks that the other has not."""
+        return self.placement == NON_COLOCATED
 
     @property
     def language_offset(self) -> int:
         """First rank of the language model; the encoder's is 0."""
-        return self.encoder.size if self.separate else 0
+        return self.encoder.size if self.non_colocated else 0
 
     @property
     def num_microbatches(self) -> int:

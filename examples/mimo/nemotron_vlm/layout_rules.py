@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, SEPARATE, ranks_of_modules
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, ranks_of_modules
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING, recurrent_cp_rules
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
     world_size: int,
     preset: VLMPreset,
     placement: str = COLOCATED,
-    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+    linear_context_parallel: str = STATE_PASSING,
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
@@ -35,13 +35,15 @@ def resolve(
     """
     for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
     encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
-    layouts = Layouts(encoder, language, batch, placement, recurrence)
+    layouts = Layouts(encoder, language, batch, placement)
 
     def violation(layout: Layout) -> str | None:
-        return language_violation(layout, for_language, preset, batch, recurrence)
+        return language_violation(
+            layout, for_language, preset, batch, linear_context_parallel
+        )
 
     def encoder_rule(layout: Layout) -> str | None:
-        return encoder_violation(layout, for_encoder, preset, layouts.separate)
+        return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)
 
     for module, layout, ranks, broken in (
         ("encoder", encoder, for_encoder, encoder_rule(encoder)),
@@ -84,7 +86,7 @@ def _first(rules: list[tuple[bool, str]]) -> str | None:
 
 
 def _interleaving_violation(layouts: Layouts) -> str | None:
-    if layouts.separate and layouts.language.vpp > 1:
+    if layouts.non_colocated and layouts.language.vpp > 1:
         return f"vpp={layouts.language.vpp} needs --placement {COLOCATED}"
     return None
 
@@ -104,7 +106,7 @@ def encoder_violation(
         [
             (
                 e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined),
-                f"an encoder takes tp and dp only (and pp with --placement {SEPARATE})",
+                f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})",
             ),
             (p.layers % e.pp > 0, f"pp={e.pp} must divide the {p.layers} layers"),
             *(
@@ -120,18 +122,19 @@ def language_violation(
     world_size: int,
     preset: VLMPreset,
     batch: Batch,
-    recurrence: Recurrence = Recurrence(),  # noqa: B008  frozen
+    linear_context_parallel: str = STATE_PASSING,
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
+    layers = p.hybrid_layer_pattern
     ranks = lay.tp * lay.cp * lay.dp
     samples = batch.micro_size * lay.dp
     multiple = (2 * lay.cp if lay.cp > 1 else 1) * lay.tp
     heads = {
-        "attention heads": p.heads,
-        "query groups": p.query_groups,
-        "Mamba heads": p.mamba_heads,
-        "Mamba groups": p.mamba_groups,
+        "attention heads": p.num_attention_heads,
+        "query groups": p.num_query_groups,
+        "Mamba heads": p.mamba_num_heads,
+        "Mamba groups": p.mamba_num_groups,
     }
     return (
         _first(
@@ -140,16 +143,16 @@ def language_violation(
                 for what, n in heads.items()
             ]
             + [
-                (p.experts % lay.ep > 0, f"ep={lay.ep} must divide the {p.experts} experts"),
+                (p.num_experts % lay.ep > 0, f"ep={lay.ep} must divide the {p.num_experts} experts"),
                 (
-                    p.expert_ffn % lay.etp > 0,
-                    f"etp={lay.etp} must divide the {p.expert_ffn} FFN rows",
+                    p.moe_ffn_hidden_size % lay.etp > 0,
+                    f"etp={lay.etp} must divide the {p.moe_ffn_hidden_size} FFN rows",
                 ),
                 (
-                    len(p.pattern) % (lay.pp * lay.vpp) > 0,
-                    f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
+                    len(layers) % (lay.pp * lay.vpp) > 0 and "|" not in layers,
+                    f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers",
                 ),
-                *recurrence.rules(lay.tp, lay.cp, p),
+                *recurrent_cp_rules(linear_context_parallel, lay.tp, lay.cp, p),
                 (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
                 (
                     lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
@@ -183,7 +186,7 @@ def language_violation(
 def pair_violation(layouts: Layouts) -> str | None:
     """The first rule that the two layouts break together, or None."""
     e, lang = layouts.encoder, layouts.language
-    if lang.pp > 1 and not layouts.separate:
+    if lang.pp > 1 and not layouts.non_colocated:
         samples, whose = layouts.batch.global_size, "the global batch"
     else:
         samples = layouts.batch.micro_size * lang.dp
@@ -191,8 +194,8 @@ def pair_violation(layouts: Layouts) -> str | None:
     return _first(
         [
             (
-                layouts.separate and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"with --placement {SEPARATE} one of encoder dp={e.dp} and language dp={lang.dp} "
+                layouts.non_colocated and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
+                f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language dp={lang.dp} "
                 "must divide the other: its bridge splits or joins whole slices",
             ),
             (
@@ -246,3 +249,9 @@ def _nearest_encoder(
         if not violation(c) and not pair_violation(replace(layouts, encoder=c))
     ]
     return _listing(fitting, layouts.encoder).replace("that fit", "encoders that fit")
+
+
+def staged_pattern(pattern: str, layout: Layout) -> str:
+    """The layers with ``|`` between (virtual) pipeline stages, which have as many layers each."""
+    size = len(pattern) // (layout.pp * layout.vpp)
+    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))

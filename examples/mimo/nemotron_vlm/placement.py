@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from examples.mimo.nemotron_vlm.errors import UserError
 
-COLOCATED, SEPARATE = "colocated", "non-colocated"
-PLACEMENTS = (COLOCATED, SEPARATE)
+COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
+PLACEMENTS = (COLOCATED, NON_COLOCATED)
 
 
 def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tupl
     taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
     if taken >= world_size:
         raise UserError(
-            f"--placement {SEPARATE}: {name} takes {taken} of {world_size} ranks and leaves none "
+            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves none "
             f"for the {other}"
         )
     left = world_size - taken
@@ -44,7 +44,7 @@ def layout_table(layouts) -> str:
     for name, layout in (("encoder", layouts.encoder), ("language", layouts.language)):
         ranks = f"{first}-{first + layout.size - 1}" if layout.size > 1 else str(first)
         rows.append((name, str(layout), ranks, str(layout.pp * layout.vpp)))
-        if layouts.placement == SEPARATE:
+        if layouts.placement == NON_COLOCATED:
             first += layout.size
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in rows)

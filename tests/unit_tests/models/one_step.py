@@ -16,7 +16,7 @@ from tests.unit_tests.models.weights import (
 )
 
 PROPORTIONAL_STEP = (
-    *("--steps", "1", "--lr", "1e6", "--adam-eps", "100"),
+    *("--train-iters", "1", "--lr", "1e6", "--adam-eps", "100"),
     *("--clip-grad", "0", "--weight-decay", "0"),
 )
 """Adam's first step with an epsilon far above all gradients: weights move by 10⁴ × gradient, to 1%,
@@ -43,9 +43,9 @@ def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tupl
 def reference_step(encoder: str) -> tuple[Weights, Weights]:
     """Weights before and after the step, with the language model laid out as its encoder."""
     with trainer(*arguments(encoder, language=encoder)) as run:
-        before = gather_weights(run.chunks)
+        before = gather_weights(run.stages)
         assert not run.train_step()["skipped"]
-        return before, gather_weights(run.chunks)
+        return before, gather_weights(run.stages)
 
 
 def assert_step_equals_reference(
@@ -59,6 +59,6 @@ def assert_step_equals_reference(
     """
     before, after = reference_step(encoder)
     with trainer(*arguments(encoder, language, microbatch), *more) as run:
-        assert_shards_equal(run.chunks, before)
+        assert_shards_equal(run.stages, before)
         run.train_step()
-        assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
+        assert_shards_moved_alike(run.stages, before, after, TOLERANCE)

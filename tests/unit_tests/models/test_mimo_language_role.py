@@ -6,16 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.model import IMAGES, ModuleGroups
-from examples.mimo.nemotron_vlm.modules import make_grid
+from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.placement import COLOCATED
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoding import with_embeddings
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.models.mimo.module_groups import ModuleGroups, make_modules
 from tests.unit_tests.models.mimo_models import (
-    ONE_RANK,
+    SAMPLES,
+    SEQUENCE,
     build_mamba_moe,
     build_plain_moe_gpt,
+    make_options,
+    one_rank,
 )
 from tests.unit_tests.models.mimo_training import (
     BACKEND,
@@ -36,11 +39,12 @@ def whole_run(build):
     Returns:
         MimoModel's arguments but the images, [n, H] with ``grad``, the summed loss.
     """
-    with modules_of_one_rank() as modules, initialized(build, ONE_RANK, modules) as model:
+    options = one_rank()
+    with modules_of_one_rank() as modules, initialized(build, options, modules) as model:
         kept = []
         (encoder,) = model.modality_submodules[IMAGES].encoders.values()
         encoder.register_forward_hook(lambda module, inputs, output: kept.append(output))
-        (batch,) = microbatches(ONE_RANK, modules, step=0)
+        (batch,) = microbatches(options, modules, step=0)
         losses, loss_mask = model(**with_embeddings(model, batch))
         (images,) = kept
         images.retain_grad()
@@ -53,11 +57,8 @@ def whole_run(build):
 def disjoint_modules(language: Layout) -> dict[str, ModuleGroups]:
     """The language model on the first ranks, the encoder on the others."""
     encoder = Layout(dp=WORLD - LANGUAGE_RANKS, etp=1)
-    modules = {}
-    for name, layout, first in ((IMAGES, encoder, LANGUAGE_RANKS), (LANGUAGE, language, 0)):
-        grid = make_grid(layout, BACKEND, first)
-        modules[name] = ModuleGroups(grid, ProcessGroupCollection.from_hyper_comm_grid(grid))
-    return modules
+    layouts = {IMAGES: (encoder, LANGUAGE_RANKS), LANGUAGE: (language, 0)}
+    return make_modules(layouts, BACKEND)
 
 
 def run_stage(model, batch, images, groups, sequence: int):
@@ -113,11 +114,14 @@ class TestLanguageRole:
         batch, whole_images, whole_loss = whole_run(build)
         modules = disjoint_modules(language)
         groups = modules[LANGUAGE].groups
-        layouts = Layouts(Layout(), language, ONE_RANK.batch)
+        options = make_options(
+            "", str(language), LANGUAGE_RANKS, micro_size=SAMPLES, placement=COLOCATED
+        )
+        options.configs.language.variable_seq_lengths = True
         if Utils.rank < LANGUAGE_RANKS:
-            with initialized(build, layouts, modules) as model:
+            with initialized(build, options, modules) as model:
                 images = whole_images.detach().clone().requires_grad_()
-                tokens = layouts.batch.seq_length // language.cp
+                tokens = SEQUENCE // language.cp
                 loss, loss_mask = run_stage(model, batch, images, groups, tokens // language.tp)
             assert loss_mask.shape[1] == tokens
             if groups.pp.rank() == groups.pp.size() - 1:

@@ -38,7 +38,7 @@ def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_R
 
 def without_balancing_loss(run):
     """That loss treats a row as one sequence, so it depends on packing."""
-    run.chunks[0].config.moe_aux_loss_coeff = 0.0
+    run.stages[0].config.moe_aux_loss_coeff = 0.0
     return run
 
 
@@ -46,9 +46,9 @@ def without_balancing_loss(run):
 def whole_rows() -> tuple[Weights, Weights, float]:
     """Weights before and after a step, and its loss, where each rank takes one whole row."""
     with packed_trainer("dp=8", "dp=8") as run:
-        before = gather_weights(run.chunks)
+        before = gather_weights(run.stages)
         loss = run.train_step()["loss"]
-        return before, gather_weights(run.chunks), loss
+        return before, gather_weights(run.stages), loss
 
 
 class TestPackedSamples:
@@ -56,12 +56,12 @@ class TestPackedSamples:
     def test_a_packed_row_trains_as_its_samples_one_by_one(self):
         rows = len(LENGTHS_AND_TILES) // SAMPLES_A_ROW
         with packed_trainer("", "", samples_a_row=1, rows=rows) as run:
-            before = gather_weights(run.chunks)
+            before = gather_weights(run.stages)
             alone = without_balancing_loss(run).train_step()
-            after = gather_weights(run.chunks)
+            after = gather_weights(run.stages)
         with packed_trainer("", "", rows=rows) as run:
             packed = without_balancing_loss(run).train_step()
-            assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
+            assert_shards_moved_alike(run.stages, before, after, TOLERANCE)
         assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert packed["num_tokens"] == alone["num_tokens"]
 
@@ -79,6 +79,6 @@ class TestPackedSamples:
     def test_cut_rows_train_as_whole_ones(self, encoder, language):
         before, after, loss = whole_rows()
         with packed_trainer(encoder, language) as run:
-            assert_shards_equal(run.chunks, before)
+            assert_shards_equal(run.stages, before)
             assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
-            assert_shards_moved_alike(run.chunks, before, after, TOLERANCE)
+            assert_shards_moved_alike(run.stages, before, after, TOLERANCE)

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank, trainer
 from tests.unit_tests.test_utilities import requires_world_size
@@ -25,7 +25,7 @@ class TestCommandLine:
     )
     def test_refuses(self, parts, text):
         with pytest.raises(UserError, match=text):
-            parse_args(["--freeze", parts], world_size=1)
+            parse(["--freeze", parts], world_size=1)
 
 
 class TestFreezing:
@@ -33,15 +33,15 @@ class TestFreezing:
     @pytest.mark.parametrize("parts", PARTS)
     def test_frozen_parameters_and_buffers_stay(self, parts):
         with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
-            (chunk,) = run.chunks
+            (stage,) = run.stages
             trained = {
                 name.replace(".module.", ".", 1)  # DDP's, which state_dict leaves out
-                for name, parameter in chunk.named_parameters()
+                for name, parameter in stage.named_parameters()
                 if parameter.requires_grad
             }
-            before = tensors(chunk)
+            before = tensors(stage)
             run.train_step()
-            moved = {name for name, t in tensors(chunk).items() if not t.equal(before[name])}
+            moved = {name for name, t in tensors(stage).items() if not t.equal(before[name])}
         biases = {name for name in before if name.endswith("expert_bias")}
         assert biases
         assert moved == trained | (set() if parts == "language" else biases)

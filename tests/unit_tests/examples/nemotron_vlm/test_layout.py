@@ -7,9 +7,9 @@ import pytest
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import SEPARATE
+from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
-from examples.mimo.nemotron_vlm.recurrence import Recurrence
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
@@ -35,9 +35,6 @@ class TestRules:
         layouts = resolved("tp=2", "tp=1", 8)
         assert (layouts.encoder.dp, layouts.language.dp) == (4, 8)
 
-    def test_counts_microbatches(self):
-        assert resolved("tp=1", "tp=1", 2).num_microbatches == 4
-
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
         [
@@ -61,8 +58,8 @@ class TestRules:
     @pytest.mark.parametrize(
         ("preset", "language", "text"),
         [
-            (tiny(), "cp=3", "cp=3 must be one of [1, 2, 4, 8, 16, 32] to split the 32 Mamba"),
-            (tiny_gdn(), "cp=16", "cp=16 must be one of [1, 2, 4, 8] to split the 8 key and"),
+            (tiny(), "cp=3", "a Mamba layer of 32 heads in 4 groups"),
+            (tiny_gdn(), "cp=16", "a gated delta net of 8 key and 16 value heads"),
         ],
     )
     def test_only_head_parallel_layers_limit_cp(self, preset, language, text):
@@ -70,18 +67,18 @@ class TestRules:
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         arguments = (Layout(), layout, batch, layout.cp, preset)
         with pytest.raises(UserError) as refusal:
-            resolve(*arguments, recurrence=Recurrence("head-parallel", "zigzag"))
+            resolve(*arguments, linear_context_parallel="head-parallel")
         assert text in str(refusal.value)
-        assert "--cp-linear state-passing takes any" in str(refusal.value)
+        assert "state passing takes any" in str(refusal.value)
         # The encoder's own rule on its samples comes later.
         with pytest.raises(UserError, match="samples of a microbatch"):
-            resolve(*arguments, recurrence=Recurrence())
+            resolve(*arguments, linear_context_parallel=STATE_PASSING)
 
     def test_dp_sizes_that_do_not_divide_need_shared_ranks(self):
         layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
         resolve(*layouts, Batch(12, 3, 36), 12, tiny())
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
-            resolve(*layouts, Batch(12, 3, 36), 24, tiny(), SEPARATE)
+            resolve(*layouts, Batch(12, 3, 36), 24, tiny(), NON_COLOCATED)
 
     def test_refuses_an_encoder_slice_of_part_of_a_sample(self):
         with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):

@@ -10,7 +10,7 @@ they clip alike, and step or skip alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ from megatron.core.models.mimo.optimizer_state import (
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.utils import unwrap_model
@@ -63,13 +64,19 @@ class MimoOptimizer(MegatronOptimizer):
         module_infos: by module name, with the same names in the same order on every rank.
         config: what holds for all modules; a module's own learning rate, clipping limit etc. are
             in its optimizer's config.
+        expert_biases: of the routers on this rank. The schedule updates them, by the loads of the
+            experts; a step that is skipped puts back what they were at the last ``zero_grad``.
     """
 
     def __init__(
-        self, module_infos: dict[str, ModuleOptimizerInfo], config: OptimizerConfig
+        self,
+        module_infos: dict[str, ModuleOptimizerInfo],
+        config: OptimizerConfig,
+        expert_biases: Sequence[torch.Tensor] = (),
     ) -> None:
         self.module_infos = module_infos
         self.config = config
+        self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
         self.optimizer = None  # of the base class, which wraps a single one
         self.is_stub_optimizer = not self._optimizers
 
@@ -128,6 +135,13 @@ class MimoOptimizer(MegatronOptimizer):
             finite; the number of zero gradients, None unless ``log_num_zeros_in_grad``. The same
             on every rank.
         """
+        result = self._step()
+        if not result[0]:
+            for bias, before in self._expert_biases:
+                bias.copy_(before)
+        return result
+
+    def _step(self) -> tuple[bool, float | None, int | None]:
         found_inf = self.prepare_grads()
         grad_norm = self.get_grad_norm()
         if found_inf or not math.isfinite(grad_norm):
@@ -147,7 +161,9 @@ class MimoOptimizer(MegatronOptimizer):
         return not any_failed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget this rank's gradients."""
+        """Forget this rank's gradients: a step begins."""
+        for bias, before in self._expert_biases:
+            before.copy_(bias)
         for opt in self._optimizers.values():
             opt.zero_grad(set_to_none)
 
@@ -225,6 +241,7 @@ def get_mimo_optimizer(
     mimo_model: MimoModel | list[MimoModel],
     config: OptimizerConfig,
     module_configs: Mapping[str, OptimizerConfig] | None = None,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
 ) -> MimoOptimizer:
     """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
 
@@ -237,6 +254,7 @@ def get_mimo_optimizer(
         config: of all modules.
         module_configs: of single modules, by name, in place of ``config``: learning rates, weight
             decay, betas.
+        config_overrides: of single parameters, as in ``get_megatron_optimizer``.
 
     Raises:
         ValueError: ``module_configs`` names no module of the model.
@@ -254,9 +272,10 @@ def get_mimo_optimizer(
             stages = _stages(chunks, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
             infos[name].optimizer = _module_optimizer(
-                configs.get(name, config), stages, infos[name].pg_collection
+                configs.get(name, config), stages, infos[name].pg_collection, config_overrides
             )
-    return MimoOptimizer(infos, config)
+    found = (getattr(m, "expert_bias", None) for chunk in chunks for m in chunk.modules())
+    return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
 
 
 def _stages(chunks: list[MimoModel], name: str) -> list[torch.nn.Module]:
@@ -266,7 +285,10 @@ def _stages(chunks: list[MimoModel], name: str) -> list[torch.nn.Module]:
 
 
 def _module_optimizer(
-    config: OptimizerConfig, stages: list[torch.nn.Module], groups: ProcessGroupCollection
+    config: OptimizerConfig,
+    stages: list[torch.nn.Module],
+    groups: ProcessGroupCollection,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None,
 ) -> MegatronOptimizer | None:
     """The optimizer of one module on its ranks; None if all of them have it frozen.
 
@@ -275,7 +297,11 @@ def _module_optimizer(
     if not isinstance(stages[0], DistributedDataParallel):
         return None
     optimizer = get_megatron_optimizer(
-        config=config, model_chunks=stages, pg_collection=groups, use_gloo_process_groups=False
+        config=config,
+        model_chunks=stages,
+        config_overrides=config_overrides,
+        pg_collection=groups,
+        use_gloo_process_groups=False,
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     return ChainedOptimizer(trained) if trained else None
