@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -35,11 +36,10 @@ def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE, MASTER_PORT=_free_port())
-    # Megatron asks for it with tensor or context parallelism, before CUDA starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     try:
-        from examples.mimo.nemotron_vlm.run import run
-
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that Megatron can do without
+            from examples.mimo.nemotron_vlm.run import run
         run(argv)
     except UserError as error:
         if os.environ["RANK"] == "0":

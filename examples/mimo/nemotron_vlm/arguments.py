@@ -8,6 +8,7 @@ Bad input ends here, before any process group is made, and with the same words o
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -253,15 +254,30 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
             f"--recompute-encoder needs --placement {COLOCATED}, and a language model with pp of 2 "
             "or more"
         )
-    return resolve(
-        encoder,
-        language,
-        Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
-        args.world_size,
-        preset,
-        args.placement,
-        args.linear_context_parallel,
-    )
+    for size in reversed(_batch_sizes(args)):
+        layouts = resolve(
+            encoder,
+            language,
+            Batch(size, args.micro_batch_size, args.seq_length),
+            args.world_size,
+            preset,
+            args.placement,
+            args.linear_context_parallel,
+        )
+    return layouts
+
+
+def _batch_sizes(args: argparse.Namespace) -> list[int]:
+    """Global batches of the run, the first one first."""
+    schedule = args.step_batch_size_schedule
+    if schedule is None:
+        return [args.global_batch_size]
+    try:
+        return [int(step.split(":")[1]) for step in schedule.split()]
+    except (ValueError, IndexError) as error:
+        raise UserError(
+            f"--step-batch-size-schedule {schedule}: not TOKENS:SIZE TOKENS:SIZE …"
+        ) from error
 
 
 def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
@@ -277,6 +293,8 @@ def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
+    # It asks for this with tensor or context parallelism, and CUDA reads it when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})

@@ -55,9 +55,9 @@ def training(args: Namespace, plan: BatchPlan, source: SampleSource) -> Iterator
     """
     first = args.consumed_train_samples
     while True:
-        count = get_num_microbatches()
-        yield from plan.microbatches(source, "train", first, count, args.micro_batch_size, _device())
-        first += count * args.micro_batch_size * plan.layouts.language.dp
+        count, micro_size = get_num_microbatches(), args.micro_batch_size
+        yield from plan.microbatches(source, "train", first, count, micro_size, _device())
+        first += count * micro_size * plan.layouts.language.dp
 
 
 def held_out(args: Namespace, plan: BatchPlan, source: SampleSource) -> Iterator[Microbatch]:

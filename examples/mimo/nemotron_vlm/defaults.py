@@ -67,6 +67,7 @@ WITHOUT_KERNELS = {
     "gradient_accumulation_fusion": False,
     "bias_gelu_fusion": False,
     "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
 }
 """On a CPU."""
 

@@ -143,7 +143,10 @@ def language_violation(
                 for what, n in heads.items()
             ]
             + [
-                (p.num_experts % lay.ep > 0, f"ep={lay.ep} must divide the {p.num_experts} experts"),
+                (
+                    p.num_experts % lay.ep > 0,
+                    f"ep={lay.ep} must divide the {p.num_experts} experts",
+                ),
                 (
                     p.moe_ffn_hidden_size % lay.etp > 0,
                     f"etp={lay.etp} must divide the {p.moe_ffn_hidden_size} FFN rows",
@@ -195,8 +198,8 @@ def pair_violation(layouts: Layouts) -> str | None:
         [
             (
                 layouts.non_colocated and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language dp={lang.dp} "
-                "must divide the other: its bridge splits or joins whole slices",
+                f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language "
+                f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices",
             ),
             (
                 samples % e.dp > 0,

@@ -45,6 +45,7 @@ SHARED = (
     "transformer_impl",
     "use_cpu_initialization",
     "variable_seq_lengths",
+    "moe_token_dispatcher_type",
 )
 """What the encoder's and the projector's configurations take over from the language model's."""
 

@@ -30,8 +30,8 @@ def ranks_of_modules(encoder, language, world_size: int, placement: str) -> tupl
     taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
     if taken >= world_size:
         raise UserError(
-            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves none "
-            f"for the {other}"
+            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves "
+            f"none for the {other}"
         )
     left = world_size - taken
     return (left, taken) if language_first else (taken, left)

@@ -63,6 +63,21 @@ REFUSALS = [
     _given("--multiple-validation-sets", "--data has one held-out set"),
     _given("--data-parallel-random-init", NAMED_WEIGHTS),
     _given("--init-method-xavier-uniform", NAMED_WEIGHTS),
+    _given("--init-model-with-meta-device", NAMED_WEIGHTS),
+    Refusal("--init-method-std", lambda args: args.init_method_std != 0.02, NAMED_WEIGHTS),
+    _given("--iterations-to-skip", ONE_MODEL),
+    _given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),
+    _given("--rampup-batch-size", "Megatron's loop reads --step-batch-size-schedule"),
+    Refusal(
+        "--moe-apply-probs-on-input",
+        lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
+        "it needs --moe-router-topk 1",
+    ),
+    Refusal(
+        "--qk-layernorm",
+        lambda args: args.qk_layernorm and args.transformer_impl == "local",
+        "it needs --transformer-impl transformer_engine",
+    ),
     _given("--perform-rl-step", OWN_LOOP),
     _given("--vision-pretraining", OWN_LOOP),
     _given("--yaml-cfg", "options come from the command line"),
@@ -87,8 +102,8 @@ REFUSALS = [
     ),
     Refusal(
         "--optimizer",
-        lambda args: args.optimizer not in ("adam", "sgd"),
-        "only adam and sgd know the groups of each module",
+        lambda args: args.optimizer != "adam",
+        "only adam has a state that can be saved for any layout",
     ),
     Refusal(
         "--ckpt-format",

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,17 +27,18 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.joining import store_of_attempt
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
 from examples.mimo.nemotron_vlm.placement import layout_table
-from examples.mimo.nemotron_vlm.loading import safe_loading
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import (
     ModuleGroups,
+    limit_waiting,
     make_modules,
     prepare_process,
     schedule_collection,
@@ -115,6 +117,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     if layouts.non_colocated:
         grids = {name: module.grid for name, module in modules.items()}
         communicator = encoders_to_language(grids, options.configs.language)
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
     args.modality_flops_per_sample = source.tiles_per_sample * options.preset.flops_per_tile
     stages: list[MimoModel] = []
     build = VLMBuildConfig(_options=options, _modules=modules)

@@ -35,7 +35,8 @@ class OddSamples:
         length, tiles = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)]
         preset = tiny()
         rng = torch.Generator().manual_seed(number)
-        ids = torch.randint(FIRST_TEXT_TOKEN, preset.language.vocab_size, (length + 1,), generator=rng)
+        vocab = preset.language.vocab_size
+        ids = torch.randint(FIRST_TEXT_TOKEN, vocab, (length + 1,), generator=rng)
         labels = ids[1:].clone()
         first = int(length > tiles * preset.encoder.tokens_per_tile)
         ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE

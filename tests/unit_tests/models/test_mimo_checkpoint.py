@@ -111,7 +111,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("target", ["dp", "apart-cp"])
     def test_a_stage_trains_other_parts_with_a_new_optimizer(self, target, shared_path):
-        """First the projector, then all: the weights are the saved ones, and the steps count anew."""
+        """First the projector, then all: weights are the saved ones, and steps count anew."""
         with run_of("pp", "--freeze", "encoder,language") as run:
             losses(run, BEFORE)
             run.save(shared_path)

@@ -25,10 +25,10 @@ from examples.mimo.nemotron_vlm.data.sample import Sample
 from examples.mimo.nemotron_vlm.data_provider import held_out, training
 from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS, forward_step
 from examples.mimo.nemotron_vlm.layout import parse_layout
+from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.run import Session, close_session, open_session
 from examples.mimo.nemotron_vlm.run import train as train_session
-from examples.mimo.nemotron_vlm.loading import safe_loading
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.module_groups import schedule_collection
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

@@ -14,7 +14,6 @@ from examples.mimo.nemotron_vlm.layout import Batch, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.presets import tiny
 
-
 MICROBATCHES = 2
 
 

@@ -53,6 +53,6 @@ class TestEightRanks:
 
 class TestOptions:
     def test_contiguous_tokens_with_spread_heads_are_refused(self):
-        arguments = ["--linear-context-parallel", "head-parallel", "--hybrid-token-layout", "contiguous"]
+        arguments = [*HEADS, "--hybrid-token-layout", "contiguous"]
         with pytest.raises(UserError, match="contiguous"):
             parse(arguments, world_size=1)

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
+
+import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -104,6 +107,17 @@ def encoder_part(modules: Modules, name: str) -> int | None:
     if encoder.groups is None or language.groups is None:
         return encoder.groups and encoder.groups.dp.rank()
     return bridge_topology(encoder.grid, language.grid).parts[encoder.groups.dp.rank()]
+
+
+def limit_waiting(timeout: timedelta) -> None:
+    """Let a collective of any group of this rank fail after so long, and Megatron change that.
+
+    Groups that are made from a grid have PyTorch's limit, and Megatron knows its own groups only.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    parallel_state._global_process_group_list = groups
 
 
 def prepare_process(modules: Modules, seed: int, **tracker_options: bool) -> None:
