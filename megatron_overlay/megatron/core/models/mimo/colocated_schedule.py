@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a colocated MimoModel whose language model is a pipeline, in three phases.
+"""Train a colocated MimoModel; where its language model is a pipeline, in three phases.
 
 1. All ranks run the encoders on their part of the whole batch; the bridge hands the rows to the
    ranks of the language model's first stage.
@@ -30,11 +30,46 @@ from megatron.core.models.mimo.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    get_forward_backward_func,
+)
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
 from megatron.core.utils import get_model_config
 
 Microbatch = dict[str, object]
+
+
+def colocated_forward_backward(
+    *,
+    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]],
+    model: MimoModel | list[MimoModel],
+    pg_collection: MultiModuleProcessGroupCollection,
+    p2p_communicator: P2PCommunicator | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    decoder_seq_length: int | None = None,
+    **arguments,
+) -> list:
+    """The schedule of a colocated MimoModel, for Megatron's training loop.
+
+    Args:
+        data_iterator: of microbatches; of a list, one for each virtual stage, the first is read.
+        model, arguments: as in Megatron's schedules.
+        pg_collection: of the modules of this rank.
+        p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
+    """
+    if isinstance(data_iterator, list):
+        data_iterator = data_iterator[0]
+    groups = pg_collection.get_language_model_collection()
+    schedule = forward_backward_no_pipelining
+    if groups.pp.size() > 1:
+        schedule = colocated_forward_backward_with_pp
+        mimo = model[0] if isinstance(model, list) else model
+        arguments["recompute_encoder_shares"] = getattr(mimo, "recompute_encoder_shares", None)
+    return schedule(data_iterator=data_iterator, model=model, pg_collection=groups, **arguments)
 
 
 def colocated_forward_backward_with_pp(
