@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import serialization  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     TorchDistSaveShardedStrategy,
 )
-from megatron.core.models.mimo.joint_optimizer import MimoOptimizer  # noqa: E402
+from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training import training  # noqa: E402
 
