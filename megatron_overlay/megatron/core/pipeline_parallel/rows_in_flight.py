@@ -31,13 +31,10 @@ class RowsInFlight:
         if torch.is_grad_enabled():
             self._sizes.append([int(shape[dim]) for shape in shapes])
 
-    def split(self, gradient: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    def split(self, gradient: torch.Tensor, sources: int, dim: int) -> list[torch.Tensor]:
         """Cut the gradient of the earliest microbatch for its sources, and forget it.
 
-        Raises:
-            RuntimeError: no microbatch is in flight.
+        A gradient without a microbatch in flight is cut into equal parts, as upstream does.
         """
-        if not self._sizes:
-            raise RuntimeError("a gradient goes back, but no microbatch was received before it")
-        parts = gradient.split(self._sizes.popleft(), dim)
-        return [part.contiguous() for part in parts]
+        sizes = self._sizes.popleft() if self._sizes else gradient.shape[dim] // sources
+        return [part.contiguous() for part in gradient.split(sizes, dim)]
