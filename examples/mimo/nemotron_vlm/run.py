@@ -206,10 +206,10 @@ def _say(text: str, args: Namespace) -> None:
 
 
 def _log_file(own: Namespace, argv: list[str]) -> Path | None:
-    if own.log_file == "-" or own.dry_run or {"-h", "--help"} & set(argv):
+    if own.log_file == "-" or {"-h", "--help"} & set(argv):
         return None
-    if own.log_file:
-        return Path(own.log_file)
+    if own.log_file or own.dry_run:
+        return Path(own.log_file or os.devnull)
     return own.metrics_out.with_name("log.txt") if own.metrics_out else None
 
 
