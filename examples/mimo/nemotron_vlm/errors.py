@@ -15,7 +15,16 @@ def report(text: str) -> None:
 
 
 class UserError(Exception):
-    """A fact the user can mend; its text is one line that names the fact and the fix."""
+    """A fact the user can mend; its text is one line that names the fact and the fix.
+
+    Args:
+        text: the line.
+        rank: that found it, where others may not know; None where all ranks say the same.
+    """
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text if rank is None else f"rank {rank}: {text}")
+        self.rank = rank
 
 
 class RunFailed(Exception):
