@@ -9,7 +9,10 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel_layout import PaddedLengths
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+)
 from megatron.core.models.mimo.encoding import encode
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -68,9 +71,8 @@ def test_gradients_of_expert_parameters_are_summed_over_tp(initialized, gradient
         parameter.sequence_parallel, parameter.allreduce = True, False
         parameter.main_grad = torch.full_like(parameter, 1.0 + Utils.rank)
     config = SimpleNamespace(sequence_parallel=True, qk_layernorm=False)
-    finalize_model_grads._allreduce_non_tensor_model_parallel_grads(
-        [model], config, torch.distributed.group.WORLD
-    )
+    world = torch.distributed.group.WORLD
+    _allreduce_non_tensor_model_parallel_grads([model], config, world)
     expected = gradient if initialized else gradient + Utils.rank
     assert all((p.main_grad == expected).all() for p in model.parameters())
 

@@ -2,19 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """An encoder in another precision than the language model, colocated."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoding import encode
 from tests.unit_tests.models.mimo_gpt import IMAGES
 from tests.unit_tests.models.mimo_gpt_samples import draw
 from tests.unit_tests.models.mimo_gpt_training import Job, encoder_gradients
 from tests.unit_tests.models.test_mimo_colocated_e2e import modules
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-JOB = Job([draw({IMAGES: patches}, seed) for seed, patches in enumerate((3, 2, 0, 0))])
-"""Two microbatches; one encoder rank of the two has no patches in either or in one of them."""
+JOB = Job([draw({IMAGES: patches}, seed) for seed, patches in enumerate((0, 0, 0, 3))])
+"""Rank 0 encodes nothing, with a pipeline or without, and takes what rank 1 encodes."""
 
 TOLERANCE = 0.02
 """Of a gradient's norm: bf16 rounds by 0.4 %, in a few layers."""
@@ -37,3 +41,20 @@ def test_encoder_gradients_are_those_of_one_precision(encoder, language):
         dist.all_reduce(part)  # each rank has that of the samples it encoded
         error = (part - whole).norm() / whole.norm()
         assert error < TOLERANCE, f"{name}: {error:.3f}"
+
+
+def test_ranks_with_rows_and_without_hand_over_one_dtype():
+    encoder = torch.nn.Linear(4, 4)
+    encoder.forward = lambda encoder_inputs: encoder_inputs["rows"] @ encoder.weight
+    model = SimpleNamespace(
+        modality_submodules={IMAGES: encoder},
+        colocated_comms={(IMAGES, LANGUAGE): None},
+        config=SimpleNamespace(params_dtype=torch.bfloat16),
+        random_states={IMAGES: SimpleNamespace(in_use=nullcontext)},
+        _empty_encoder_output=lambda name: torch.empty(0, 4, dtype=torch.bfloat16),
+    )
+    for inputs in ({IMAGES: {"rows": torch.ones(3, 4)}}, None):
+        rows = encode(model, [inputs])[IMAGES]
+        assert rows.dtype is torch.bfloat16 and rows.requires_grad
+    encode(model, [{IMAGES: {"rows": torch.ones(3, 4)}}])[IMAGES].sum().backward()
+    assert encoder.weight.grad.dtype is torch.float32

@@ -81,8 +81,8 @@ class TestBalancingLosses:
         )
         for part in found:
             dist.all_reduce(part)  # over DP and CP as gradients are, over TP as the sequence is cut
-        # A microbatch of a DP rank has an `aux_loss` of its own.
-        parts = dp if balancing == "aux_loss" else 1
+        # A microbatch of a DP rank has a loss of its own, unless it is global.
+        parts = 1 if balancing == "global_aux_loss" else dp
         runs = [
             balance(router_of(alone, balancing), rows.contiguous(), padding)
             for rows, padding in zip(hidden.chunk(parts, 1), mask.chunk(parts, 1), strict=True)

@@ -20,6 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.optimizer_state import (
+    leaves,
     restore_common_state,
     sharded_optimizer_state,
 )
@@ -191,11 +192,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
                         state["step"] = state["step"].clone()
 
 
-def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain, or the one itself."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def get_mimo_optimizer(
     mimo_model: MimoModel | list[MimoModel],
     config: OptimizerConfig,
@@ -224,7 +220,7 @@ def get_mimo_optimizer(
     unknown = sorted(configs.keys() - grids.keys())
     if unknown:
         raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
-    infos = {}
+    infos, found = {}, []
     for name, grid in grids.items():
         infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
         if infos[name].is_active:
@@ -233,7 +229,7 @@ def get_mimo_optimizer(
             infos[name].optimizer = _module_optimizer(
                 configs.get(name, config), stages, infos[name].pg_collection, config_overrides
             )
-    found = (getattr(m, "expert_bias", None) for model in models for m in model.modules())
+            found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
     return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
 
 
@@ -256,11 +252,7 @@ def _module_optimizer(
     if not isinstance(stages[0], DistributedDataParallel):
         return None
     optimizer = get_megatron_optimizer(
-        config=config,
-        model_chunks=stages,
-        config_overrides=config_overrides,
-        pg_collection=groups,
-        use_gloo_process_groups=False,
+        config, stages, config_overrides, use_gloo_process_groups=False, pg_collection=groups
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     return ChainedOptimizer(trained) if trained else None

@@ -9,17 +9,16 @@ from functools import partial
 
 import torch
 
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 
 
 class LayoutFreeRouter(TopKRouter):
     """Upstream's router, for batches whose padding lies unevenly on the ranks.
 
-    With per-token loss a balancing loss is weighed by the real tokens that it was taken over: all
-    those of its group, where upstream takes this rank's count for each rank's. ``aux_loss`` and
-    ``seq_aux_loss`` belong to a TP·CP group, ``global_aux_loss`` to the DP ranks as well, whose
-    number upstream divides by once more.
+    With per-token loss a balancing loss is weighed by the real tokens that it was taken over, all
+    those of its group. ``aux_loss`` and ``seq_aux_loss`` belong to a TP·CP group,
+    ``global_aux_loss`` to the DP ranks as well, whose number upstream divides by once more.
+    Where there is padding, upstream weighs all three by TP·CP times too much.
 
     The expert bias leaves padding out, which fails upstream.
     """
@@ -34,11 +33,11 @@ class LayoutFreeRouter(TopKRouter):
         needs_dp_avg=True,
         valid_token_count=None,
     ):
-        """As upstream's; ``valid_token_count`` is this rank's, a tensor if there is padding."""
-        if isinstance(valid_token_count, torch.Tensor):
-            total = reduce_from_tensor_model_parallel_region(valid_token_count, reduce_group)
-        else:
-            total = valid_token_count * reduce_group.size()
+        """As upstream's. ``valid_token_count`` is this rank's; but with padding, a tensor, it is
+        the group's: upstream takes it after a sum in place."""
+        total = valid_token_count
+        if not isinstance(total, torch.Tensor):
+            total *= reduce_group.size()
         return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,
