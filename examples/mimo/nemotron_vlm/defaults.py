@@ -74,6 +74,8 @@ def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
     """Of a preset on a device, by the names of Megatron's arguments."""
     chosen = {**MODEL, **asdict(preset.language), **TRAINING, **dict.fromkeys(LEFT_OPEN)}
     chosen["seq_length"] = preset.seq_length
+    if find_spec("nvidia_resiliency_ext") is None:
+        chosen["async_strategy"] = "mcore"
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None

@@ -149,6 +149,7 @@ REFUSALS = [
     *map(
         _on_cpu,
         (
+            "--async-save",
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
             "--moe-router-fusion",

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
-from megatron.training import async_utils
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
 from tests.unit_tests.models import mimo_models
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
@@ -133,19 +132,6 @@ class TestLayouts:
             assert_shards_equal(run.stages, saved)
             assert run.step == 0
             losses(run, 1)
-
-    @pytest.mark.parametrize("layout", ["dp", "non-colocated-cp"])
-    def test_saved_in_the_background_is_the_state_at_the_save(self, layout, shared_path):
-        background = ("--async-save", "--use-persistent-ckpt-worker")
-        with run_of(layout, *background) as run:
-            losses(run, BEFORE)
-            saved = gather_weights(run.stages)
-            run.save(shared_path)
-            uninterrupted = losses(run, AFTER)
-            async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
-        with run_of(layout, load=shared_path) as run:
-            assert_shards_equal(run.stages, saved)
-            assert losses(run, AFTER) == uninterrupted
 
 
 class Touch:

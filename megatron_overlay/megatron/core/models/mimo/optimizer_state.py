@@ -119,7 +119,7 @@ def _parts(
     state: dict | list, optimizer: MegatronOptimizer
 ) -> list[tuple[dict, MegatronOptimizer]]:
     """State and optimizer of each member of a chain; a single member's state is bare."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = leaves(optimizer)
     if len(chain) == 1:
         return [(state, chain[0])]
     if isinstance(state, dict):
