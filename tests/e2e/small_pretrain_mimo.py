@@ -7,7 +7,6 @@ layers and two. The program itself runs as it is.
 """
 
 import runpy
-from dataclasses import replace
 
 import megatron.core.datasets.utils
 from examples.mimo.model_providers import nemotron_moe_vlm, radio_encoder
@@ -22,7 +21,10 @@ def small(config_of):
     """The same configuration with the sizes of VIT."""
 
     def config(*args):
-        return replace(config_of(*args), **VIT)
+        made = config_of(*args)
+        for name, value in VIT.items():
+            setattr(made, name, value)
+        return made
 
     return config
 

@@ -141,7 +141,9 @@ class Application:
         """
         patchset, lock = self.patchset, self.patchset.lock
         patchset.check_against_lock()
-        self._look({*self.locked, *(merged.files if merged else ()), *patchset.overlay, *self.known})
+        self._look(
+            {*self.locked, *(merged.files if merged else ()), *patchset.overlay, *self.known}
+        )
         patched = {p: after for p, (_, after) in self.locked.items() if lock.is_patched(p)}
         if merged:
             patched = {path: sha256(data) for path, data in merged.files.items()}

@@ -161,9 +161,7 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
     return found[0]
 
 
-def _lock_files(
-    patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkout | None
-) -> None:
+def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkout | None) -> None:
     """Bring the tables of the lock up to date: apply the patches to every version in it."""
     lock, files = patchset.lock, {}
     for path, entry in lock.git_only().items() if kept else ():

@@ -88,11 +88,9 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--encoder-tp {encoder.tp} times --encoder-dp {encoder.dp} must equal the "
             f"{args.world_size} ranks, which --mimo-layout {COLOCATED} gives to both modules"
         )
-    sizes = SimpleNamespace(
-        **vars(args)
-        | {"num_experts": args.num_experts or 0, "moe_ffn_hidden_size": args.moe_ffn_hidden_size or 0}
-    )
-    preset = SimpleNamespace(language=sizes)
+    sizes = vars(args) | {"num_experts": args.num_experts or 0}
+    sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
+    preset = SimpleNamespace(language=SimpleNamespace(**sizes))
     broken = language_violation(
         language, args.world_size, preset, layouts.batch, args.linear_context_parallel
     ) or pair_violation(layouts)
