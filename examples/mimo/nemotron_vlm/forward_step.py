@@ -81,9 +81,7 @@ def _validate(loss: torch.Tensor) -> None:
     if args.check_for_spiky_loss:
         machine.validate_result(
             result=loss,
-            rejection_func=partial(
-                machine.is_unexpectedly_large, threshold=10.0, context="loss"
-            ),
+            rejection_func=partial(machine.is_unexpectedly_large, threshold=10.0, context="loss"),
             message="the loss of a microbatch is far above the ones before",
             tolerance=0.0,
             fatal=False,

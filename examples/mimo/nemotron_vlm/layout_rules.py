@@ -38,9 +38,7 @@ def resolve(
     layouts = Layouts(encoder, language, batch, placement)
 
     def violation(layout: Layout) -> str | None:
-        return language_violation(
-            layout, for_language, preset, batch, linear_context_parallel
-        )
+        return language_violation(layout, for_language, preset, batch, linear_context_parallel)
 
     def encoder_rule(layout: Layout) -> str | None:
         return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)

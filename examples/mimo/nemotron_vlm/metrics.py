@@ -105,8 +105,9 @@ class _Watch:
             "skipped": bool(seen["skipped_iter"]),
         }
         self.records.append(self._held)
-        args = self._args
-        if not (args.eval_iters and seen["iteration"] % args.eval_interval == 0):
+        args, step = self._args, seen["iteration"]
+        is_evaluated = step % args.eval_interval == 0 or step == args.train_iters
+        if not (args.eval_iters and is_evaluated):
             self._write_held()
 
     def evaluation(self, _, result: tuple) -> None:

@@ -186,9 +186,7 @@ def _dry_run(session: Session) -> None:
     prepare_process(session.modules, options.args.seed)
     specs = layer_specs(options.args.transformer_impl)
     with torch.device("meta"):
-        (model,) = build_vlm(
-            options.args, options.preset, options.configs, session.modules, specs
-        )
+        (model,) = build_vlm(options.args, options.preset, options.configs, session.modules, specs)
     print(format_table(count_parameters(model, options.preset)), file=sys.__stdout__)
 
 

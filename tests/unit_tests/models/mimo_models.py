@@ -73,9 +73,7 @@ class TileMLP(NormedProjector):
         return super().forward(tiles.flatten(1))
 
 
-def _mimo_model(
-    language: ModuleSpec, options: Options, modules: Modules
-) -> MimoModel:
+def _mimo_model(language: ModuleSpec, options: Options, modules: Modules) -> MimoModel:
     """A MimoModel of the simple encoder and a language model, its weights not initialized."""
     groups = modules[IMAGES].groups
     mlp = layer_specs("local").projector_mlp

@@ -162,9 +162,7 @@ class Run:
         """Save as the loop does."""
         self.args.save = str(directory)
         get_timers()("interval-time", log_level=0).start()
-        loop.save_checkpoint_and_time(
-            self.step, self.stages, self.optimizer, self.scheduler, 0, {}
-        )
+        loop.save_checkpoint_and_time(self.step, self.stages, self.optimizer, self.scheduler, 0, {})
         get_timers()("interval-time").stop()
 
 

@@ -9,8 +9,10 @@
 3. The bridge takes that buffer back to the ranks that own the rows, and the encoders run their
    backward.
 
-Gradients are reduced once, after the third phase. With p stages, m microbatches and E and L the
-ideal times of encoders and language model a step takes about E + L·(1 + (p − 1)/m).
+Where reductions overlap the backward, the language model's begin in its last one and go on beside
+the third phase, in which the encoders' begin; gradients are final after that phase. With p stages,
+m microbatches and E and L the ideal times of encoders and language model a step takes about
+E + L·(1 + (p − 1)/m).
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from torch import Tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.encoding import communicate, encode
-from megatron.core.models.mimo.grad_finalization import no_grad_sync
 from megatron.core.models.mimo.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
@@ -126,7 +127,7 @@ def colocated_forward_backward_with_pp(
         microbatch["packing_kwargs"] = packed
         tokens.append(Tokens(microbatch["input_ids"], packed, host))
 
-    with torch.set_grad_enabled(not forward_only), no_grad_sync(chunks):
+    with torch.set_grad_enabled(not forward_only):
         rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
         views = [_views(mimo, name, tensor, tokens) for name, tensor in rows.items()]
         for number, microbatch in enumerate(microbatches):
@@ -203,7 +204,7 @@ class _Deferred:
 
 @contextlib.contextmanager
 def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferred]:
-    """Note the token count instead of finalizing, and leave synchronization to the caller."""
+    """Note the token count instead of finalizing."""
     deferred = _Deferred()
 
     def note(model, num_tokens=None, **_):
@@ -211,7 +212,6 @@ def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferr
 
     changed = {
         "finalize_model_grads_func": note,
-        "no_sync_func": None,
         "grad_sync_func": None,
         "param_sync_func": None,
     }

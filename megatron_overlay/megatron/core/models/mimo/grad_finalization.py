@@ -42,14 +42,18 @@ def _held_modules(chunks: Sequence[MimoModel]) -> list[list[DistributedDataParal
 def no_grad_sync(chunks: Sequence[MimoModel]) -> Iterator[None]:
     """Hold back every module's gradient reduction: the schedule's ``no_sync_func``.
 
-    That of the encoders stays held back, until it is finished: on a rank without images their
-    backward does not run, and would start the reductions in another order than on its siblings.
+    That of an encoder stays held back, until it is finished, unless the encoder says that it
+    ``runs_on_every_rank``: on a rank without images the backward of another one does not run, and
+    it would start the reductions in another order than on its siblings.
     """
     *encoders, language = _held_modules(chunks)
-    for module in itertools.chain(*encoders):
-        for group in module.bucket_groups + module.expert_parallel_bucket_groups:
-            group.is_last_microbatch = False
     with contextlib.ExitStack() as stack:
+        for module in itertools.chain(*encoders):
+            if getattr(unwrap_model(module), "runs_on_every_rank", False):
+                stack.enter_context(module.no_sync())
+            else:
+                for group in module.bucket_groups + module.expert_parallel_bucket_groups:
+                    group.is_last_microbatch = False
         for module in language:
             stack.enter_context(module.no_sync())
         yield
