@@ -12,6 +12,7 @@ import argparse
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -30,6 +31,7 @@ from examples.mimo.nemotron_vlm.layout_rules import (
     pair_violation,
     staged_pattern,
 )
+from examples.mimo.nemotron_vlm.refusals import refuse
 from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed
@@ -45,6 +47,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import (
     Modules,
     encoder_part,
+    limit_waiting,
     make_modules,
     prepare_process,
     schedule_collection,
@@ -57,6 +60,7 @@ from megatron.training.training import pretrain
 
 COLOCATED = "colocated"
 SPLIT_SEEDS = {"train": 0, "test": 100_000}
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
 def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -66,8 +70,8 @@ def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=["non-colocated", COLOCATED],
         default="non-colocated",
         help="colocated: both modules on all ranks (--llm-offset does not matter); --llm-cp, "
-        "--llm-pp and --llm-ep may then be more than 1. Weights are initialized by name, alike in "
-        "every layout; --init-method-std does not matter.",
+        "--llm-pp and --llm-ep may then be more than 1. Initial weights follow from the seed and "
+        "each parameter's name, alike in every layout.",
     )
     return parser
 
@@ -76,11 +80,12 @@ def take_sizes(args: argparse.Namespace) -> None:
     """Check the sizes of the grids, and let Megatron's own options have the language model's.
 
     Raises:
-        ValueError: what cannot work, on every rank alike.
+        ValueError, UserError: for what cannot work, on every rank alike.
     """
-    for option in ("llm_only", "mimo_encoder_prefetch"):
+    for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
         if getattr(args, option):
-            raise ValueError(f"--{option.replace('_', '-')} needs --mimo-layout non-colocated")
+            raise ValueError(f"--{option.replace('_', '-')} does not go with {COLOCATED} modules")
+    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}))
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language
     if encoder.size != args.world_size:
@@ -233,8 +238,11 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     """Train through Megatron's loop; collective over all ranks, which are joined already."""
     layouts, (name,) = _layouts(args), provider.encoder_module_names
     modules = make_modules(
-        {name: (layouts.encoder, 0), LANGUAGE: (layouts.language, 0)}, args.distributed_backend
+        {name: (layouts.encoder, 0), LANGUAGE: (layouts.language, 0)},
+        args.distributed_backend,
+        args.num_distributed_optimizer_instances,
     )
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
     plan = MockBatches(
         layouts,
         encoder_part=encoder_part(modules, name),
