@@ -3,10 +3,12 @@
 """Run upstream's ``pretrain_mimo.py`` where neither Transformer Engine nor its RADIO would fit.
 
 Its providers name Transformer Engine's layers and a ViT of 32 layers; here they get Megatron's own
-layers and two. The program itself runs as it is.
+layers and two. RADIO moves its position embeddings at random in training; here it does not, so that
+losses can be compared. The program itself runs as it is.
 """
 
 import runpy
+from functools import partial
 
 import megatron.core.datasets.utils
 from examples.mimo.model_providers import nemotron_moe_vlm, radio_encoder
@@ -34,6 +36,7 @@ def main() -> None:
     specs = layer_specs("local")
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
+    radio_encoder.RADIOViTModel = partial(radio_encoder.RADIOViTModel, force_cpe_eval_mode=True)
     radio_encoder.get_vit_layer_with_transformer_engine_spec = lambda: specs.vit_layer
     nemotron_moe_vlm.radio_vision_config = small(radio_encoder.radio_vision_config)
     nemotron_moe_vlm.TERowParallelLinear = RowParallelLinear

@@ -9,8 +9,9 @@ so are the modules of this folder that are imported here.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -53,12 +54,14 @@ from megatron.core.models.mimo.module_groups import (
     schedule_collection,
 )
 from megatron.core.models.mimo.teardown import destroy
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.training import pretrain
 
 COLOCATED = "colocated"
+ENCODER_DRAWS = "encoder-draws"
 SPLIT_SEEDS = {"train": 0, "test": 100_000}
 VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
@@ -225,6 +228,9 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
         )
         model = self.build_model(pg_collection).cuda(torch.cuda.current_device())
         initialize_weights(model, args.seed)
+        get_cuda_rng_tracker().add(ENCODER_DRAWS, args.seed + 1)
+        for submodule in model.modality_submodules.values():
+            submodule.forward = _with_own_draws(submodule.forward)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)([model])
         for submodule in model.modality_submodules.values():
             _freeze_modality_submodule(submodule, args)
@@ -232,6 +238,18 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
             model.language_model.requires_grad_(False)
         prepare_for_training(stages, modules, ddp_config)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
+
+
+def _with_own_draws(forward: Callable) -> Callable:
+    """Let an encoder draw random numbers of its own: its TP ranks must draw the same, and may be
+    ranks of the language model that draw different ones."""
+
+    @functools.wraps(forward)
+    def run(*args, **options):
+        with get_cuda_rng_tracker().fork(ENCODER_DRAWS):
+            return forward(*args, **options)
+
+    return run
 
 
 def train(args: argparse.Namespace, provider: MimoProvider) -> None:
