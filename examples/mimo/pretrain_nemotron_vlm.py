@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
             from examples.mimo.nemotron_vlm.run import run
         run(argv)
     except UserError as error:
-        if os.environ["RANK"] == "0":
+        if error.rank is not None or os.environ["RANK"] == "0":
             report(str(error))
         return BAD_INPUT
     return 0

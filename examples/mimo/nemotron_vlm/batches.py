@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import Sample, SampleSource
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
@@ -113,7 +114,8 @@ class BatchPlan:
         if found != wanted:
             raise UserError(
                 f"sample {number} of {split} has {found} image tokens for {len(sample.tiles)} "
-                f"tiles of {self.tokens_per_tile}, which need {wanted}; correct the data"
+                f"tiles of {self.tokens_per_tile}, which need {wanted}; correct the data",
+                dist.get_rank() if dist.is_initialized() else None,
             )
         return sample
 

@@ -31,7 +31,6 @@ MODEL = {
 
 TRAINING = {
     "micro_batch_size": 4,
-    "seq_length": 32,
     "lr": 2e-3,
     "min_lr": 0.0,
     "lr_decay_style": "cosine",
@@ -45,7 +44,6 @@ TRAINING = {
     "linear_context_parallel": "state-passing",
     "hybrid_token_layout": None,
     "dist_ckpt_optim_fully_reshardable": True,
-    "ckpt_fully_parallel_load": True,
     "verify_integrity": True,
     "use_gloo_process_groups": False,
     "override_opt_param_scheduler": True,
@@ -75,6 +73,7 @@ WITHOUT_KERNELS = {
 def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
     """Of a preset on a device, by the names of Megatron's arguments."""
     chosen = {**MODEL, **asdict(preset.language), **TRAINING, **dict.fromkeys(LEFT_OPEN)}
+    chosen["seq_length"] = preset.seq_length
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None

@@ -67,12 +67,16 @@ class LanguagePreset:
 
 @dataclass(frozen=True)
 class VLMPreset:
-    """A whole model. ``projector_ffn`` is the projector's inner width."""
+    """A whole model.
+
+    projector_ffn: the projector's inner width. seq_length: tokens of a sample, by default.
+    """
 
     name: str
     encoder: EncoderPreset
     projector_ffn: int
     language: LanguagePreset
+    seq_length: int = 32
 
     @property
     def flops_per_tile(self) -> float:
@@ -135,6 +139,7 @@ def nano_vl_30b_a3b() -> VLMPreset:
             mamba_state_dim=128,
             vocab_size=131072,
         ),
+        seq_length=8192,
     )
 
 

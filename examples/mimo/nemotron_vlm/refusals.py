@@ -66,6 +66,7 @@ REFUSALS = [
     _given("--init-model-with-meta-device", NAMED_WEIGHTS),
     Refusal("--init-method-std", lambda args: args.init_method_std != 0.02, NAMED_WEIGHTS),
     _given("--iterations-to-skip", ONE_MODEL),
+    _given("--ckpt-fully-parallel-load", "ranks exchange what they read in one module's groups"),
     _given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),
     _given("--rampup-batch-size", "Megatron's loop reads --step-batch-size-schedule"),
     Refusal(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
-from examples.mimo.nemotron_vlm.arguments import Options, own_options, parse
+from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
@@ -30,6 +30,7 @@ from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.own_options import own_options
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
 from examples.mimo.nemotron_vlm.placement import layout_table
 from megatron.core.enums import ModelType
@@ -192,10 +193,10 @@ def _dry_run(session: Session) -> None:
 
 def _banner(options: Options) -> str:
     args, lay = options.args, options.layouts
-    count = lay.batch.global_size // (lay.batch.micro_size * lay.language.dp)
     return (
         f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
-        f"{count} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} samples a step\n"
+        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
+        f"samples a step\n"
         f"{layout_table(lay)}"
     )
 
@@ -206,10 +207,10 @@ def _say(text: str, args: Namespace) -> None:
 
 
 def _log_file(own: Namespace, argv: list[str]) -> Path | None:
-    if own.log_file == "-" or own.dry_run or {"-h", "--help"} & set(argv):
+    if own.log_file == "-" or {"-h", "--help"} & set(argv):
         return None
-    if own.log_file:
-        return Path(own.log_file)
+    if own.log_file or own.dry_run:
+        return Path(own.log_file or os.devnull)
     return own.metrics_out.with_name("log.txt") if own.metrics_out else None
 
 

@@ -125,6 +125,7 @@ def initialized(
     try:
         yield model
     finally:
+        model.destroy()
         free_groups(model)
 
 

@@ -36,7 +36,6 @@ SAME_NUMBERS = [
     (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
     (("--use-cpu-initialization",), FLAT),
     (("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"), FLAT),
-    (("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "1"), FLAT),
 ]
 """Options that change nothing of the numbers, each with a layout."""
 
@@ -46,6 +45,7 @@ OTHER_NUMBERS = [
     (("--moe-router-load-balancing-type", "global_aux_loss"), FLAT),
     (("--moe-z-loss-coeff", "1e-3"), PIPELINE),
     (("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1"), FLAT),
+    (("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9"), FLAT),
     (
         ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
         + ("--weight-decay-incr-style", "linear"),
