@@ -123,6 +123,15 @@ def test_refresh_without_a_checkout_refuses_an_edited_patch(locked):
         assert f"patches/{NAME}.patch was edited: refresh with a git checkout" in result.errors[0]
 
 
+def test_refresh_without_a_checkout_takes_a_deletion(locked):
+    locked.apply()
+    (locked.root / f"patches/{NAME}.patch").unlink()
+    assert locked.lock().out == ["wrote patches/upstream.toml"]
+    assert SCRIPT not in (locked.root / "patches/upstream.toml").read_text()
+    assert locked.apply().out == ["updated: 1 file changed"]
+    assert locked.text(SCRIPT) == numbered("s")
+
+
 def test_a_version_that_comes_into_the_lock_takes_the_entry_over(locked):
     lock = (locked.root / "patches/upstream.toml").read_text()
     entry = lock[lock.index(f'[files."{SCRIPT}"]') :].split("\n\n")[0]

@@ -81,15 +81,20 @@ def _kept(patchset: PatchSet, checkout: Checkout | None) -> Texts:
     """
     lock, patches = patchset.lock, patchset.series()
     original = _originals(patchset, lock.pin, checkout)
-    names = lock.git_only_patches()
     if all(original(path) is not None for path in lock.git_only()):
         return {}
-    for name in names:
-        if name not in patches or sha256(patches[name]) != lock.patches.get(name):
-            files = ", ".join(path for path, entry in lock.git_only().items() if name in entry.by)
-            message = f"patches/{name} was edited: refresh with a git checkout, which has {files}"
-            raise OverlayError(FAILED, message)
-    return {name: patches[name] for name in names}
+    kept = {}
+    for path, entry in lock.git_only().items():
+        if not any(name in patches for name in entry.by):
+            continue  # they were deleted
+        for name in entry.by:
+            if sha256(patches.get(name, b"")) != lock.patches[name]:
+                message = (
+                    f"patches/{name} was edited: refresh with a git checkout, which has {path}"
+                )
+                raise OverlayError(FAILED, message)
+            kept[name] = patches[name]
+    return kept
 
 
 def _take_edits(
@@ -164,7 +169,9 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
 def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkout | None) -> None:
     """Bring the tables of the lock up to date: apply the patches to every version in it."""
     lock, files = patchset.lock, {}
-    for path, entry in lock.git_only().items() if kept else ():
+    for path, entry in lock.git_only().items():
+        if not kept.keys() & set(entry.by):
+            continue
         sides = (next(iter(side.values())) for side in (entry.before, entry.after))
         before, after = (dict.fromkeys(lock.versions, side) for side in sides)
         files[path] = replace(entry, before=before, after=after)
