@@ -233,7 +233,7 @@ def test_wavers():
         assert cli.run(tree, [1], "*", world.root, world.root / RUNTIME) == cli.LOST
         _, _, _, _, row, *lists = capsys.readouterr().out.splitlines()
         assert row.replace("|", "").split()[:5] == ["1", "3", "2", "1", "1"]
-        assert [line.partition(": ")[0] for line in lists if line.startswith("- ")] == [
+        assert [line.partition(": ")[0] for line in lists if line.startswith("- [1] ")] == [
             f"- [1] {FILE}::test_wavers",
             f"- [1] {FILE}::test_lost",
         ]
