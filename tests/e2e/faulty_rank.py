@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program with a fault on one rank, when it first does what the fault names.
 
-faulty_rank.py FAULT [program arguments]      FAULT is JSON: rank, at, kind; module
+faulty_rank.py FAULT [program arguments]   FAULT is JSON: rank, at (PLACES), iteration, kind; module
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -16,19 +17,37 @@ import sys
 import time
 
 SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
-TRAINERS = []
+sys.path.insert(0, os.getcwd())
+
+from megatron.core import cpu_runtime  # noqa: E402
+
+cpu_runtime.install()
+
+from megatron.core.dist_checkpointing import serialization  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.training import training  # noqa: E402
+
+PLACES = {
+    "reading samples": (training, "train_step"),
+    "microbatch": (schedules, "backward_step"),
+    "optimizer": (MimoOptimizer, "step"),
+    "writing": (TorchDistSaveShardedStrategy, "save"),
+    "publishing": (serialization, "save_manifest"),
+}
 
 
-def bad_gradients(module: str) -> None:
+def bad_gradients(optimizer: MimoOptimizer, module: str) -> None:
     """Every gradient of one module of this rank becomes NaN."""
-    (trainer,) = TRAINERS
-    stage = trainer.stages[0]
-    ddp = stage.language_model if module == "language" else stage.modality_submodules[module]
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-        buffer.grad_data.fill_(float("nan"))
+    for leaf in getattr(optimizer.module_infos[module].optimizer, "chained_optimizers", []):
+        for buffer in leaf.buffers:
+            buffer.grad_data.fill_(float("nan"))
 
 
-def strike(kind: str, module: str | None) -> None:
+def strike(kind: str) -> None:
     """Do what the fault is."""
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -39,46 +58,28 @@ def strike(kind: str, module: str | None) -> None:
             time.sleep(1)
     elif kind == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    elif kind == "nan":
-        bad_gradients(module)
 
 
 def main() -> None:
     fault = json.loads(sys.argv[1])
     sys.argv = [SCRIPT, *sys.argv[2:]]
-    sys.path.insert(0, os.getcwd())
-    from examples.mimo.nemotron_vlm import progress
+    owner, name = PLACES[fault["at"]]
+    original, struck = getattr(owner, name), []
 
-    note, times = progress.note, fault.get("times", 1)
-
-    def faulty_note(what: str, patience: int = 1) -> None:
-        nonlocal times
-        note(what, patience)
-        hit = int(os.environ["RANK"]) == fault["rank"] and fault["at"] in what
+    @functools.wraps(original)
+    def faulty(*arguments, **named):
+        now = training.get_args().curr_iteration + 1
+        here = int(os.environ["RANK"]) == fault["rank"] and now == fault["iteration"]
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        if hit and times and not restarted:
-            times -= 1
-            strike(fault["kind"], fault.get("module"))
+        if here and not restarted and not struck:
+            struck.append(now)
+            if fault["kind"] == "nan":
+                bad_gradients(arguments[0], fault["module"])
+            strike(fault["kind"])
+        return original(*arguments, **named)
 
-    progress.note = faulty_note
-    if fault["kind"] == "nan":
-        _remember_trainers()
+    setattr(owner, name, faulty)
     runpy.run_path(SCRIPT, run_name="__main__")
-
-
-def _remember_trainers() -> None:
-    from megatron.core import cpu_runtime
-
-    cpu_runtime.install()
-    from examples.mimo.nemotron_vlm import trainer
-
-    build = trainer.Trainer.__init__
-
-    def remembered(self, *arguments, **options):
-        build(self, *arguments, **options)
-        TRAINERS.append(self)
-
-    trainer.Trainer.__init__ = remembered
 
 
 if __name__ == "__main__":

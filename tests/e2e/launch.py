@@ -64,6 +64,30 @@ def start(ranks: int, *arguments: str, program: tuple[str, ...] = (SCRIPT,)) -> 
     ]
 
 
+def under_torchrun(
+    ranks: int,
+    *arguments: str,
+    launcher: tuple[str, ...] = (),
+    program: tuple[str, ...] = (SCRIPT,),
+) -> subprocess.Popen:
+    """Start the program under torchrun and return at once.
+
+    Args:
+        launcher: torchrun's arguments.
+        program: what Python runs, in place of the training program.
+    """
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return subprocess.Popen(
+        [sys.executable, *torchrun, *launcher, *map(str, (*program, *arguments))],
+        cwd=CHECKOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def kill(process: subprocess.Popen) -> None:
     """SIGKILL a rank with the processes it forked, which hold its pipes open."""
     with contextlib.suppress(ProcessLookupError):

@@ -7,7 +7,10 @@ import time
 
 from tests.e2e.launch import kill, run, start
 
-ARGUMENTS = ("--encoder", "tp=2", "--language", "ep=2", "--steps", "6", "--save-interval", "2")
+ARGUMENTS = (
+    *("--encoder", "tp=2", "--language", "ep=2"),
+    *("--train-iters", "6", "--save-interval", "2"),
+)
 
 
 def losses(path) -> dict[int, float]:
@@ -34,10 +37,9 @@ class TestResume:
         saved = tmp_path / "cut"
         kill_when(
             start(2, *ARGUMENTS, "--metrics-out", cut, "--save", saved),
-            saved / "step_00000004.partial",
+            saved / "iter_0000004",
         )
-        assert not (saved / "step_00000004").exists()
-        assert (saved / "step_00000002" / "run.json").exists()
+        assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
 
         ends = run(2, *ARGUMENTS, "--metrics-out", cut, "--save", saved, "--load", saved)
         assert [end.code for end in ends] == [0, 0], ends[0].errors

@@ -32,17 +32,23 @@ if not CUDA:
 
     cpu_runtime.install()
 
+from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.grids import make_modules, prepare_megatron
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve
+from examples.mimo.nemotron_vlm.layout import parse_layout
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
-from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset, tiny
+from examples.mimo.nemotron_vlm.presets import (
+    PRESETS,
+    EncoderPreset,
+    LanguagePreset,
+    VLMPreset,
+    tiny,
+)
 from megatron.core.models.mimo import colocated_schedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoding import encode
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -65,20 +71,20 @@ def preset() -> VLMPreset:
         ),
         projector_ffn=10752,
         language=LanguagePreset(
-            pattern="*-" * 8,
-            hidden=2688,
-            heads=32,
-            query_groups=8,
+            hybrid_layer_pattern="*-" * 8,
+            hidden_size=2688,
+            num_attention_heads=32,
+            num_query_groups=8,
             kv_channels=128,
-            experts=8,
-            topk=2,
-            expert_ffn=10752,
-            shared_ffn=1,
-            mamba_heads=64,
+            num_experts=8,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=10752,
+            moe_shared_expert_intermediate_size=1,
+            mamba_num_heads=64,
             mamba_head_dim=64,
-            mamba_groups=8,
-            mamba_state=128,
-            vocab=1024,
+            mamba_num_groups=8,
+            mamba_state_dim=128,
+            vocab_size=1024,
         ),
     )
 
@@ -96,22 +102,31 @@ class Bench:
         micro, length = (2, 4096) if CUDA else (2, 32)
         dp = world // (wanted.tp * wanted.cp * wanted.pp)
         self.microbatches = MICROBATCHES_A_STAGE * wanted.pp
-        batch = Batch(micro * dp * self.microbatches, micro, length)
-        self.layouts: Layouts = resolve(
-            parse_layout(f"dp={world}", "encoder"), wanted, batch, world, preset()
+        samples = micro * dp * self.microbatches
+        PRESETS["bench"] = preset
+        options = parse(
+            [
+                *("--model", "bench", "--device", "cuda" if CUDA else "cpu"),
+                *("--encoder", f"dp={world}", "--language", language),
+                *("--global-batch-size", str(samples), "--micro-batch-size", str(micro)),
+                *("--seq-length", str(length), "--transformer-impl", "local"),
+                *(("--bf16", "--no-gradient-accumulation-fusion") if CUDA else ()),
+            ],
+            world,
         )
-        self.modules = make_modules(self.layouts, "nccl" if CUDA else "gloo")
-        prepare_megatron(self.modules, seed=0)
-        dtype = torch.bfloat16 if CUDA else torch.float32
+        self.layouts = options.layouts
+        places = {IMAGES: (self.layouts.encoder, 0), LANGUAGE: (self.layouts.language, 0)}
+        self.modules = make_modules(places, "nccl" if CUDA else "gloo")
+        prepare_process(self.modules, seed=1)
         specs = layer_specs("local")
-        chunks = build_vlm(preset(), self.layouts, self.modules, specs, dtype)
-        self.model: MimoModel = chunks[0].to(self.device).train()
+        stages = build_vlm(options.args, options.preset, options.configs, self.modules, specs)
+        self.model: MimoModel = stages[0].to(self.device).train()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         # As the schedules do, in whose place stage_alone runs first.
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=self.device))
         self.groups = self.modules[LANGUAGE].groups
-        self.inputs = self._inputs(batch.global_size // world)
+        self.inputs = self._inputs(samples // world)
         self.tokens = self._tokens()
         self.recorder: Recorder | None = None
 
@@ -150,12 +165,12 @@ class Bench:
     def _hidden_shape(self) -> tuple[int, ...]:
         lay, batch = self.layouts.language, self.layouts.batch
         split = lay.cp * (lay.tp if lay.sequence_parallel else 1)
-        return batch.seq_length // split, batch.micro_size, preset().language.hidden
+        return batch.seq_length // split, batch.micro_size, preset().language.hidden_size
 
     def _leaf_embeddings(self) -> dict[str, torch.Tensor]:
         dtype = next(self.model.parameters()).dtype
         rows = int((self.tokens["input_ids"] == IMAGE).sum())
-        shape = rows, preset().language.hidden
+        shape = rows, preset().language.hidden_size
         return {IMAGES: torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)}
 
     def three_phases(self, recompute: int | None = None) -> None:

@@ -32,6 +32,8 @@ class Application:
         self.old = self.store.manifest()
         self.known = self.old.files if self.old else {}
         self.locked = patchset.lock.changed_in(checkout.version)
+        self.notices: list[str] = []
+        self._left_out: set[str] = set()  # patches
         self._now: States = {}
         self._before: States = {}  # as it was before the overlay was first applied
 
@@ -45,15 +47,21 @@ class Application:
             return [f"would change {_count(changes)}", *changes]
         tree = {}
         if any(self.patchset.lock.is_patched(path) for path in changes):
-            steps = series.build(self.patchset.series(), self._original, self.store.scratch())
+            steps = series.build(self._series(), self._original, self.store.scratch())
             tree = series.last_tree(steps)
         return [self._move(new, ends, tree)]
+
+    def _series(self) -> dict[str, bytes]:
+        """The patches that are not left out."""
+        patches = self.patchset.series().items()
+        return {name: patch for name, patch in patches if name not in self._left_out}
 
     def three_way(self) -> tuple[str, list[str]]:
         """Merge the patch set into a git tree that differs from the lock.
 
         Returns what was done, and what is left to do by hand.
         """
+        self._leave_out("a three-way merge has no base for it")
         merged = self._merge()
         self.locked = {}
         ends, new = self._plan(False, merged)
@@ -104,6 +112,25 @@ class Application:
                 refused += [line for line in error.lines if line not in refused]
         _refuse(DIFFERS_FROM_LOCK, refused if strict else [])
         self._before = self._now | {path: states[0] for path, states in self.known.items()}
+        self._check_git_only()
+
+    def _check_git_only(self) -> None:
+        """Leave the patches of git-only files out where one of these is not as locked."""
+        for path in self.patchset.lock.git_only().keys() & self.locked.keys():
+            found = digest(self._before.get(path))
+            if found not in self.locked[path]:
+                why = "has been changed" if self._before.get(path) else "is not in this tree"
+                self._leave_out(f"{path} {why}")
+                return
+
+    def _leave_out(self, why: str) -> None:
+        """Go on as if the lock had no git-only files."""
+        lock = self.patchset.lock
+        if not lock.git_only():
+            return
+        self._left_out = lock.git_only_patches()
+        self.locked = {p: sides for p, sides in self.locked.items() if p not in lock.git_only()}
+        self.notices = [f"left out: {', '.join(sorted(self._left_out))}: {why}"]
 
     def _plan(self, link: bool, merged: Merged | None = None) -> tuple[States, Manifest]:
         """The end of every path, and the manifest there. Where an earlier state of the patch set is
@@ -114,10 +141,12 @@ class Application:
         """
         patchset, lock = self.patchset, self.patchset.lock
         patchset.check_against_lock()
+        self._look(
+            {*self.locked, *(merged.files if merged else ()), *patchset.overlay, *self.known}
+        )
         patched = {p: after for p, (_, after) in self.locked.items() if lock.is_patched(p)}
         if merged:
             patched = {path: sha256(data) for path, data in merged.files.items()}
-        self._look({*self.locked, *patched, *patchset.overlay, *self.known})
         differ = [p for p, (want, _) in self.locked.items() if digest(self._before[p]) != want]
         _refuse(DIFFERS_FROM_LOCK, [self._why_it_differs(path) for path in differ])
 
@@ -190,7 +219,7 @@ class Application:
         version = self.checkout.version if self.checkout.version in lock.locked else lock.pin
         original = upstream(lock, version, self.patchset.root).get
         scratch = self.store.scratch()
-        theirs = series.last_tree(series.build(self.patchset.series(), original, scratch))
+        theirs = series.last_tree(series.build(self._series(), original, scratch))
         self._look({*theirs, *overlay, *self.known})
         present = sorted(path for path in {*theirs, *overlay} if self._before[path])
         message = "{} is not as this git tree's last commit has it: commit first"

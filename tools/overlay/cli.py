@@ -93,12 +93,12 @@ def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], 
             check_version(checkout.root, checkout.version, patchset.lock.locked)
         if options.three_way:
             done, left = application.three_way()
-            return [done, *left], FAILED if left else 0
+            return [done, *application.notices, *left], FAILED if left else 0
         if options.revert:
             return application.revert(), 0
-        if options.status:
-            return application.status(), 0
-        return application.apply(options.link, options.check), 0
+        done = application.status() if options.status else None
+        done = done or application.apply(options.link, options.check)
+        return done + application.notices, 0
 
 
 def main(argv: list[str] | None = None) -> int:

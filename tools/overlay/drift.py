@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from overlay import git, header, series
-from overlay.checkout import STATE_DIR, Checkout
+from overlay.checkout import STATE_DIR, Checkout, digest
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
 from overlay.names import Tree
@@ -14,7 +14,8 @@ from overlay.patchset import PatchSet
 from overlay.uses import Uses, changed_names
 
 _APPLIES, _OFFSET = "applies", "applies with offset"
-_NOTHING_TO_DO = {_APPLIES, _OFFSET, "unchanged"}
+_LEFT_OUT = "left out"
+_NOTHING_TO_DO = {_APPLIES, _OFFSET, _LEFT_OUT, "unchanged"}
 _PLACES = 4  # places of use that the table shows
 
 
@@ -86,14 +87,16 @@ def drift(patchset: PatchSet, checkout: Checkout) -> Report:
     }
     files, new_files = _files(patchset, old, new)
     return Report(
-        pin, checkout.version, _patches(patchset, old, new), files, new_files,
+        pin, checkout.version, _patches(patchset, old, new) + _git_only(patchset, checkout),
+        files, new_files,
         _names(patchset, old, new),
     )  # fmt: skip
 
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
-    """How each patch fares upon those before it."""
-    patches = patchset.series()
+    """How each patch of the sdist's files fares upon those before it."""
+    git_only = patchset.lock.git_only_patches()
+    patches = {name: p for name, p in patchset.series().items() if name not in git_only}
     steps = series.build(patches, old.get)
     ported, conflicts = series.port(steps, old.get, new.get)
     rows, before = [], {}
@@ -107,6 +110,27 @@ def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -
             files = {path: before.get(path, new.get(path)) for path in steps[index].paths}
             rows.append(Row(step.name, _how_it_applies(step.name, patches, files)))
         before = step.tree
+    return rows
+
+
+def _git_only(patchset: PatchSet, checkout: Checkout) -> list[Row]:
+    """How the patches of git-only files fare. Without the pin's files, none can be merged."""
+    git_only, patches = patchset.lock.git_only(), patchset.series()
+    files = {path: checkout.read(path) for path in git_only if digest(checkout.look(path))}
+    rows = []
+    for name in sorted(patchset.lock.git_only_patches()):
+        if files.keys() != git_only.keys():
+            missing = sorted(git_only.keys() - files.keys())
+            rows.append(Row(name, _LEFT_OUT, "not in this tree", missing))
+            continue
+        touched = [path for path, entry in git_only.items() if name in entry.by]
+        try:
+            diff = header.split(patches[name])[1]
+            done, moved = git.apply(name, diff, {path: files[path] for path in touched})
+            files |= done
+            rows.append(Row(name, _OFFSET if moved else _APPLIES))
+        except OverlayError:
+            rows.append(Row(name, "conflicts", where=touched))
     return rows
 
 

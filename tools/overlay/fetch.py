@@ -138,6 +138,7 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
             )
         return commit
     checkout, files = Checkout(into), lock.changed_in(version)
+    files = {path: sides for path, sides in files.items() if path not in lock.git_only()}
     for path, (before, _) in files.items():
         if digest(checkout.look(path)) != before:
             raise OverlayError(

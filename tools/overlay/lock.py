@@ -31,11 +31,13 @@ class Version:
 @dataclass(frozen=True)
 class LockedFile:
     """An upstream file that we change: which patches do it (``("overlay",)`` where it is replaced
-    whole), and its sha256 before and after in each version that has it."""
+    whole), and its sha256 before and after in each version that has it. With ``git_only`` no sdist
+    has it; its patches are left out where it is not as locked."""
 
     by: tuple[str, ...]
     before: dict[str, str]
     after: dict[str, str]
+    git_only: bool = False
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Lock:
             for name, entry in files.items():
                 check_relative(name, path.name)
                 sides = (_spread(entry[side], table["locked"]) for side in ("before", "after"))
-                files[name] = LockedFile(tuple(entry["by"]), *sides)
+                files[name] = LockedFile(tuple(entry["by"]), *sides, entry.get("git_only", False))
             lock = cls(**table)
             lock.versions[lock.pin]  # noqa: B018
             return lock
@@ -75,6 +77,7 @@ class Lock:
         for path, entry in sorted(self.files.items()):
             lines += ["", f'[files."{path}"]', f"by = {_listed(entry.by)}"]
             lines += self._side("before", entry.before) + self._side("after", entry.after)
+            lines += ["git_only = true"] * entry.git_only
         return _TOP + "\n".join(lines) + "\n"
 
     def _side(self, name: str, digests: dict[str, str]) -> list[str]:
@@ -90,6 +93,14 @@ class Lock:
             for path, entry in self.files.items()
             if version in entry.before
         }
+
+    def git_only(self) -> dict[str, LockedFile]:
+        """Files that only git checkouts have, by path."""
+        return {path: entry for path, entry in self.files.items() if entry.git_only}
+
+    def git_only_patches(self) -> set[str]:
+        """The patches of such files, which touch no others."""
+        return {name for entry in self.git_only().values() for name in entry.by}
 
     def is_patched(self, path: str) -> bool:
         return path in self.files and self.files[path].by != (BY_OVERLAY,)

@@ -1,7 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write our side of the patch set, canonical patches and the lock, or check it."""
+"""Write our side of the patch set, canonical patches and the lock, or check it.
 
+What patches change comes from the sdists, or, where only git checkouts have it, from the checkout
+that is given; without one, the patches of such files and their part of the lock stay as they are.
+"""
+
+from dataclasses import replace
 from pathlib import Path
 
 from overlay import git, header, series
@@ -10,7 +15,7 @@ from overlay.errors import FAILED, OverlayError
 from overlay.fetch import upstream
 from overlay.lock import BY_OVERLAY, LockedFile, check_version
 from overlay.patchset import PatchSet
-from overlay.series import Step
+from overlay.series import Original, Step
 from overlay.store import Manifest, Store
 
 Texts = dict[str, bytes]  # patches by name
@@ -26,10 +31,14 @@ def refresh(
     """
     lines: list[str] = []
     patches, lock, old_pin = patchset.series(), patchset.lock, patchset.lock.pin
-    steps = series.build(patches, upstream(lock, lock.pin, patchset.root).get)
+    kept = _kept(patchset, checkout)
+    steps = series.build(
+        {name: patch for name, patch in patches.items() if name not in kept},
+        _originals(patchset, lock.pin, checkout),
+    )
     if checkout:
         steps, lines = _take_edits(patchset, checkout, steps, into)
-    texts = series.render(steps, upstream(lock, lock.pin, patchset.root).get)
+    texts = series.render(steps, _originals(patchset, lock.pin, checkout))
     for name in [name for name, text in texts.items() if not text]:
         if not header.split(patches[name])[1]:
             raise OverlayError(FAILED, f"patches/{name} changes nothing: fill or delete it")
@@ -38,11 +47,54 @@ def refresh(
     if lock.pin != old_pin:
         del lock.versions[old_pin]
         lines.append(f"{old_pin} left the lock: {lock.pin} is the pin")
-    _lock_files(patchset, texts)
-    lines += _write(patchset, patches, texts, only_check)
+    _lock_files(patchset, texts, kept, checkout)
+    lines += _write(patchset, patches, dict(sorted((texts | kept).items())), only_check)
     if checkout:
         _adopt(patchset, checkout)
     return lines
+
+
+def _originals(patchset: PatchSet, version: str, checkout: Checkout | None) -> Original:
+    """Upstream's files of a version: the sdist's, and what only the checkout has, before us."""
+    sdist = upstream(patchset.lock, version, patchset.root)
+    if checkout is None:
+        return sdist.get
+    store = Store(checkout)
+    manifest = store.manifest() or Manifest("", {})
+
+    def original(path: str) -> bytes | None:
+        if path in sdist:
+            return sdist[path]
+        state = manifest.files.get(path, [checkout.look(path)])[0]
+        if digest(state) is None:
+            return None
+        return store.original(path, manifest) if path in manifest.files else checkout.read(path)
+
+    return original
+
+
+def _kept(patchset: PatchSet, checkout: Checkout | None) -> Texts:
+    """The patches of git-only files, where the checkout has not all of these.
+
+    Raises:
+        OverlayError: they were edited.
+    """
+    lock, patches = patchset.lock, patchset.series()
+    original = _originals(patchset, lock.pin, checkout)
+    if all(original(path) is not None for path in lock.git_only()):
+        return {}
+    kept = {}
+    for path, entry in lock.git_only().items():
+        if not any(name in patches for name in entry.by):
+            continue  # they were deleted
+        for name in entry.by:
+            if sha256(patches.get(name, b"")) != lock.patches[name]:
+                message = (
+                    f"patches/{name} was edited: refresh with a git checkout, which has {path}"
+                )
+                raise OverlayError(FAILED, message)
+            kept[name] = patches[name]
+    return kept
 
 
 def _take_edits(
@@ -53,22 +105,24 @@ def _take_edits(
     lock, manifest = patchset.lock, Store(checkout).manifest()
     version, conflicts = checkout.version, {}
     check_version(checkout.root, version, lock.versions)
-    original = upstream(lock, version, patchset.root).get
+    original = _originals(patchset, version, checkout)
     if manifest is None or manifest.version != lock.pin:
         raise OverlayError(FAILED, f"{checkout.root} has not the patches for {lock.pin} applied")
     if version != lock.pin:
-        steps, conflicts = series.port(steps, upstream(lock, lock.pin, patchset.root).get, original)
+        steps, conflicts = series.port(steps, _originals(patchset, lock.pin, checkout), original)
         lock.pin = version
     applied = series.last_tree(steps)
     for path, data in applied.items():
         entry = manifest.files.get(path)
+        if entry is None and path not in upstream(lock, version, patchset.root):
+            continue  # its patch is new, or was left out
         if entry is None or digest(entry[0]) != sha256(original(path)):
             raise OverlayError(FAILED, f"{path}: its original is not that of {version}")
         if version == manifest.version and digest(entry[-1]) != sha256(data):
             raise OverlayError(
                 FAILED, f"{checkout.root} has not the present patches applied (see {path})"
             )
-    edits = _edits(patchset, checkout, applied)
+    edits = _edits(patchset, checkout, applied, manifest)
     owners = {path: _owner(steps, path, conflicts.get(path), into) for path in edits}
     for path, edited in edits.items():
         before = applied.get(path, original(path))
@@ -76,11 +130,15 @@ def _take_edits(
     return steps, [f"{len(edits)} edited", *edits]
 
 
-def _edits(patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes]) -> dict[str, bytes]:
+def _edits(
+    patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes], manifest: Manifest
+) -> dict[str, bytes]:
     """Upstream's Python files that are not as the patches leave them."""
     edits = {}
-    for path, data in upstream(patchset.lock, patchset.lock.pin, patchset.root).items():
-        if not (path.startswith("megatron/") and path.endswith(".py")):
+    sdist = upstream(patchset.lock, patchset.lock.pin, patchset.root)
+    beside = [path for path in applied if path not in sdist and path in manifest.files]
+    for path, data in (sdist | dict.fromkeys(beside, b"")).items():
+        if path not in beside and not (path.startswith("megatron/") and path.endswith(".py")):
             continue  # a git checkout has other such files than the sdist
         state = checkout.look(path)
         if path in patchset.overlay or state is None:
@@ -108,27 +166,38 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
     return found[0]
 
 
-def _lock_files(patchset: PatchSet, texts: Texts) -> None:
+def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkout | None) -> None:
     """Bring the tables of the lock up to date: apply the patches to every version in it."""
     lock, files = patchset.lock, {}
+    for path, entry in lock.git_only().items():
+        if not kept.keys() & set(entry.by):
+            continue
+        sides = (next(iter(side.values())) for side in (entry.before, entry.after))
+        before, after = (dict.fromkeys(lock.versions, side) for side in sides)
+        files[path] = replace(entry, before=before, after=after)
     for version in lock.versions:
         files_of = upstream(lock, version, patchset.root)
+        original = _originals(patchset, version, checkout)
         try:
-            steps = series.build(texts, files_of.get)
+            steps = series.build(texts, original)
         except OverlayError as error:
             raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
         after = dict(series.last_tree(steps))
         by = {path: tuple(s.name for s in steps if path in s.paths) for path in after}
+        for step in steps:
+            if step.paths - files_of.keys() and step.paths & files_of.keys():
+                what = "changes files of the sdist and others: make two patches of it"
+                raise OverlayError(FAILED, f"patches/{step.name} {what}")
         for path, source in patchset.overlay.items():
             if path in after:
                 raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
             if path in files_of:
                 after[path], by[path] = source.path.read_bytes(), (BY_OVERLAY,)
         for path, data in after.items():
-            entry = files.setdefault(path, LockedFile(by[path], {}, {}))
-            entry.before[version], entry.after[version] = sha256(files_of[path]), sha256(data)
+            entry = files.setdefault(path, LockedFile(by[path], {}, {}, path not in files_of))
+            entry.before[version], entry.after[version] = sha256(original(path)), sha256(data)
     lock.locked = list(lock.versions)
-    lock.patches = {name: sha256(text) for name, text in texts.items()}
+    lock.patches = {name: sha256(text) for name, text in sorted((texts | kept).items())}
     lock.files = files
 
 
@@ -149,14 +218,16 @@ def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -
 def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
     """Record that the checkout, as it stands, is what the new lock gives."""
     store, lock = Store(checkout), patchset.lock
-    files_of = upstream(lock, lock.pin, patchset.root)
+    original = _originals(patchset, lock.pin, checkout)
     with store.locked():
         manifest = store.manifest() or Manifest(lock.pin, {})
         files = {p: states for p, states in manifest.files.items() if p in patchset.overlay}
         for path in filter(lock.is_patched, lock.changed_in(lock.pin)):
-            store.keep(files_of[path])
+            if (data := original(path)) is None:
+                continue  # this tree has no git-only files
+            store.keep(data)
             now = checkout.look(path)
-            known = manifest.files.get(path, [regular(now, sha256(files_of[path]))])
+            known = manifest.files.get(path, [regular(now, sha256(data))])
             files[path] = [known[0], now]
         store.write(Manifest(lock.pin, files))
 

@@ -13,9 +13,11 @@ consumes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import Sample, SampleSource
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
@@ -43,19 +45,25 @@ class BatchPlan:
     language_dp: int | None
     tokens_per_tile: int
 
-    def indices(self, microbatch: int) -> tuple[range, range]:
-        """Indices into the global batch that the encoder and the language model take here."""
-        count = self.layouts.num_microbatches
+    def indices(self, number: int, count: int, micro_size: int) -> tuple[range, range]:
+        """Indices into the batch that the encoder and the language model take here.
+
+        Args:
+            number: of the microbatch.
+            count: microbatches of the batch.
+            micro_size: samples that a DP rank of the language model takes of one.
+        """
+        dp = self.layouts.language.dp
 
         def part(slice_: int | None, slices: int) -> range:
             if slice_ is None:
                 return range(0)
             if self.layouts.non_colocated or self.layouts.language.pp == 1:
-                size = self.layouts.batch.global_size // count // slices
-                number = microbatch * slices + slice_
-                return range(number * size, (number + 1) * size)
-            own = self.layouts.batch.global_size // slices
-            first, end = (number * own // count for number in (microbatch, microbatch + 1))
+                size = micro_size * dp // slices
+                start = (number * slices + slice_) * size
+                return range(start, start + size)
+            own = micro_size * dp * count // slices
+            first, end = (place * own // count for place in (number, number + 1))
             return range(slice_ * own + first, slice_ * own + end)
 
         return (
@@ -64,39 +72,52 @@ class BatchPlan:
         )
 
     def microbatches(
-        self, source: SampleSource, split: str, step: int, device: torch.device | str
-    ) -> list[Microbatch]:
-        """This rank's microbatches of one step, in order; colocated ones with ``host_tokens``.
+        self,
+        source: SampleSource,
+        split: str,
+        first: int,
+        count: int,
+        micro_size: int,
+        device: torch.device | str,
+    ) -> Iterator[Microbatch]:
+        """This rank's microbatches of one batch, in order; colocated ones with ``host_tokens``.
+
+        ``samples`` in each are the numbers of the samples that the language model takes.
+
+        Args:
+            source: of samples.
+            split: of the source.
+            first: number of the batch's first sample.
+            count, micro_size: as for :meth:`indices`.
+            device: of the tensors.
 
         Raises:
             UserError: a sample has another number of image tokens than its tiles become.
         """
-        return [
-            self._microbatch(source, split, step, number, device)
-            for number in range(self.layouts.num_microbatches)
-        ]
+        for number in range(count):
+            parts = self.indices(number, count, micro_size)
+            encoder_part, language_part = ([first + i for i in part] for part in parts)
+            taken = {*encoder_part, *language_part}
+            samples = {i: self._sample(source, split, i) for i in sorted(taken)}
+            encoded = [samples[i] for i in encoder_part]
+            consumed = [samples[i] for i in language_part]
+            batch = collate(encoded, consumed, device) | {"samples": language_part}
+            if not self.layouts.non_colocated:
+                ids = {IMAGES: [sample.input_ids for sample in encoded]}
+                batch["host_tokens"] = HostTokens(ids, [s.input_ids for s in consumed])
+            yield batch
 
-    def _microbatch(
-        self, source: SampleSource, split: str, step: int, number: int, device: torch.device | str
-    ) -> Microbatch:
-        encoder_part, language_part = self.indices(number)
-        samples = {}
-        for index in sorted({*encoder_part, *language_part}):
-            sample = samples[index] = source.sample(split, step, index)
-            found = int((sample.input_ids == IMAGE).sum())
-            wanted = len(sample.tiles) * self.tokens_per_tile
-            if found != wanted:
-                raise UserError(
-                    f"sample {index} of {split} step {step} has {found} image tokens for "
-                    f"{len(sample.tiles)} tiles of {self.tokens_per_tile}, which need {wanted}; "
-                    "mend the data"
-                )
-        encoded, consumed = ([samples[i] for i in part] for part in (encoder_part, language_part))
-        batch = collate(encoded, consumed, device)
-        if not self.layouts.non_colocated:
-            ids = {IMAGES: [sample.input_ids for sample in encoded]}
-            batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in consumed])
-        return batch
+    def _sample(self, source: SampleSource, split: str, number: int) -> Sample:
+        sample = source.sample(split, number)
+        found = int((sample.input_ids == IMAGE).sum())
+        wanted = len(sample.tiles) * self.tokens_per_tile
+        if found != wanted:
+            raise UserError(
+                f"sample {number} of {split} has {found} image tokens for {len(sample.tiles)} "
+                f"tiles of {self.tokens_per_tile}, which need {wanted}; correct the data",
+                dist.get_rank() if dist.is_initialized() else None,
+            )
+        return sample
 
 
 def collate(

@@ -1,11 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a run on every rank alike, with one line: exit code 2, or 1 for a failed run."""
+"""Errors that end a run with one line and exit code 2."""
 
 import sys
 
 BAD_INPUT = 2
-FAILED = 1
 
 
 def report(text: str) -> None:
@@ -15,8 +14,13 @@ def report(text: str) -> None:
 
 
 class UserError(Exception):
-    """A fact the user can mend; its text is one line that names the fact and the fix."""
+    """A fact the user can mend; its text is one line that names the fact and the fix.
 
+    Args:
+        text: the line.
+        rank: that found it, where others may not know; None where all ranks say the same.
+    """
 
-class RunFailed(Exception):
-    """Training cannot go on; its text is one line. What was saved stays."""
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text if rank is None else f"rank {rank}: {text}")
+        self.rank = rank

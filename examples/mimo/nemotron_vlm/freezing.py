@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import nn
 
 from examples.mimo.nemotron_vlm.model import IMAGES
 from megatron.core.models.mimo.model.base import MimoModel
 
 
-def freeze(stages: list[MimoModel], parts: tuple[str, ...]) -> None:
+def freeze(stages: list[MimoModel], parts: list[str]) -> None:
     """Take the parameters of ``parts`` out of training, before DDP wraps the modules.
 
     Args:
@@ -22,14 +21,9 @@ def freeze(stages: list[MimoModel], parts: tuple[str, ...]) -> None:
         for part in parts:
             for module in _modules(stage, part):
                 module.requires_grad_(False)
-
-
-def is_trained(module: nn.Module) -> bool:
-    """Whether any parameter of the module is trained, on any stage of its pipeline; collective."""
-    is_here = any(parameter.requires_grad for parameter in module.parameters())
-    everywhere = [is_here] * module.pg_collection.pp.size()
-    dist.all_gather_object(everywhere, is_here, group=module.pg_collection.pp)
-    return any(everywhere)
+                for router in module.modules():
+                    if hasattr(router, "expert_bias"):
+                        router.frozen_expert_bias = True
 
 
 def _modules(stage: MimoModel, part: str) -> list[nn.Module]:

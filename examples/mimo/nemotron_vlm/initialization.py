@@ -2,18 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights as a function of (seed, parameter name, global index), whatever the layout.
 
-Every parameter is drawn whole, on the CPU, from a generator seeded with its global name; a rank
-then keeps its own part. The distributed checkpoint's view of the model says which part that is, so
-tensor, expert and pipeline sharding need no rules of their own. Distributions: matrices N(0, 1/fan
-in) (LeCun et al., "Efficient BackProp", 1998), those that write to the residual stream scaled by
-1/sqrt(2 · layers) (GPT-2); Mamba-2's own as in its paper (arXiv 2405.21060).
+A parameter is made of tiles, each drawn from a generator that its name and the tile's place seed; a
+rank draws the tiles that its own part touches, several at a time. The distributed checkpoint's view
+of the model says which part that is, so tensor, expert and pipeline sharding need no rules of their
+own. It is done on the CPU also for GPUs, whose generators draw other numbers. Distributions:
+matrices N(0, 1/fan in) (LeCun et al., "Efficient BackProp", 1998), those that write to the residual
+stream scaled by 1/sqrt(2 · layers) (GPT-2); Mamba-2's own as in its paper (arXiv 2405.21060).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 
 import torch
@@ -22,41 +26,48 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.mimo.model.base import MimoModel
 
-Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+Draw = Callable[[torch.Tensor, torch.Generator, int], torch.Tensor]
+"""Fill a tile, from a generator; of a parameter with so many inputs (its last dim)."""
 
 DT_RANGE = (1e-3, 1e-1)
 A_RANGE = (1.0, 16.0)
 
+TILE = 2**16
+"""Elements of a tile; more than one thread's start costs, few beside what a rank does not hold."""
 
-def _ones(out: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+TILE_SIDE = 2**8
+"""Of each dim but the first."""
+
+
+def _ones(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
     return out.fill_(1)
 
 
-def _zeros(out: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+def _zeros(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
     return out.zero_()
 
 
-def _fan_in_normal(out: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
-    return out.normal_(0, out.shape[-1] ** -0.5, generator=rng)
+def _fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+    return out.normal_(0, inputs**-0.5, generator=rng)
 
 
-def _convolution(out: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+def _convolution(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
     bound = 0.5
     return out.uniform_(-bound, bound, generator=rng)
 
 
-def _decay_rate(out: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+def _decay_rate(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
     return out.uniform_(*A_RANGE, generator=rng).log_()
 
 
-def _time_step_bias(out: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+def _time_step_bias(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
     step = out.uniform_(*map(math.log, DT_RANGE), generator=rng).exp()
     return step + torch.log(-torch.expm1(-step))
 
 
 def _residual_normal(layers: int) -> Draw:
-    def draw(out: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
-        return _fan_in_normal(out, rng).div_(math.sqrt(2 * layers))
+    def draw(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+        return _fan_in_normal(out, rng, inputs).div_(math.sqrt(2 * layers))
 
     return draw
 
@@ -90,8 +101,8 @@ def _depth(model: MimoModel, key: str) -> int:
     return max(encoder.config.num_layers for encoder in encoders)
 
 
-def _generator(seed: int, key: str, prepended: tuple[int, ...]) -> torch.Generator:
-    text = f"{seed}/{key}/{prepended}".encode()
+def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
+    text = f"{seed}/{key}/{place}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -107,20 +118,47 @@ def initialize_weights(model: MimoModel, seed: int) -> None:
     """
     state = model.sharded_state_dict()
     apply_factories(state)
-    for part in nested_values(state):
-        if isinstance(part, ShardedTensor):
-            _fill(part, seed, _depth(model, part.key))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here)) as pool:
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor):
+                _fill(part, seed, _depth(model, part.key), pool)
 
 
-def _fill(part: ShardedTensor, seed: int, layers: int) -> None:
+def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a parameter's tiles: about ``TILE`` elements, whole rows of it where those are short."""
+    sides, left = [], TILE
+    for dim, size in reversed(list(enumerate(shape))):
+        side = max(1, min(size, TILE_SIDE if dim else left))
+        sides.append(side)
+        left //= side
+    return tuple(reversed(sides))
+
+
+def _fill(part: ShardedTensor, seed: int, layers: int, pool: ThreadPoolExecutor) -> None:
     draw = next((draw for name, draw in _rules(layers) if fnmatch(part.key, name)), None)
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
     axes = part.prepend_axis_num
-    rng = _generator(seed, part.key, part.global_offset[:axes])
-    whole = draw(torch.empty(part.global_shape[axes:]), rng)
-    window = tuple(
-        slice(start, start + size)
-        for start, size in zip(part.global_offset[axes:], part.local_shape, strict=True)
+    shape, starts = part.global_shape[axes:], part.global_offset[axes:]
+    tile = tile_shape(shape)
+    own = torch.empty(part.local_shape)
+
+    def fill(place: tuple[int, ...]) -> None:
+        begin = [at * side for at, side in zip(place, tile, strict=True)]
+        size = [min(b + t, n) - b for b, t, n in zip(begin, tile, shape, strict=True)]
+        rng = _generator(seed, part.key, (*part.global_offset[:axes], *place))
+        drawn = draw(torch.empty(size), rng, shape[-1])
+        theirs, mine = [], []
+        for b, length, start, held in zip(begin, size, starts, part.local_shape, strict=True):
+            first, end = max(b, start), min(b + length, start + held)
+            theirs.append(slice(first - b, end - b))
+            mine.append(slice(first - start, end - start))
+        own[tuple(mine)] = drawn[tuple(theirs)]
+
+    touched = (
+        range(start // side, -(-(start + held) // side))
+        for start, held, side in zip(starts, part.local_shape, tile, strict=True)
     )
-    part.data.copy_(whole[window])
+    list(pool.map(fill, itertools.product(*touched)))
+    part.data.copy_(own)

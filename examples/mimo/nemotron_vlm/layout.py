@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
-from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,6 @@ class Layouts:
     language: Layout
     batch: Batch
     placement: str = COLOCATED
-    recurrent_cp: RecurrentCP = RecurrentCP()
 
     @property
     def non_colocated(self) -> bool:

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, ranks_of_modules
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING, recurrent_cp_rules
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
     world_size: int,
     preset: VLMPreset,
     placement: str = COLOCATED,
-    recurrent_cp: RecurrentCP = RecurrentCP(),  # noqa: B008  frozen
+    linear_context_parallel: str = STATE_PASSING,
 ) -> Layouts:
     """Derive what was left out, check every rule, and return the layouts.
 
@@ -35,10 +35,10 @@ def resolve(
     """
     for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
     encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
-    layouts = Layouts(encoder, language, batch, placement, recurrent_cp)
+    layouts = Layouts(encoder, language, batch, placement)
 
     def violation(layout: Layout) -> str | None:
-        return language_violation(layout, for_language, preset, batch, recurrent_cp)
+        return language_violation(layout, for_language, preset, batch, linear_context_parallel)
 
     def encoder_rule(layout: Layout) -> str | None:
         return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)
@@ -120,16 +120,17 @@ def language_violation(
     world_size: int,
     preset: VLMPreset,
     batch: Batch,
-    recurrent_cp: RecurrentCP = RecurrentCP(),  # noqa: B008  frozen
+    linear_context_parallel: str = STATE_PASSING,
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language
+    layers = p.hybrid_layer_pattern
     ranks = lay.tp * lay.cp * lay.dp
     samples = batch.micro_size * lay.dp
     multiple = (2 * lay.cp if lay.cp > 1 else 1) * lay.tp
     heads = {
-        "attention heads": p.heads,
-        "query groups": p.query_groups,
+        "attention heads": p.num_attention_heads,
+        "query groups": p.num_query_groups,
     }
     return (
         _first(
@@ -138,16 +139,19 @@ def language_violation(
                 for what, n in heads.items()
             ]
             + [
-                (p.experts % lay.ep > 0, f"ep={lay.ep} must divide the {p.experts} experts"),
                 (
-                    p.expert_ffn % lay.etp > 0,
-                    f"etp={lay.etp} must divide the {p.expert_ffn} FFN rows",
+                    p.num_experts % lay.ep > 0,
+                    f"ep={lay.ep} must divide the {p.num_experts} experts",
                 ),
                 (
-                    len(p.pattern) % (lay.pp * lay.vpp) > 0,
-                    f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(p.pattern)} layers",
+                    p.moe_ffn_hidden_size % lay.etp > 0,
+                    f"etp={lay.etp} must divide the {p.moe_ffn_hidden_size} FFN rows",
                 ),
-                *recurrent_cp.rules(lay.tp, lay.cp, p),
+                (
+                    len(layers) % (lay.pp * lay.vpp) > 0 and "|" not in layers,
+                    f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers",
+                ),
+                *recurrent_cp_rules(linear_context_parallel, lay.tp, lay.cp, p),
                 (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
                 (
                     lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
@@ -244,3 +248,9 @@ def _nearest_encoder(
         if not violation(c) and not pair_violation(replace(layouts, encoder=c))
     ]
     return _listing(fitting, layouts.encoder).replace("that fit", "encoders that fit")
+
+
+def staged_pattern(pattern: str, layout: Layout) -> str:
+    """The layers with ``|`` between (virtual) pipeline stages, which have as many layers each."""
+    size = len(pattern) // (layout.pp * layout.vpp)
+    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))

@@ -1,21 +1,132 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: one JSON line a step, TensorBoard, and its progress; by one rank."""
+"""What a run reports beside Megatron's log: one JSON line a step, and its progress; by one rank."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+import math
+import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.training import training
 
 SHOWN = ("loss", "eval_accuracy")
 """In the progress bar."""
 
 LINE_INTERVAL_S = 10
 """Where there is no terminal, progress is a line so often, and after the last step."""
+
+Record = dict[str, float | int | bool | None]
+
+
+@contextmanager
+def observed(args: Namespace) -> Iterator[list[Record]]:
+    """While it lasts, Megatron's loop is watched, and its steps are reported.
+
+    Args:
+        args: Megatron's and ours.
+
+    Returns:
+        The steps' records so far, on the last rank, which has the loss; elsewhere empty.
+    """
+    watch = _Watch(args) if args.rank == args.world_size - 1 else None
+    before = {name: getattr(training, name) for name in ("train_step", "training_log", "evaluate")}
+    if watch:
+        training.train_step = watch.timed(training.train_step)
+        training.training_log = _after(training.training_log, watch.step)
+        training.evaluate = _after(training.evaluate, watch.evaluation)
+    try:
+        yield watch.records if watch else []
+    finally:
+        for name, function in before.items():
+            setattr(training, name, function)
+        if watch:
+            watch.close()
+
+
+def _after(function: Callable, observe: Callable[[dict, object], None]) -> Callable:
+    """``function``; then ``observe`` gets its arguments by name, and what it returned."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*arguments, **named):
+        result = function(*arguments, **named)
+        observe(signature.bind(*arguments, **named).arguments, result)
+        return result
+
+    return wrapped
+
+
+class _Watch:
+    """Makes records of what it observes, and hands them to a writer."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._writer = MetricsWriter(args.metrics_out, args.train_iters)
+        self._held: Record | None = None
+        self._seconds, self._lr = 0.0, None
+        self.records: list[Record] = []
+
+    def timed(self, train_step: Callable) -> Callable:
+        signature = inspect.signature(train_step)
+
+        @functools.wraps(train_step)
+        def wrapped(*arguments, **named):
+            started = time.perf_counter()
+            optimizer = signature.bind(*arguments, **named).arguments["optimizer"]
+            self._lr = get_canonical_lr_for_logging(optimizer.param_groups)
+            result = train_step(*arguments, **named)
+            self._seconds = time.perf_counter() - started
+            return result
+
+        return wrapped
+
+    def step(self, seen: dict, _) -> None:
+        self._write_held()
+        reported = {name: float(value) for name, value in seen["loss_dict"].items()}
+        self._held = {
+            "step": seen["iteration"],
+            "loss": _finite(reported.get(LOSS)),
+            "grad_norm": _finite(seen["grad_norm"]),
+            "num_tokens": round(reported.get(TOKENS, 0.0)),
+            "lr": self._lr,  # of this step: the log has the next one's
+            "step_time_s": self._seconds,
+            "skipped": bool(seen["skipped_iter"]),
+        }
+        self.records.append(self._held)
+        args, step = self._args, seen["iteration"]
+        is_evaluated = step % args.eval_interval == 0 or step == args.train_iters
+        if not (args.eval_iters and is_evaluated):
+            self._write_held()
+
+    def evaluation(self, _, result: tuple) -> None:
+        found = {name: float(value) for name, value in (result[0] or {}).items()}
+        if self._held is not None and LOSS in found:
+            self._held |= {"eval_loss": found[LOSS], "eval_accuracy": found[ACCURACY]}
+
+    def close(self) -> None:
+        self._write_held()
+        self._writer.close()
+
+    def _write_held(self) -> None:
+        if self._held is not None:
+            self._writer.write(self._held)
+        self._held = None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 class MetricsWriter:
@@ -24,53 +135,54 @@ class MetricsWriter:
     Args:
         path: of the JSON lines; a resumed run appends to what the steps before it wrote. None:
             the progress only, a bar on a terminal, else lines.
-        first_step: steps from this one on are dropped from an existing file: they are run again.
         total_steps: of the whole run.
     """
 
-    def __init__(self, path: Path | None, first_step: int, total_steps: int) -> None:
-        self._file = self._board = None
-        if path:
-            self._file = _reopen(path, first_step)
-            self._board = SummaryWriter(path.parent / "tensorboard", purge_step=first_step)
-        self._bar = tqdm(
-            total=total_steps, initial=first_step, disable=None, unit="step", mininterval=1.0
-        )
-        self._total_steps, self._last_line = total_steps, time.monotonic()
+    def __init__(self, path: Path | None, total_steps: int | None) -> None:
+        self._path, self._total_steps = path, total_steps
+        self._file = self._bar = None
+        self._last_line = time.monotonic()
 
-    def write(self, record: dict[str, float | int | bool | None]) -> None:
+    def write(self, record: Record) -> None:
         """Append one step's record; `step` counts from 1, and is in every record.
 
+        The first record says where a resumed run goes on: later ones in the file are dropped.
         None stands for a number that is not finite.
         """
+        if self._bar is None:
+            self._open(record["step"] - 1)
         if self._file:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, record["step"])
         shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
         if self._bar.disable:
             self._print_line(record["step"], shown)
 
+    def _open(self, steps_before: int) -> None:
+        if self._path:
+            self._file = _reopen(self._path, steps_before)
+        self._bar = tqdm(
+            total=self._total_steps, initial=steps_before, disable=None, unit="step", mininterval=1
+        )
+
     def _print_line(self, step: int, shown: dict[str, str]) -> None:
         now = time.monotonic()
         if step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S:
             self._last_line = now
             numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
-            print(f"step {step} of {self._total_steps}: {numbers}", flush=True)
+            print(f"step {step} of {self._total_steps}: {numbers}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Finish the files and the bar."""
-        self._bar.close()
+        """Finish the file and the bar."""
+        if self._bar is not None:
+            self._bar.close()
         if self._file:
             self._file.close()
-            self._board.close()
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: Path) -> list[Record]:
     """All whole records of a file; a last line that a kill cut short is left out."""
     records = []
     for line in path.read_text().splitlines():
@@ -81,11 +193,11 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def _reopen(path: Path, first_step: int):
+def _reopen(path: Path, steps_before: int):
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
-    if first_step and path.exists():
-        kept = [record for record in read_metrics(path) if record["step"] <= first_step]
+    if steps_before and path.exists():
+        kept = [record for record in read_metrics(path) if record["step"] <= steps_before]
     partial = path.with_name(path.name + ".partial")
     file = partial.open("w")
     file.writelines(json.dumps(record) + "\n" for record in kept)

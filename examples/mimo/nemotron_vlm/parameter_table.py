@@ -24,8 +24,8 @@ def count_parameters(model: MimoModel, preset: VLMPreset) -> dict[str, tuple[int
     for name, parameter in model.named_parameters():
         share = 1.0
         if ".local_experts." in name or ".experts.weight" in name:
-            share = preset.language.topk / preset.language.experts
-        entry = counts[_part(name, preset.language.pattern)]
+            share = preset.language.moe_router_topk / preset.language.num_experts
+        entry = counts[_part(name, preset.language.hybrid_layer_pattern.replace("|", ""))]
         entry[0] += parameter.numel()
         entry[1] += parameter.numel() * share
     return {part: (total, round(active)) for part, (total, active) in counts.items()}

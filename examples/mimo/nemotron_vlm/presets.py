@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron.core.models.mimo.flops import mlp_flops, vit_flops
+
 
 @dataclass(frozen=True)
 class EncoderPreset:
@@ -39,36 +41,53 @@ class EncoderPreset:
 @dataclass(frozen=True)
 class LanguagePreset:
     """Hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention (``*``), MoE
-    (``E``). The sizes of a kind of layer that the pattern lacks do not matter.
+    (``E``). Fields are options of Megatron; the sizes of a kind of layer that the pattern lacks do
+    not matter.
     """
 
-    pattern: str
-    hidden: int
-    heads: int
-    query_groups: int
+    hybrid_layer_pattern: str
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
     kv_channels: int
-    experts: int
-    topk: int
-    expert_ffn: int
-    shared_ffn: int
-    mamba_heads: int
+    num_experts: int
+    moe_router_topk: int
+    moe_ffn_hidden_size: int
+    moe_shared_expert_intermediate_size: int
+    mamba_num_heads: int
     mamba_head_dim: int
-    mamba_groups: int
-    mamba_state: int
-    vocab: int
-    gdn_key_heads: int = 16
-    gdn_value_heads: int = 32
-    gdn_head_dim: int = 128
+    mamba_num_groups: int
+    mamba_state_dim: int
+    vocab_size: int
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
 
 
 @dataclass(frozen=True)
 class VLMPreset:
-    """A whole model. ``projector_ffn`` is the projector's inner width."""
+    """A whole model.
+
+    projector_ffn: the projector's inner width. seq_length: tokens of a sample, by default.
+    """
 
     name: str
     encoder: EncoderPreset
     projector_ffn: int
     language: LanguagePreset
+    seq_length: int = 32
+
+    @property
+    def flops_per_tile(self) -> float:
+        """Floating-point operations of encoder and projector, forward and backward."""
+        e = self.encoder
+        patches = (e.tile // e.patch) ** 2
+        vit = vit_flops(
+            patches, patches + e.class_tokens, e.layers, e.hidden, e.ffn, 3 * e.patch**2
+        )
+        widths = (e.output_size, self.projector_ffn, self.language.hidden_size)
+        return vit + mlp_flops(e.tokens_per_tile, widths)
 
 
 def tiny() -> VLMPreset:
@@ -78,20 +97,20 @@ def tiny() -> VLMPreset:
         encoder=EncoderPreset(layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16),
         projector_ffn=128,
         language=LanguagePreset(
-            pattern="MEM*MEM*",
-            hidden=64,
-            heads=8,
-            query_groups=4,
+            hybrid_layer_pattern="MEM*MEM*",
+            hidden_size=64,
+            num_attention_heads=8,
+            num_query_groups=4,
             kv_channels=8,
-            experts=8,
-            topk=2,
-            expert_ffn=64,
-            shared_ffn=64,
-            mamba_heads=32,
+            num_experts=8,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=64,
+            moe_shared_expert_intermediate_size=64,
+            mamba_num_heads=32,
             mamba_head_dim=4,
-            mamba_groups=4,
-            mamba_state=16,
-            vocab=64,
+            mamba_num_groups=4,
+            mamba_state_dim=16,
+            vocab_size=64,
         ),
     )
 
@@ -105,21 +124,22 @@ def nano_vl_30b_a3b() -> VLMPreset:
         ),
         projector_ffn=20480,
         language=LanguagePreset(
-            pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-            hidden=2688,
-            heads=32,
-            query_groups=2,
+            hybrid_layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            hidden_size=2688,
+            num_attention_heads=32,
+            num_query_groups=2,
             kv_channels=128,
-            experts=128,
-            topk=6,
-            expert_ffn=1856,
-            shared_ffn=3712,
-            mamba_heads=64,
+            num_experts=128,
+            moe_router_topk=6,
+            moe_ffn_hidden_size=1856,
+            moe_shared_expert_intermediate_size=3712,
+            mamba_num_heads=64,
             mamba_head_dim=64,
-            mamba_groups=8,
-            mamba_state=128,
-            vocab=131072,
+            mamba_num_groups=8,
+            mamba_state_dim=128,
+            vocab_size=131072,
         ),
+        seq_length=8192,
     )
 
 
@@ -127,7 +147,12 @@ def tiny_gdn() -> VLMPreset:
     """``tiny`` with a gated delta net in the place of every second Mamba-2 layer."""
     base = tiny()
     language = replace(
-        base.language, pattern="MEG*MEG*", gdn_key_heads=8, gdn_value_heads=16, gdn_head_dim=8
+        base.language,
+        hybrid_layer_pattern="MEG*MEG*",
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
     )
     return replace(base, name="tiny-gdn", language=language)
 
@@ -139,10 +164,10 @@ def nano_vl_30b_a3b_gdn() -> VLMPreset:
     """
     base = nano_vl_30b_a3b()
     symbols, seen = [], 0
-    for symbol in base.language.pattern:
+    for symbol in base.language.hybrid_layer_pattern:
         seen += symbol == "M"
         symbols.append("G" if symbol == "M" and seen % 3 == 0 else symbol)
-    language = replace(base.language, pattern="".join(symbols))
+    language = replace(base.language, hybrid_layer_pattern="".join(symbols))
     return replace(base, name="nano-vl-30b-a3b-gdn", language=language)
 
 

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -13,8 +13,36 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-if TYPE_CHECKING:
-    from examples.mimo.nemotron_vlm.evaluation import Reading
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT
+from examples.mimo.nemotron_vlm.forward_step import Answers
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the one read."""
+
+    tiles: torch.Tensor
+    answer: str
+    read: str
+
+
+def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading]:
+    """The first samples that were read, up to ``count``."""
+    shown = sorted({sample for sample, _ in answers})[:count]
+    return [_reading(source, n, [answers[p] for p in sorted(answers) if p[0] == n]) for n in shown]
+
+
+def _reading(source: SampleSource, number: int, tokens: list[int]) -> Reading:
+    sample = source.sample("test", number)
+    answer = sample.labels[sample.loss_mask.bool()].tolist()
+    return Reading(sample.tiles, _digits(answer), _digits(tokens))
+
+
+def _digits(tokens: list[int]) -> str:
+    return "".join(
+        str(t - FIRST_DIGIT) if FIRST_DIGIT <= t < FIRST_DIGIT + 10 else "?" for t in tokens[:-1]
+    )
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:

@@ -1,163 +1,251 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run on one rank: set up, resume, train, evaluate, save, report."""
+"""A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import replace
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm import checkpoint, progress
-from examples.mimo.nemotron_vlm.agreement import agreed
-from examples.mimo.nemotron_vlm.cli import RunConfig
-from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.errors import RunFailed, UserError
-from examples.mimo.nemotron_vlm.evaluation import evaluate, read_samples
-from examples.mimo.nemotron_vlm.fault_watch import FaultWatch
-from examples.mimo.nemotron_vlm.grids import make_modules, prepare_megatron
-from examples.mimo.nemotron_vlm.joining import join_ranks
-from examples.mimo.nemotron_vlm.metrics import MetricsWriter, read_metrics
+import megatron.core.datasets.utils
+from examples.mimo.nemotron_vlm.arguments import Options, parse
+from examples.mimo.nemotron_vlm.batches import BatchPlan
+from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data_provider import batch_plan, data_provider
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
+from examples.mimo.nemotron_vlm.joining import store_of_attempt
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.loading import safe_loading
+from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.own_options import own_options
 from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
 from examples.mimo.nemotron_vlm.placement import layout_table
-from examples.mimo.nemotron_vlm.trainer import BACKENDS, Trainer, build_model
+from megatron.core.enums import ModelType
+from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import (
+    ModuleGroups,
+    limit_waiting,
+    make_modules,
+    prepare_process,
+    schedule_collection,
+)
+from megatron.core.models.mimo.teardown import destroy
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import set_global_variables, unset_global_variables
+from megatron.training.initialize import _initialize_distributed
+from megatron.training.training import pretrain
 
 READINGS = 12
 """Test samples in the report's picture."""
 
-WARM_UP = {"cpu": 1, "cuda": 20}
-"""Times --fault-timeout for the first step and evaluation: GPUs first compile kernels."""
+
+@dataclass
+class Session:
+    """A run with its groups made, ready for Megatron's loop.
+
+    options: of the command line. source: of samples. modules: grids and groups. plan: which samples
+    this rank takes. cfg: Megatron's configurations. communicator: of non-colocated modules,
+    else None. stages: the model's virtual stages, once it is built.
+    """
+
+    options: Options
+    source: SampleSource
+    modules: dict[str, ModuleGroups]
+    plan: BatchPlan
+    cfg: PretrainConfigContainer
+    communicator: MultiModulePipelineCommunicator | None
+    stages: list[MimoModel]
 
 
-def run(config: RunConfig) -> None:
+def run(argv: list[str]) -> None:
     """Carry the run out; collective over all ranks.
 
     Raises:
         UserError: on every rank alike, for bad input.
     """
-    join_ranks(BACKENDS[config.device])
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    watch = FaultWatch(config.fault_timeout) if dist.get_world_size() > 1 else None
-    try:
-        _dry_run(config) if config.dry_run else _train(config)
-    except Exception as error:
-        if watch and not isinstance(error, UserError | RunFailed):
-            watch.end_after(error)
-        raise
-    finally:
-        if watch:
-            watch.stop()
+    own = own_options(argv)
+    if own.device == "cpu":
+        from megatron.core import cpu_runtime
+
+        cpu_runtime.install()
+    with _output_to(_log_file(own, argv)):
+        options = parse(argv)
+        args = options.args
+        _check_outputs(args)
+        source = make_source(args.data, options.preset.encoder, args.seq_length, args.seed)
+        session = open_session(options, source)
+        if args.dry_run:
+            _dry_run(session)
+        else:
+            _say(_banner(options), args)
+            records = train(session)
+            _print_outcome(session, records)
+        close_session(session)
         dist.destroy_process_group()
 
 
-def _dry_run(config: RunConfig) -> None:
-    modules = make_modules(config.layouts, BACKENDS[config.device])
-    prepare_megatron(modules, config.seed)
+def open_session(options: Options, source: SampleSource) -> Session:
+    """Join the ranks and make all process groups; collective."""
+    args, layouts = options.args, options.layouts
+    # The package has no Makefile for the index builder of .bin data, which is not read here.
+    megatron.core.datasets.utils.compile_helpers = lambda: None
+    set_global_variables(args, build_tokenizer=False)
+    _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
+    modules = make_modules(
+        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        args.distributed_backend,
+        args.num_distributed_optimizer_instances,
+    )
+    communicator = None
+    if layouts.non_colocated:
+        grids = {name: module.grid for name, module in modules.items()}
+        communicator = encoders_to_language(grids, options.configs.language)
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
+    args.modality_flops_per_sample = source.tiles_per_sample * options.preset.flops_per_tile
+    stages: list[MimoModel] = []
+    build = VLMBuildConfig(_options=options, _modules=modules)
+    build.post_wrap_hooks.append(lambda built: stages.extend(built) or built)
+    return Session(
+        options,
+        source,
+        modules,
+        batch_plan(layouts, options.preset, modules),
+        pretrain_cfg_container_from_args(args, build),
+        communicator,
+        stages,
+    )
+
+
+def train(session: Session) -> list[Record]:
+    """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
+    args = session.options.args
+    with observed(args) as records, safe_loading(args):
+        pretrain(
+            session.cfg,
+            data_provider(args, session.plan, session.source),
+            ModelType.encoder_or_decoder,
+            forward_step,
+            skip_model_parallel_init=True,
+            p2p_communicator=session.communicator,
+            pg_collection=schedule_collection(session.modules),
+        )
+    return records
+
+
+def close_session(session: Session) -> None:
+    """Free the model, its groups and what Megatron keeps in the process; collective.
+
+    The default group stays. The caller drops its own references to the model first.
+    """
+    session.cfg.model.post_wrap_hooks.clear()
+    destroy(session.stages, session.modules)
+    unset_global_variables()
+    destroy_rerun_state_machine()
+
+
+def _print_outcome(session: Session, records: list[Record]) -> None:
+    if session.options.args.report:
+        _report(session)
+    if records and "eval_accuracy" in records[-1]:
+        print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+
+
+def _report(session: Session) -> None:
+    args = session.options.args
+    everywhere: list[dict] = [{}] * args.world_size
+    dist.all_gather_object(everywhere, answers)
+    if args.rank == args.world_size - 1:
+        # matplotlib is slow to import, and only this rank draws.
+        from examples.mimo.nemotron_vlm.report import draw_report, readings
+
+        read = {place: token for part in everywhere for place, token in part.items()}
+        shown = readings(session.source, read, READINGS)
+        draw_report(args.report, read_metrics(args.metrics_out), shown)
+        print(f"picture: {args.report.absolute()}", file=sys.stderr)
+
+
+def _dry_run(session: Session) -> None:
+    options = session.options
+    prepare_process(session.modules, options.args.seed)
+    specs = layer_specs(options.args.transformer_impl)
     with torch.device("meta"):
-        (model,) = build_model(config, modules)
-    print(format_table(count_parameters(model, config.preset)))
+        (model,) = build_vlm(options.args, options.preset, options.configs, session.modules, specs)
+    print(format_table(count_parameters(model, options.preset)), file=sys.__stdout__)
 
 
-def _train(config: RunConfig) -> None:
-    config = _restarted(config)
-    source = make_source(
-        config.data, config.preset.encoder, config.layouts.batch.seq_length, config.seed
-    )
-    agreed(lambda: _check_outputs(config))
-    progress.note("building the model", patience=3)
-    trainer = Trainer(config, source)
-    if config.load:
-        progress.note(f"loading from {config.load}", patience=3)
-        checkpoint.load(trainer, config.load)
-    saver = checkpoint.CheckpointWriter(config.save, config.async_save) if config.save else None
-    writer = None
-    if dist.get_rank() == 0:
-        print(_banner(config), flush=True)
-        writer = MetricsWriter(config.metrics_out, trainer.step, config.steps)
-    record = {}
-    try:
-        while trainer.step < config.steps:
-            record = _step(config, trainer, saver, writer)
-    except (UserError, RunFailed):  # on all ranks alike
-        if saver:
-            saver.finish()
-        raise
-    if saver:
-        saver.finish()
-    progress.note("finishing")
-    readings = read_samples(trainer, READINGS) if config.report else []
-    if writer:
-        writer.close()
-        _print_outcome(config, record, readings)
-
-
-def _step(config: RunConfig, trainer: Trainer, saver, writer: MetricsWriter | None) -> dict:
-    if saver:
-        saver.poll()
-    with progress.first_time("training", WARM_UP[config.device]):
-        record = trainer.train_step()
-    last = trainer.step == config.steps
-    if config.eval_interval and (last or trainer.step % config.eval_interval == 0):
-        with progress.first_time("evaluation", WARM_UP[config.device]):
-            record |= evaluate(trainer, config.eval_samples)
-    if writer:
-        writer.write(record)
-    due = config.save_interval and trainer.step % config.save_interval == 0
-    if saver and (last or due):
-        progress.note(f"saving step {trainer.step}")
-        saver.save(trainer)
-    return record
-
-
-def _restarted(config: RunConfig) -> RunConfig:
-    """With ``--restart-from-latest``, load from where the run before saved, if it did."""
-    if not config.restart_from_latest:
-        return config
-    found = [checkpoint.newest(config.save)]
-    dist.broadcast_object_list(found)
-    return replace(config, load=config.save if found[0] else None)
-
-
-def _banner(config: RunConfig) -> str:
-    lay = config.layouts
+def _banner(options: Options) -> str:
+    args, lay = options.args, options.layouts
     return (
-        f"{config.preset.name} on {dist.get_world_size()} ranks, {lay.placement}; "
-        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp "
-        f"{lay.language.dp} samples a step\n{layout_table(lay)}"
+        f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
+        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
+        f"samples a step\n"
+        f"{layout_table(lay)}"
     )
 
 
-def _check_outputs(config: RunConfig) -> None:
-    if config.save:
-        checkpoint.check_save_directory(config.save, config.load)
-    for option, path in (("--metrics-out", config.metrics_out), ("--report", config.report)):
+def _say(text: str, args: Namespace) -> None:
+    if args.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_file(own: Namespace, argv: list[str]) -> Path | None:
+    if own.log_file == "-" or {"-h", "--help"} & set(argv):
+        return None
+    if own.log_file or own.dry_run:
+        return Path(own.log_file or os.devnull)
+    return own.metrics_out.with_name("log.txt") if own.metrics_out else None
+
+
+@contextmanager
+def _output_to(path: Path | None) -> Iterator[None]:
+    """What Megatron prints, logs and warns of goes to a file, to which all ranks append."""
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1)
+    except OSError as error:
+        raise UserError(f"--log-file {path}: cannot write there ({error.strerror})") from error
+    with file, redirect_stdout(file):
+        logging.basicConfig(stream=file, force=True)
+        logging.captureWarnings(True)
+        yield
+        logging.captureWarnings(False)
+        logging.basicConfig(force=True)
+
+
+def _check_outputs(args: Namespace) -> None:
+    for option, path in (("--metrics-out", args.metrics_out), ("--report", args.report)):
         if path:
             _check_writable(option, path)
+    if args.save:
+        _check_writable("--save", Path(args.save) / ".probe")
 
 
 def _check_writable(option: str, path: Path) -> None:
+    probe = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink(missing_ok=True)
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
-
-
-def _print_outcome(config: RunConfig, last: dict, readings: list) -> None:
-    records = read_metrics(config.metrics_out) if config.metrics_out else [last]
-    if records and "eval_accuracy" in records[-1]:
-        print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}")
-    if config.report and records:
-        # matplotlib is slow to import, and only this rank draws.
-        from examples.mimo.nemotron_vlm.report import draw_report
-
-        draw_report(config.report, records, readings)
-        print(f"picture: {config.report.absolute()}")

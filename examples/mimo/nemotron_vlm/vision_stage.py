@@ -19,6 +19,9 @@ class VisionStage(VisionModalitySubmodules):
     share_embeddings_and_output_weights = False
     """Read by the gradient finalization of a pipeline's first and last stage."""
 
+    runs_on_every_rank = True
+    """Without tiles it encodes a blank one; so reductions of its gradients overlap its backward."""
+
     @property
     def pre_process(self) -> bool:
         """Whether this stage takes tiles."""

@@ -12,21 +12,16 @@ from functools import partial
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
-from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.encoding import with_embeddings
-from megatron.core.models.mimo.grad_finalization import (
-    ddp_modules,
-    finalize_mimo_grads,
-    global_token_count,
-    no_grad_sync,
-)
+from megatron.core.models.mimo.data_parallel import prepare_for_training
+from megatron.core.models.mimo.encoding import run_microbatch
+from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+from megatron.core.models.mimo.module_groups import encoder_part, schedule_collection
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from tests.unit_tests.models.group_threads import free_groups
 from tests.unit_tests.models.mimo_gpt import IMAGES, Module, build
 from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
@@ -87,10 +82,9 @@ def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[d
 
     language = modules[LANGUAGE]
 
-    def part(module: Module, number: int) -> Sequence[Sample]:
-        dp, index = module.groups.dp, module.groups.dp.rank()
-        if module is not language:
-            index = bridge_topology(module.grid, language.grid).parts[index]
+    def part(name: str, number: int) -> Sequence[Sample]:
+        dp = modules[name].groups.dp
+        index = dp.rank() if name == LANGUAGE else encoder_part(modules, name)
         cuts = [(number, job.microbatches), (index, dp.size())]
         if language.groups.pp.size() > 1:
             cuts.reverse()
@@ -101,8 +95,8 @@ def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[d
 
     return [
         batch(
-            {name: part(modules[name], number) for name in job.modalities},
-            part(language, number),
+            {name: part(name, number) for name in job.modalities},
+            part(LANGUAGE, number),
             job.packed,
             told,
         )
@@ -116,29 +110,19 @@ def _loss(output: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _forward_step(batches, model: MimoModel):
-    output, loss_mask = model(**with_embeddings(model, next(batches)))
+    output, loss_mask = run_microbatch(model, next(batches))
     return output, partial(_loss, loss_mask=loss_mask)
 
 
-def _wrap_in_ddp(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> None:
+def _prepare(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> None:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=job.overlap
     )
-
-    def wrapped(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        if not any(p.requires_grad for p in module.parameters()):
-            return module
-        config, groups = modules[name].config(), modules[name].groups
-        config.calculate_per_token_loss = job.per_token
-        return DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
-
     for stage in stages:
-        for name, module in stage.modality_submodules.items():
-            stage.modality_submodules[name] = wrapped(name, module)
-        stage.language_model = wrapped(LANGUAGE, stage.language_model)
-        stage.config.calculate_per_token_loss = job.per_token
-        stage.config.finalize_model_grads_func = finalize_mimo_grads
-        stage.config.no_sync_func = partial(no_grad_sync, stages)
+        encoders = [e for m in stage.modality_submodules.values() for e in m.encoders.values()]
+        for part in (stage, *encoders):
+            part.config.calculate_per_token_loss = job.per_token
+    prepare_for_training(stages, modules, ddp_config)
 
 
 def train(
@@ -155,9 +139,8 @@ def train(
         around: what forward and backward of a step run in.
     """
     stages = job.model(modules)
-    _wrap_in_ddp(job, stages, modules)
-    optimizer = get_mimo_optimizer(
-        stages,
+    _prepare(job, stages, modules)
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=ADAM["lr"],
@@ -168,14 +151,14 @@ def train(
             clip_grad=0.0,
             use_distributed_optimizer=True,
         ),
+        stages,
     )
-    groups = modules[LANGUAGE].groups
-    pipelined = groups.pp.size() > 1
-    schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
+    collection = schedule_collection(modules)
+    schedule = get_forward_backward_func(schedule_pg_collection=collection)
     found = []
     for step in range(steps):
-        for module in itertools.chain(*ddp_modules(stages)):
-            module.zero_grad_buffer()
+        for stage in stages:
+            stage.zero_grad_buffer()
         optimizer.zero_grad()
         batches = _batches(job, modules, told)
         batch_size, seq_length = batches[0]["input_ids"].shape
@@ -188,11 +171,11 @@ def train(
                 seq_length=seq_length,
                 micro_batch_size=batch_size,
                 forward_only=False,
-                pg_collection=groups,
+                pg_collection=collection,
             )
         _, grad_norm, _ = optimizer.step()
         local = sum(reports, torch.zeros(2, device=Utils.device))
-        total, tokens = global_token_count(local, groups).tolist()
+        total, tokens = global_token_count(local, modules[LANGUAGE].groups).tolist()
         found.append((total / tokens, grad_norm))
     for stage in stages:
         stage.destroy()
@@ -202,12 +185,11 @@ def train(
 
 def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.Tensor]:
     """Gradients of the images' encoder after one batch, by name, of this rank alone: no DDP."""
-    chunks = job.model(modules)
-    groups = modules[LANGUAGE].groups
-    pipelined = groups.pp.size() > 1
-    schedule = colocated_forward_backward_with_pp if pipelined else forward_backward_no_pipelining
+    stages = job.model(modules)
+    collection = schedule_collection(modules)
+    schedule = get_forward_backward_func(schedule_pg_collection=collection)
     batches = _batches(job, modules)
-    encoder = chunks[0].modality_submodules[IMAGES]
+    encoder = stages[0].modality_submodules[IMAGES]
     for inputs in (microbatch["modality_inputs"][IMAGES] for microbatch in batches):
         if inputs:
             patches = inputs["patches"]
@@ -216,20 +198,20 @@ def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.T
     schedule(
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
-        model=chunks,
+        model=stages,
         num_microbatches=job.microbatches,
         seq_length=seq_length,
         micro_batch_size=batch_size,
         forward_only=False,
-        pg_collection=groups,
+        pg_collection=collection,
     )
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in encoder.named_parameters()
     }
-    for chunk in chunks:
-        chunk.destroy()
-        free_groups(chunk)
+    for stage in stages:
+        stage.destroy()
+        free_groups(stage)
     return gradients
 
 

@@ -11,19 +11,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.model import (
-    IMAGES,
-    ModuleGroups,
-    build_vlm,
-    language_config,
-    projector_config,
-)
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
 from examples.mimo.nemotron_vlm.placement import COLOCATED
-from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset
+from examples.mimo.nemotron_vlm.presets import PRESETS, EncoderPreset, LanguagePreset, VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -31,6 +24,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import Modules
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
@@ -41,7 +35,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-BATCH = Batch(global_size=16, micro_size=4, seq_length=16)
+SAMPLES, SEQUENCE = 16, 16
+"""Of a step, and tokens of a sample."""
 
 PRESET = VLMPreset(
     name="test",
@@ -50,25 +45,25 @@ PRESET = VLMPreset(
     ),
     projector_ffn=32,
     language=LanguagePreset(
-        pattern="ME*E",
-        hidden=16,
-        heads=4,
-        query_groups=2,
+        hybrid_layer_pattern="ME*E",
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
         kv_channels=4,
-        experts=8,
-        topk=2,
-        expert_ffn=16,
-        shared_ffn=16,
-        mamba_heads=8,
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=16,
+        moe_shared_expert_intermediate_size=16,
+        mamba_num_heads=8,
         mamba_head_dim=4,
-        mamba_groups=4,
-        mamba_state=8,
-        vocab=32,
+        mamba_num_groups=4,
+        mamba_state_dim=8,
+        vocab_size=32,
     ),
 )
 """A tile is one token. Encoder tp=4 and language tp=2, cp=2, ep=8, etp=2 divide it."""
 
-Build = Callable[[Layouts, dict[str, ModuleGroups]], MimoModel]
+Build = Callable[[Options, Modules], MimoModel]
 
 
 class TileMLP(NormedProjector):
@@ -79,16 +74,14 @@ class TileMLP(NormedProjector):
         return super().forward(tiles.flatten(1))
 
 
-def _mimo_model(
-    language: ModuleSpec, layouts: Layouts, modules: dict[str, ModuleGroups]
-) -> MimoModel:
+def _mimo_model(language: ModuleSpec, options: Options, modules: Modules) -> MimoModel:
     """A MimoModel of the simple encoder and a language model, its weights not initialized."""
     groups = modules[IMAGES].groups
     mlp = layer_specs("local").projector_mlp
     encoder = ModuleSpec(
         module=TileMLP,
         params={
-            "config": projector_config(PRESET, layouts.encoder, torch.float32),
+            "config": options.configs.projector,
             "norm": SequenceParallelNorm,
             "submodules": mlp,
             "input_size": 3 * PRESET.encoder.tile**2,
@@ -112,13 +105,13 @@ def _mimo_model(
     return model
 
 
-def _language_params(layouts: Layouts, groups: ProcessGroupCollection | None) -> dict:
+def _language_params(options: Options, groups: ProcessGroupCollection | None) -> dict:
     if groups is None:
         return {}
     stage, stages = groups.pp.rank(), groups.pp.size()
     return {
-        "vocab_size": PRESET.language.vocab,
-        "max_sequence_length": layouts.batch.seq_length,
+        "vocab_size": options.args.padded_vocab_size,
+        "max_sequence_length": options.args.seq_length,
         "pre_process": stage == 0,
         "post_process": stage == stages - 1,
         "scatter_embedding_sequence_parallel": False,
@@ -126,16 +119,15 @@ def _language_params(layouts: Layouts, groups: ProcessGroupCollection | None) ->
     }
 
 
-def _nemotron_gpt_config(layout: Layout) -> TransformerConfig:
+def _nemotron_gpt_config(options: Options) -> TransformerConfig:
     """Squared ReLU, sigmoid scores with expert bias and scaling, shared expert, seq aux loss."""
-    config = language_config(PRESET, layout, torch.float32)
-    return replace(config, is_hybrid_model=False, num_layers=2)
+    return replace(options.configs.language, is_hybrid_model=False, num_layers=2)
 
 
-def _plain_gpt_config(layout: Layout) -> TransformerConfig:
+def _plain_gpt_config(options: Options) -> TransformerConfig:
     """GELU, softmax scores, and no balancing."""
     return replace(
-        _nemotron_gpt_config(layout),
+        _nemotron_gpt_config(options),
         activation_func=F.gelu,
         moe_shared_expert_intermediate_size=None,
         moe_router_score_function="softmax",
@@ -159,43 +151,40 @@ def _gpt_stack(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def _build_gpt(
-    make_config: Callable[[Layout], TransformerConfig],
-    layouts: Layouts,
-    modules: dict[str, ModuleGroups],
+    make_config: Callable[[Options], TransformerConfig], options: Options, modules: Modules
 ) -> MimoModel:
-    config = replace(make_config(layouts.language), variable_seq_lengths=layouts.non_colocated)
+    config = make_config(options)
     language = ModuleSpec(
         module=GPTModel,
         params={
             "config": config,
             "transformer_layer_spec": _gpt_stack(config),
             "position_embedding_type": "rope",
-            **_language_params(layouts, modules[LANGUAGE].groups),
+            **_language_params(options, modules[LANGUAGE].groups),
         },
     )
-    return _mimo_model(language, layouts, modules)
+    return _mimo_model(language, options, modules)
 
 
-def build_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoModel:
+def build_mamba_moe(options: Options, modules: Modules) -> MimoModel:
     """Simple encoder and the hybrid Mamba-MoE language model."""
     language = ModuleSpec(
         module=HybridModel,
         params={
-            "config": language_config(
-                PRESET, layouts.language, torch.float32, non_colocated=layouts.non_colocated
-            ),
+            "config": options.configs.language,
             "hybrid_stack_spec": layer_specs("local").hybrid_stack,
-            "hybrid_layer_pattern": PRESET.language.pattern,
+            "hybrid_layer_pattern": options.args.hybrid_layer_pattern,
             "position_embedding_type": "none",
-            **_language_params(layouts, modules[LANGUAGE].groups),
+            **_language_params(options, modules[LANGUAGE].groups),
         },
     )
-    return _mimo_model(language, layouts, modules)
+    return _mimo_model(language, options, modules)
 
 
-def build_radio_mamba_moe(layouts: Layouts, modules: dict[str, ModuleGroups]) -> MimoModel:
+def build_radio_mamba_moe(options: Options, modules: Modules) -> MimoModel:
     """RADIO, projector and the hybrid Mamba-MoE language model, as the training program's."""
-    (model,) = build_vlm(PRESET, layouts, modules, layer_specs("local"), torch.float32)
+    specs = layer_specs("local")
+    (model,) = build_vlm(options.args, options.preset, options.configs, modules, specs)
     return model
 
 
@@ -206,17 +195,26 @@ build_nemotron_moe_gpt: Build = partial(_build_gpt, _nemotron_gpt_config)
 """Simple encoder and a GPT with experts as Nemotron has them."""
 
 
-def make_layouts(
+def make_options(
     encoder: str,
     language: str,
     world_size: int,
-    batch: Batch = BATCH,
+    micro_size: int = 4,
     placement: str = COLOCATED,
     preset: VLMPreset = PRESET,
-) -> Layouts:
-    """Layouts from the program's notation, checked; ``batch.micro_size`` is a DP rank's."""
-    parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
-    return resolve(*parsed, batch, world_size, preset, placement)
+) -> Options:
+    """What the program makes of layouts; ``micro_size`` is a DP rank's."""
+    PRESETS[preset.name] = lambda: preset
+    return parse(
+        [
+            *("--model", preset.name, "--placement", placement),
+            *("--encoder", encoder, "--language", language, "--seq-length", str(SEQUENCE)),
+            *("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size)),
+        ],
+        world_size,
+    )
 
 
-ONE_RANK = make_layouts("", "", world_size=1, batch=replace(BATCH, micro_size=BATCH.global_size))
+def one_rank(preset: VLMPreset = PRESET) -> Options:
+    """The reference: all samples in one microbatch."""
+    return make_options("", "", world_size=1, micro_size=SAMPLES, preset=preset)

@@ -12,43 +12,33 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.batches import BatchPlan
+from examples.mimo.nemotron_vlm.arguments import Options
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.grids import (
-    encoder_part,
-    make_grid,
-    make_modules,
-    prepare_megatron,
-)
+from examples.mimo.nemotron_vlm.data_provider import batch_plan
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
-from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.loss import summed_loss
-from examples.mimo.nemotron_vlm.model import (
-    IMAGES,
-    ModuleGroups,
-)
-from examples.mimo.nemotron_vlm.trainer import wrap_in_ddp
-from megatron.core import parallel_state
+from examples.mimo.nemotron_vlm.model import IMAGES
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.config.role import ModuleLayout
-from megatron.core.models.mimo.encoding import with_embeddings
-from megatron.core.models.mimo.grad_finalization import global_token_count
+from megatron.core.models.mimo.data_parallel import prepare_for_training
+from megatron.core.models.mimo.encoding import run_microbatch
+from megatron.core.models.mimo.grad_finalization import language_total
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.non_colocated_schedule import (
-    destroy_bridges,
-    encoders_to_language,
-    language_total,
-    non_colocated_forward_backward,
-    own_groups,
+from megatron.core.models.mimo.module_groups import (
+    ModuleGroups,
+    make_grid,
+    make_modules,
+    prepare_process,
+    schedule_collection,
 )
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.models.mimo.teardown import destroy
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from tests.unit_tests.models.group_threads import free_groups
-from tests.unit_tests.models.mimo_models import ONE_RANK, PRESET, Build
+from tests.unit_tests.models.mimo_models import Build, one_rank
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 BACKEND = "nccl" if HAVE_CUDA else "gloo"
@@ -59,16 +49,21 @@ ADAM = OptimizerConfig(
 )
 """The epsilon is of the gradients' size: with a small one Adam makes full steps of rounding."""
 
+DDP = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+
 
 @contextlib.contextmanager
-def modules_of(layouts: Layouts) -> Iterator[dict[str, ModuleGroups]]:
+def modules_of(options: Options) -> Iterator[dict[str, ModuleGroups]]:
     """Groups of both modules over the world; they end with the block."""
-    modules = make_modules(layouts, BACKEND)
+    layouts = options.layouts
+    modules = make_modules(
+        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        BACKEND,
+    )
     try:
         yield modules
     finally:
-        for module in modules.values():
-            module.grid.destroy()
+        destroy([], modules)
 
 
 @contextlib.contextmanager
@@ -77,32 +72,30 @@ def modules_of_one_rank() -> Iterator[dict[str, ModuleGroups]]:
 
     All ranks make it, because the optimizer and its norm speak to the world.
     """
-    grids = [make_grid(ONE_RANK.language, BACKEND, rank) for rank in range(Utils.world_size)]
+    layout = one_rank().layouts.language
+    grids = [make_grid(layout, BACKEND, rank) for rank in range(Utils.world_size)]
     collections = [ProcessGroupCollection.from_hyper_comm_grid(grid) for grid in grids]
     own = ModuleGroups(grids[Utils.rank], collections[Utils.rank])
     try:
         yield {IMAGES: own, LANGUAGE: own}
     finally:
-        for grid in grids:
-            grid.destroy()
+        destroy([], {str(rank): ModuleGroups(grid, None) for rank, grid in enumerate(grids)})
 
 
 def microbatches(
-    layouts: Layouts,
+    options: Options,
     modules: dict[str, ModuleGroups],
     step: int,
     source: SampleSource | None = None,
 ) -> list[dict]:
     """This rank's microbatches of one step of random data, as MimoModel's arguments."""
-    groups = modules[LANGUAGE].groups
-    plan = BatchPlan(
-        layouts,
-        encoder_part=encoder_part(modules),
-        language_dp=groups and groups.dp.rank(),
-        tokens_per_tile=PRESET.encoder.tokens_per_tile,
-    )
-    source = source or make_source("mock", PRESET.encoder, layouts.batch.seq_length, SEED)
-    return plan.microbatches(source, "train", step, Utils.device)
+    args, preset = options.args, options.preset
+    plan = batch_plan(options.layouts, preset, modules)
+    source = source or make_source("mock", preset.encoder, args.seq_length, SEED)
+    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    first = step * args.global_batch_size
+    found = plan.microbatches(source, "train", first, count, args.micro_batch_size, Utils.device)
+    return [{k: v for k, v in batch.items() if k != "samples"} for batch in found]
 
 
 @dataclass
@@ -122,89 +115,73 @@ class Run:
 
 @contextlib.contextmanager
 def initialized(
-    build: Build, layouts: Layouts, modules: dict[str, ModuleGroups]
+    build: Build, options: Options, modules: dict[str, ModuleGroups]
 ) -> Iterator[MimoModel]:
-    """The model with its initial weights; what Megatron keeps per process ends with the block."""
-    prepare_megatron(modules, SEED)
-    model = build(layouts, modules).to(Utils.device)
+    """The model with its initial weights; what Megatron keeps per process ends with the modules."""
+    prepare_process(modules, SEED)
+    torch.manual_seed(SEED)
+    model = build(options, modules).to(Utils.device)
     initialize_weights(model, SEED)
     try:
         yield model
     finally:
         model.destroy()
         free_groups(model)
-        parallel_state.destroy_global_memory_buffer()
-        destroy_moe_metrics_tracker()
 
 
 def train(
     build: Build,
-    layouts: Layouts,
+    options: Options,
     modules: dict[str, ModuleGroups],
     steps: int,
     source: SampleSource | None = None,
 ) -> Run:
     """Train with Adam, over the groups of ``modules``, on random data or those of ``source``."""
-    groups = modules[LANGUAGE].groups
-    with initialized(build, layouts, modules) as model:
-        wrap_in_ddp([model])
-        optimizer = get_mimo_optimizer(model, ADAM)
+    collection = schedule_collection(modules)
+    with initialized(build, options, modules) as model:
+        prepare_for_training([model], modules, DDP)
+        optimizer = get_megatron_optimizer(ADAM, [model])
+        communicator = None
+        if model.role.mode is ModuleLayout.NON_COLOCATED:
+            grids = {name: module.grid for name, module in modules.items()}
+            communicator = encoders_to_language(grids, get_model_config(model))
+        schedule = partial(
+            get_forward_backward_func(schedule_pg_collection=collection),
+            forward_step_func=_forward_step,
+            model=[model],
+            seq_length=options.args.seq_length,
+            micro_batch_size=options.args.micro_batch_size,
+            forward_only=False,
+            p2p_communicator=communicator,
+            pg_collection=collection,
+        )
         run = Run()
-        with _schedule(model, layouts, modules) as schedule:
-            for step in range(steps):
-                batches = microbatches(layouts, modules, step, source)
-                reports = _forward_backward(model, optimizer, layouts, schedule, batches)
-                stepped, grad_norm, _ = optimizer.step()
-                assert stepped
-                loss, tokens = _total(reports, model, modules)
-                run.losses.append(loss / tokens)
-                run.grad_norms.append(grad_norm)
-                if groups is not None:
-                    run.experts = run.experts or experts(model, groups)
+        groups = modules[LANGUAGE].groups
+        for step in range(steps):
+            batches = microbatches(options, modules, step, source)
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            reports = schedule(data_iterator=iter(batches), num_microbatches=len(batches))
+            stepped, grad_norm, _ = optimizer.step()
+            assert stepped
+            local = sum(reports, torch.zeros(2, dtype=torch.float64, device=Utils.device))
+            loss, tokens = language_total(local, model, groups).tolist()
+            run.losses.append(loss / tokens)
+            run.grad_norms.append(grad_norm)
+            if groups is not None:
+                run.experts = run.experts or experts(model, groups)
+        del optimizer, schedule, communicator
     return run
 
 
-@contextlib.contextmanager
-def _schedule(model: MimoModel, layouts: Layouts, modules: dict[str, ModuleGroups]):
-    if not layouts.non_colocated:
-        yield partial(forward_backward_no_pipelining, pg_collection=modules[LANGUAGE].groups)
-        return
-    try:
-        yield partial(
-            non_colocated_forward_backward,
-            communicator=encoders_to_language(model),
-            groups={name: module.groups for name, module in modules.items()},
-        )
-    finally:
-        destroy_bridges()
-
-
-def _forward_backward(model, optimizer, layouts, schedule, batches: list[dict]) -> list:
-    held = (*model.modality_submodules.values(), model.language_model)
-    for module in (module for module in held if module is not None):
-        module.zero_grad_buffer()
-    optimizer.zero_grad()
-    return schedule(
-        forward_step_func=_forward_step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=layouts.num_microbatches,
-        seq_length=layouts.batch.seq_length,
-        micro_batch_size=layouts.batch.micro_size,
-    )
-
-
-def _total(reports: list[torch.Tensor], model, modules) -> list[float]:
-    total = sum(reports, torch.zeros(2, dtype=torch.float64, device=Utils.device))
-    groups = {name: module.groups for name, module in modules.items()}
-    if model.role.mode is ModuleLayout.NON_COLOCATED:
-        return language_total(total, model, own_groups(groups)).tolist()
-    return global_token_count(total, groups[LANGUAGE]).tolist()
-
-
 def _forward_step(batches: Iterator[dict], model: MimoModel):
-    output, loss_mask = model(**with_embeddings(model, next(batches)))
-    return output, partial(summed_loss, loss_mask=loss_mask)
+    output, loss_mask = run_microbatch(model, next(batches))
+    return output, partial(_summed_loss, loss_mask=loss_mask)
+
+
+def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor):
+    total, tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
+    return total, tokens.to(torch.int), torch.stack([total.detach().double(), tokens.double()])
 
 
 def experts(model: MimoModel, groups: ProcessGroupCollection) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from tests.unit_tests.models.weights import (
 from tests.unit_tests.test_utilities import HAVE_CUDA
 
 PROPORTIONAL_STEP = (
-    *("--steps", "1", "--lr", "1e6", "--adam-eps", "100"),
+    *("--train-iters", "1", "--lr", "1e6", "--adam-eps", "100"),
     *("--clip-grad", "0", "--weight-decay", "0"),
 )
 """Adam's first step with an epsilon far above all gradients: weights move by 10⁴ × gradient, to 1%,

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch, collate
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, Sample
+from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.presets import tiny
 from megatron.core.models.mimo.modality_rows import HostTokens
@@ -25,12 +28,15 @@ FIRST_TEXT_TOKEN = 5
 class OddSamples:
     """A source of random samples; number i has the i-th length and number of tiles."""
 
-    def sample(self, split: str, step: int, index: int) -> Sample:
+    tiles_per_sample = 1.0
+
+    def sample(self, split: str, number: int) -> Sample:
         """See `SampleSource`."""
-        length, tiles = LENGTHS_AND_TILES[index % len(LENGTHS_AND_TILES)]
+        length, tiles = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)]
         preset = tiny()
-        rng = torch.Generator().manual_seed(index)
-        ids = torch.randint(FIRST_TEXT_TOKEN, preset.language.vocab, (length + 1,), generator=rng)
+        rng = torch.Generator().manual_seed(number)
+        vocab = preset.language.vocab_size
+        ids = torch.randint(FIRST_TEXT_TOKEN, vocab, (length + 1,), generator=rng)
         labels = ids[1:].clone()
         first = int(length > tiles * preset.encoder.tokens_per_tile)
         ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE
@@ -60,18 +66,24 @@ class PackedPlan:
     def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
 
-    def microbatches(self, source: OddSamples, split: str, step: int, device) -> list[Microbatch]:
+    def microbatches(
+        self, source: OddSamples, split: str, first: int, count: int, micro_size: int, device
+    ) -> Iterator[Microbatch]:
         """See `BatchPlan`."""
-        found = []
-        for number in range(self.plan.layouts.num_microbatches):
+        for number in range(count):
             encoder, language = (
-                [source.sample(split, step, i) for i in part] for part in self.plan.indices(number)
+                [source.sample(split, first + i) for i in part]
+                for part in self.plan.indices(number, count, micro_size)
             )
             row, packing = pack(language, device)
-            batch = collate(encoder, [row], device)
+            batch = collate(encoder, [row], device) | {"samples": []}
             ids = {IMAGES: [sample.input_ids for sample in encoder]}
             batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in language])
             if len(language) > 1:
                 batch["packing_kwargs"] = packing
-            found.append(batch)
-        return found
+            yield batch
+
+    @property
+    def layouts(self) -> Layouts:
+        """Of the plan."""
+        return self.plan.layouts

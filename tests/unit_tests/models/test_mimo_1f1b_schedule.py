@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
 from tests.unit_tests.models.mimo_models import (
-    ONE_RANK,
     PRESET,
-    make_layouts,
+    SAMPLES,
+    SEQUENCE,
+    build_radio_mamba_moe,
+    make_options,
+    one_rank,
 )
 from tests.unit_tests.models.mimo_training import (
     modules_of,
@@ -34,7 +35,8 @@ RTOL = 1e-4
 SIX_LAYERS = replace(
     PRESET,
     encoder=replace(PRESET.encoder, layers=2),
-    language=replace(PRESET.language, pattern="ME*E*M"),
+    name="six-layers",
+    language=replace(PRESET.language, hybrid_layer_pattern="ME*E*M"),
 )
 """Language pp=2, 3 and 6 divide it, and encoder pp=2."""
 
@@ -42,31 +44,26 @@ SIX_LAYERS = replace(
 class VariedStrips:
     """Samples of 0 to 4 tiles; the first eight of each step, two microbatches, have none."""
 
-    def sample(self, split: str, step: int, index: int) -> Sample:
-        draw = np.random.default_rng([split == "test", step, index])
-        tiles = int(draw.integers(5)) if index >= 8 else 0
+    def sample(self, split: str, number: int) -> Sample:
+        draw = np.random.default_rng([split == "test", number])
+        tiles = int(draw.integers(5)) if number % SAMPLES >= 8 else 0
         size = PRESET.encoder.tile
         pixels = torch.from_numpy(draw.random((tiles, 3, size, size), dtype=np.float32))
         answer = draw.integers(10, size=2).tolist()
         tokens = PRESET.encoder.tokens_per_tile
-        return reading_task(pixels, answer, tokens, ONE_RANK.batch.seq_length)
-
-
-def build(layouts, modules):
-    (model,) = build_vlm(SIX_LAYERS, layouts, modules, layer_specs("local"), torch.float32)
-    return model
+        return reading_task(pixels, answer, tokens, SEQUENCE)
 
 
 def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> None:
     """Losses and gradient norms of each step; four microbatches, or two with language dp=2."""
     Utils.initialize_distributed()
     with modules_of_one_rank() as modules:
-        expected = train(build, ONE_RANK, modules, STEPS, source)
-    layouts = make_layouts(
+        expected = train(build_radio_mamba_moe, one_rank(SIX_LAYERS), modules, STEPS, source)
+    options = make_options(
         encoder, language, Utils.world_size, placement=NON_COLOCATED, preset=SIX_LAYERS
     )
-    with modules_of(layouts) as modules:
-        run = train(build, layouts, modules, STEPS, source)
+    with modules_of(options) as modules:
+        run = train(build_radio_mamba_moe, options, modules, STEPS, source)
     assert run.losses == pytest.approx(expected.losses, rel=RTOL)
     assert run.grad_norms == pytest.approx(expected.grad_norms, rel=RTOL)
 

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder in another precision than the language model, on shared ranks."""
+"""An encoder in another precision than the language model, colocated."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -10,10 +10,7 @@ from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from tests.unit_tests.models import mimo_models
-from tests.unit_tests.models.mimo_models import (
-    ONE_RANK,
-    make_layouts,
-)
+from tests.unit_tests.models.mimo_models import make_options, one_rank
 from tests.unit_tests.models.mimo_training import (
     ADAM,
     expert_shard,
@@ -73,10 +70,10 @@ class TestTrainsLikeOneRank:
     def assert_trains_like_one_rank(self, build, encoder, language, placement):
         build = getattr(mimo_models, build)
         with modules_of_one_rank() as modules:
-            expected = train(build, ONE_RANK, modules, STEPS)
-        layouts = make_layouts(encoder, language, WORLD, placement=placement)
-        with modules_of(layouts) as modules:
-            run = train(build, layouts, modules, STEPS)
+            expected = train(build, one_rank(), modules, STEPS)
+        options = make_options(encoder, language, WORLD, placement=placement)
+        with modules_of(options) as modules:
+            run = train(build, options, modules, STEPS)
             groups = modules[LANGUAGE].groups
 
             assert run.losses == pytest.approx(expected.losses, rel=RTOL)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of an encoder and a language model that share their ranks in different layouts."""
+"""Dropout of a colocated encoder and language model in different layouts."""
 
 from types import SimpleNamespace
 

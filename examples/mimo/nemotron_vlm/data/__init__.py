@@ -30,7 +30,7 @@ def make_source(name: str, encoder: EncoderPreset, seq_length: int, seed: int) -
             seq_length=seq_length,
             seed=seed,
         )
-        source.sample("train", 0, 0)
+        source.sample("train", 0)
     except ValueError as error:
         raise UserError(f"--data {name}: {error}; change --seq-length or --model") from error
     return source

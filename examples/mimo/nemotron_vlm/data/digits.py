@@ -46,11 +46,12 @@ class DigitStrips:
         self._seq_length = seq_length
         self._seed = seed
         self._most_digits = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
+        self.tiles_per_sample = (1 + self._most_digits) / 2
 
-    def sample(self, split: str, step: int, index: int) -> Sample:
+    def sample(self, split: str, number: int) -> Sample:
         """See `SampleSource`."""
         images, targets = self._splits[split]
-        draw = np.random.default_rng([self._seed, split == "test", step, index])
+        draw = np.random.default_rng([self._seed, split == "test", number])
         chosen = draw.integers(len(images), size=draw.integers(1, self._most_digits + 1))
         tiles = images[chosen].expand(-1, 3, -1, -1)
         answer = [int(targets[i]) for i in chosen]

@@ -15,13 +15,14 @@ class MockStrips:
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         self._shape = (max(1, most_tiles(tokens_per_tile, seq_length)), 3, tile, tile)
+        self.tiles_per_sample = float(self._shape[0])
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed
 
-    def sample(self, split: str, step: int, index: int) -> Sample:
+    def sample(self, split: str, number: int) -> Sample:
         """See `SampleSource`."""
-        draw = np.random.default_rng([self._seed, split == "test", step, index])
+        draw = np.random.default_rng([self._seed, split == "test", number])
         tiles = torch.from_numpy(draw.random(self._shape, dtype=np.float32))
         answer = draw.integers(10, size=self._shape[0]).tolist()
         return reading_task(tiles, answer, self._tokens_per_tile, self._seq_length)

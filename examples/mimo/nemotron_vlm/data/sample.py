@@ -31,14 +31,18 @@ class Sample:
 
 
 class SampleSource(Protocol):
-    """Samples as a function of (split, step, index in the global batch); no state, no order.
+    """Samples as a function of (split, number); no state, no order.
 
     A class in ``SOURCES`` is made with ``tile`` (pixels), ``tokens_per_tile``, ``seq_length``
     (tokens) and ``seed``, and raises ValueError where its samples do not fit them.
+
+    tiles_per_sample: on average; the throughput in Megatron's log counts with it.
     """
 
-    def sample(self, split: str, step: int, index: int) -> Sample:
-        """The sample number ``index`` of step ``step``; ``split`` is 'train' or 'test'."""
+    tiles_per_sample: float
+
+    def sample(self, split: str, number: int) -> Sample:
+        """The sample ``number``, from 0 on; ``split`` is 'train' or 'test'."""
         ...
 
 

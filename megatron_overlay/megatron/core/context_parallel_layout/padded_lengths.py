@@ -107,7 +107,6 @@ class PaddedLengths:
         real_tokens = real_tokens.to(tensor.device, non_blocking=True)
         return tensor.new_full(shape, value).index_copy(dim, real_tokens, tensor)
 
-
     def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
         """The ``thd`` description of this batch for Megatron's layers, lengths global.
 

@@ -87,7 +87,6 @@ class TokenLayout:
         return tensor.index_select(dim, places)
 
 
-
 @lru_cache(maxsize=64)
 def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     """Rank r holds half-chunks r and 2·cp-1-r of every sample, which balances causal attention.

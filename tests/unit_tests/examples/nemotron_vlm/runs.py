@@ -14,24 +14,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data.sample import Sample
+from examples.mimo.nemotron_vlm.data_provider import held_out, training
+from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS, forward_step
 from examples.mimo.nemotron_vlm.layout import parse_layout
-from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.trainer import Trainer
+from examples.mimo.nemotron_vlm.loading import safe_loading
+from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
+from examples.mimo.nemotron_vlm.run import Session, close_session, open_session
+from examples.mimo.nemotron_vlm.run import train as train_session
+from megatron.core.enums import ModelType
+from megatron.core.models.mimo.module_groups import schedule_collection
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config
+from megatron.training import get_timers
+from megatron.training import training as loop
+from megatron.training.initialize import initialize_megatron
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 DEVICE = ("--device", "cuda" if HAVE_CUDA else "cpu")
 
 STEPS = 10
 
-SHORT_RUN = (*DEVICE, "--steps", str(STEPS), "--lr", "1e-4", "--adam-eps", "1e-3")
+SHORT_RUN = (*DEVICE, "--train-iters", str(STEPS), "--lr", "1e-4", "--adam-eps", "1e-3")
 """Ten steps. The epsilon is of the gradients' size: with a small one Adam makes full steps of
 rounding, until a token's choice between two equal experts falls otherwise, which is a jump."""
 
@@ -45,34 +57,148 @@ SAMPLES = 32
 ONE_RANK_TIMEOUT_S = 200
 
 
+def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
+    """What the program makes of a command line, on this world's ranks.
+
+    Args:
+        preset: of another model than the arguments say.
+    """
+    chosen = ()
+    if preset:
+        PRESETS[preset.name] = lambda: preset
+        chosen = ("--model", preset.name)
+    return parse([*SHORT_RUN, *arguments, *chosen], Utils.world_size)
+
+
+@contextlib.contextmanager
+def session_of(options: Options, source: SampleSource | None = None) -> Iterator[Session]:
+    """The program with its groups made; all it made ends with the block."""
+    args = options.args
+    source = source or make_source(args.data, options.preset.encoder, args.seq_length, args.seed)
+    session = open_session(options, source)
+    try:
+        yield session
+    finally:
+        close_session(session)
+
+
+class Run:
+    """What Megatron's loop does, step by step.
+
+    Args:
+        session: of the program.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.source = session, session.source
+        self.args = session.options.args
+        self.plan = session.plan
+        initialize_megatron(skip_model_parallel_init=True, skip_random_seed=True)
+        self.collection = schedule_collection(session.modules)
+        with safe_loading(self.args):
+            self.stages, self.optimizer, self.scheduler = loop.setup_model_and_optimizer(
+                ModelType.encoder_or_decoder,
+                cfg_container=session.cfg,
+                pg_collection=self.collection,
+            )
+        self.config = get_model_config(self.stages[0])
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.step = self.args.iteration
+        self._batches = None
+        for stage in self.stages:
+            stage.train()
+
+    def sample(self, split: str, number: int) -> Sample:
+        """A sample of whatever ``source`` is now."""
+        return self.source.sample(split, number)
+
+    def train_step(self) -> dict:
+        """One step of the loop; its record on every rank."""
+        if self._batches is None:
+            self._batches = RerunDataIterator(training(self.args, self.plan, self))
+        reported, skipped, _, _, _, grad_norm, _, _ = loop.train_step(
+            forward_step,
+            self._batches,
+            self.stages,
+            self.optimizer,
+            self.scheduler,
+            self.config,
+            get_forward_backward_func(schedule_pg_collection=self.collection),
+            iteration=self.step,
+            pg_collection=self.collection,
+            p2p_communicator=self.session.communicator,
+        )
+        self.step += 1
+        self.args.consumed_train_samples += self.args.global_batch_size
+        record = {
+            "step": self.step,
+            "loss": float(reported.get(LOSS, 0.0)),
+            "grad_norm": grad_norm,
+            "num_tokens": round(float(reported.get(TOKENS, 0.0))),
+            "skipped": bool(skipped),
+        }
+        return from_last_rank(record)
+
+    def forward_backward(self) -> None:
+        """The gradients of the next step's batch, which no optimizer sees."""
+        self.optimizer.step = lambda: (True, 0.0, 0)
+        self.train_step()
+
+    def evaluate(self, batches: int) -> float:
+        """Accuracy on that many held-out batches."""
+        self.args.eval_iters = batches
+        read, _, _ = loop.evaluate(
+            forward_step,
+            RerunDataIterator(held_out(self.args, self.plan, self)),
+            self.stages,
+            None,
+            self.config,
+            pg_collection=self.collection,
+            p2p_communicator=self.session.communicator,
+        )
+        return float(read[ACCURACY])
+
+    def save(self, directory: Path) -> None:
+        """Save as the loop does."""
+        self.args.save = str(directory)
+        get_timers()("interval-time", log_level=0).start()
+        loop.save_checkpoint_and_time(self.step, self.stages, self.optimizer, self.scheduler, 0, {})
+        get_timers()("interval-time").stop()
+
+
+def from_last_rank(value):
+    """The last rank's value, on every rank: it has the losses."""
+    chosen = [value]
+    dist.broadcast_object_list(chosen, Utils.world_size - 1)
+    return chosen[0]
+
+
 @contextlib.contextmanager
 def trainer(
     *arguments: str, source: SampleSource | None = None, preset: VLMPreset | None = None
-) -> Iterator[Trainer]:
-    """A trainer for command-line arguments on this world's ranks; its groups end with the block.
+) -> Iterator[Run]:
+    """A run of command-line arguments on this world's ranks, to be taken step by step.
 
     Args:
         source: of other samples than the arguments say.
-        preset: of another model; the arguments' one must allow the same layouts.
+        preset: of another model.
     """
     Utils.initialize_distributed()
-    config = parse_args([*SHORT_RUN, *arguments], Utils.world_size)
-    config = replace(config, preset=preset or config.preset)
-    layouts = config.layouts
-    source = source or make_source(
-        config.data, config.preset.encoder, layouts.batch.seq_length, config.seed
-    )
-    run = Trainer(config, source)
-    try:
-        yield run
-    finally:
-        run.destroy()
+    with session_of(options_of(*arguments, preset=preset), source) as session:
+        run = Run(session)
+        try:
+            yield run
+        finally:
+            run.__dict__.clear()  # the model, which the session frees
 
 
 def trajectory(*arguments: str, steps: int = STEPS) -> list[dict]:
-    """The records of a run's first training steps on this world's ranks."""
-    with trainer(*arguments) as run:
-        return [run.train_step() for _ in range(steps)]
+    """The records of a run's first steps on this world's ranks, through Megatron's whole loop."""
+    Utils.initialize_distributed()
+    decay = ("--lr-decay-iters", str(STEPS)) if steps < STEPS else ()
+    options = options_of("--train-iters", str(steps), *decay, *arguments)
+    with session_of(options) as session:
+        return from_last_rank(train_session(session))
 
 
 def one_rank_trajectory(*arguments: str) -> list[dict]:

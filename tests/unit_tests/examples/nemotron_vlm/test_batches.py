@@ -14,6 +14,8 @@ from examples.mimo.nemotron_vlm.layout import Batch, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.presets import tiny
 
+MICROBATCHES = 2
+
 
 def plan_of(rank: int, encoder: str, language: str) -> BatchPlan:
     """The plan of DP rank ``rank`` of both modules."""
@@ -26,8 +28,8 @@ class OneImageTokenTooFew:
     def __init__(self):
         self._source = make_source("digits", tiny().encoder, 32, seed=0)
 
-    def sample(self, split, step, index):
-        sample = self._source.sample(split, step, index)
+    def sample(self, split, number):
+        sample = self._source.sample(split, number)
         ids = sample.input_ids.clone()
         ids[(ids == IMAGE).nonzero()[0]] = READ
         return dataclasses.replace(sample, input_ids=ids)
@@ -36,25 +38,26 @@ class OneImageTokenTooFew:
 class TestBatchPlan:
     def test_image_tokens_must_match_the_tiles(self):
         plan = plan_of(0, "dp=4", "dp=4")
-        with pytest.raises(UserError, match="step 7 has 11 image tokens for 3 tiles"):
-            plan.microbatches(OneImageTokenTooFew(), "train", 7, "cpu")
+        with pytest.raises(UserError, match="sample .* of train has .* image tokens for"):
+            list(plan.microbatches(OneImageTokenTooFew(), "train", 7, MICROBATCHES, 4, "cpu"))
 
     @pytest.mark.parametrize("language", ["dp=4", "tp=2,dp=2", "pp=2,dp=2"])
     def test_every_sample_is_encoded_and_read_once(self, language):
         dp = parse_layout(language, "language").dp
+        count = 32 // (4 * dp)
         for module, size in ((0, 4), (1, dp)):
             plans = [plan_of(rank, "dp=4", language) for rank in range(size)]
             taken = [
                 sample
                 for plan in plans
-                for number in range(plan.layouts.num_microbatches)
-                for sample in plan.indices(number)[module]
+                for number in range(count)
+                for sample in plan.indices(number, count, 4)[module]
             ]
             assert sorted(taken) == list(range(32))
 
     def test_with_a_pipeline_a_rank_encodes_and_reads_consecutive_samples(self):
         plan = plan_of(1, "dp=4", "pp=2,dp=2")
-        taken = [plan.indices(number) for number in range(plan.layouts.num_microbatches)]
+        taken = [plan.indices(number, 4, 4) for number in range(4)]
         encoded, read = zip(*taken, strict=True)
         assert [i for part in encoded for i in part] == list(range(8, 16))
         assert [i for part in read for i in part] == list(range(16, 32))

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint of one layout, loaded in another: the run goes on as if nothing had happened."""
 
-from examples.mimo.nemotron_vlm import checkpoint
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory, trainer
 from tests.unit_tests.models.mimo_models import PRESET
 from tests.unit_tests.test_utilities import requires_world_size
@@ -26,12 +25,12 @@ class TestEightRanks:
     def test_training_goes_on_in_another_layout(self, shared_path):
         continued = []
         for number, (encoder, language) in enumerate(LAYOUTS):
-            with trainer("--encoder", encoder, "--language", language, preset=PRESET) as run:
-                if number > 0:
-                    checkpoint.load(run, shared_path)
+            load = ("--load", str(shared_path)) if number > 0 else ()
+            layout = ("--encoder", encoder, "--language", language)
+            with trainer(*layout, *load, preset=PRESET) as run:
                 continued += train(run)
                 if number < len(LAYOUTS) - 1:
-                    checkpoint.save(run, shared_path)
+                    run.save(shared_path)
                 if number == 0:
                     uninterrupted = continued + [r for _ in LAYOUTS[1:] for r in train(run)]
         assert [record["step"] for record in continued] == list(range(1, 7))

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank, trainer
 from tests.unit_tests.test_utilities import requires_world_size
@@ -25,7 +25,7 @@ class TestCommandLine:
     )
     def test_refuses(self, parts, text):
         with pytest.raises(UserError, match=text):
-            parse_args(["--freeze", parts], world_size=1)
+            parse(["--freeze", parts], world_size=1)
 
 
 class TestFreezing:

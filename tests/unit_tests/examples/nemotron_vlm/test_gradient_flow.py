@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from examples.mimo.nemotron_vlm.evaluation import evaluate
-from examples.mimo.nemotron_vlm.trainer import _forward_step
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -21,8 +19,8 @@ class TwoTiles:
     def __init__(self, source):
         self._source = source
 
-    def sample(self, split, step, index):
-        tries = (self._source.sample(split, step + i, index) for i in itertools.count(0, 1000))
+    def sample(self, split, number):
+        tries = (self._source.sample(split, number + i) for i in itertools.count(0, 10**6))
         return next(sample for sample in tries if len(sample.tiles) == 2)
 
 
@@ -32,15 +30,14 @@ class ShuffledTiles:
     def __init__(self, source):
         self._source = source
 
-    def sample(self, split, step, index):
-        other = self._source.sample(split, step + 1, index)
-        return replace(self._source.sample(split, step, index), tiles=other.tiles)
+    def sample(self, split, number):
+        other = self._source.sample(split, number + 10**9)
+        return replace(self._source.sample(split, number), tiles=other.tiles)
 
 
 def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:
     with trainer("--micro-batch-size", str(micro_batch_size)) as run:
-        run.stages[0].train()
-        run.run_schedule(_forward_step, "train", 0, forward_only=False)
+        run.forward_backward()
         return {name: p.main_grad.clone() for name, p in run.stages[0].named_parameters()}
 
 
@@ -66,14 +63,14 @@ class TestGradientFlow:
 
     @requires_world_size(1)
     def test_accuracy_falls_to_chance_with_other_images(self):
-        rates = ("--lr", "3e-3", "--adam-eps", "1e-5", "--warmup-steps", "10")
-        arguments = ("--steps", "80", *rates, *ONE_MICROBATCH)
+        rates = ("--lr", "3e-3", "--adam-eps", "1e-5", "--lr-warmup-iters", "10")
+        arguments = ("--train-iters", "80", *rates, *ONE_MICROBATCH)
         with trainer(*arguments) as run:
             run.source = TwoTiles(run.source)
             for _ in range(80):
                 run.train_step()
-            read = evaluate(run, 256)["eval_accuracy"]
+            read = run.evaluate(batches=8)
             run.source = ShuffledTiles(run.source)
-            chance = evaluate(run, 256)["eval_accuracy"]
+            chance = run.evaluate(batches=8)
         assert read > 0.5
         assert chance < 0.2

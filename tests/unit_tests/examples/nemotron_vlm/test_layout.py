@@ -9,7 +9,7 @@ from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
-from examples.mimo.nemotron_vlm.recurrent_cp import RecurrentCP
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
@@ -34,9 +34,6 @@ class TestRules:
     def test_derives_dp(self):
         layouts = resolved("tp=2", "tp=1", 8)
         assert (layouts.encoder.dp, layouts.language.dp) == (4, 8)
-
-    def test_counts_microbatches(self):
-        assert resolved("tp=1", "tp=1", 2).num_microbatches == 4
 
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
@@ -70,14 +67,14 @@ class TestRules:
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         arguments = (Layout(), layout, batch, layout.cp, preset)
         with pytest.raises(UserError) as refusal:
-            resolve(*arguments, recurrent_cp=RecurrentCP("head-parallel", "zigzag"))
+            resolve(*arguments, linear_context_parallel="head-parallel")
         assert text in str(refusal.value)
         assert "state passing takes any" in str(refusal.value)
         # The encoder's own rule on its samples comes later.
         with pytest.raises(UserError, match="samples of a microbatch"):
-            resolve(*arguments, recurrent_cp=RecurrentCP())
+            resolve(*arguments, linear_context_parallel=STATE_PASSING)
 
-    def test_dp_sizes_that_do_not_divide_need_shared_ranks(self):
+    def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
         layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
         resolve(*layouts, Batch(12, 3, 36), 12, tiny())
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):

@@ -74,17 +74,19 @@ class TestSamples:
         tokens = tiny().encoder.tokens_per_tile
         encoders = [BatchPlan(layouts, dp, None, tokens) for dp in range(4)]
         readers = [BatchPlan(layouts, None, dp, tokens) for dp in range(layouts.language.dp)]
-        for number in range(layouts.num_microbatches):
-            encoded = [i for plan in encoders for i in plan.indices(number)[0]]
-            read = [i for plan in readers for i in plan.indices(number)[1]]
+        for number in range(4):
+            encoded = [i for plan in encoders for i in plan.indices(number, 4, 4)[0]]
+            read = [i for plan in readers for i in plan.indices(number, 4, 4)[1]]
             assert encoded == read == sorted(encoded)
-            assert not any(plan.indices(number)[1] for plan in encoders)
+            assert not any(plan.indices(number, 4, 4)[1] for plan in encoders)
 
     def test_a_rank_has_the_tokens_of_its_own_samples(self):
         layouts = non_colocated("dp=4", "dp=4", 8)
         source = make_source("digits", tiny().encoder, 32, seed=0)
         tokens = tiny().encoder.tokens_per_tile
-        (encoded, *_) = BatchPlan(layouts, 1, None, tokens).microbatches(source, "train", 0, "cpu")
-        (read, *_) = BatchPlan(layouts, None, 1, tokens).microbatches(source, "train", 0, "cpu")
+        encoded, read = (
+            next(plan.microbatches(source, "train", 0, 2, 4, "cpu"))
+            for plan in (BatchPlan(layouts, 1, None, tokens), BatchPlan(layouts, None, 1, tokens))
+        )
         assert encoded["input_ids"].equal(read["input_ids"])
         assert read["modality_inputs"] == {"images": None}

@@ -5,15 +5,15 @@ parallelism in its recurrent layers gives one rank's losses and gradient norms."
 
 import pytest
 
-from examples.mimo.nemotron_vlm.cli import parse_args
+from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
-CONTIGUOUS = ("--cp-linear", "state-passing", "--token-layout", "contiguous")
-ZIGZAG = ("--cp-linear", "state-passing", "--token-layout", "zigzag")
-HEADS = ("--cp-linear", "head-parallel")
+CONTIGUOUS = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "contiguous")
+ZIGZAG = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "zigzag")
+HEADS = ("--linear-context-parallel", "head-parallel")
 
 
 @requires_world_size(2)
@@ -53,6 +53,6 @@ class TestEightRanks:
 
 class TestOptions:
     def test_contiguous_tokens_with_spread_heads_are_refused(self):
-        arguments = ["--cp-linear", "head-parallel", "--token-layout", "contiguous"]
-        with pytest.raises(UserError, match="--token-layout contiguous needs"):
-            parse_args(arguments, world_size=1)
+        arguments = [*HEADS, "--hybrid-token-layout", "contiguous"]
+        with pytest.raises(UserError, match="contiguous"):
+            parse(arguments, world_size=1)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a colocated MimoModel whose language model is a pipeline, in three phases.
+"""Train a colocated MimoModel; where its language model is a pipeline, in three phases.
 
 1. All ranks run the encoders on their part of the whole batch; the bridge hands the rows to the
    ranks of the language model's first stage.
@@ -9,8 +9,10 @@
 3. The bridge takes that buffer back to the ranks that own the rows, and the encoders run their
    backward.
 
-Gradients are reduced once, after the third phase. With p stages, m microbatches and E and L the
-ideal times of encoders and language model a step takes about E + L·(1 + (p − 1)/m).
+Where reductions overlap the backward, the language model's begin in its last one and go on beside
+the third phase, in which the encoders' begin; gradients are final after that phase. With p stages,
+m microbatches and E and L the ideal times of encoders and language model a step takes about
+E + L·(1 + (p − 1)/m).
 """
 
 from __future__ import annotations
@@ -25,16 +27,50 @@ from torch import Tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.encoding import communicate, encode
-from megatron.core.models.mimo.grad_finalization import no_grad_sync
 from megatron.core.models.mimo.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    get_forward_backward_func,
+)
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
 from megatron.core.utils import get_model_config
 
 Microbatch = dict[str, object]
+
+
+def colocated_forward_backward(
+    *,
+    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]],
+    model: MimoModel | list[MimoModel],
+    pg_collection: MultiModuleProcessGroupCollection,
+    p2p_communicator: P2PCommunicator | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    decoder_seq_length: int | None = None,
+    **arguments,
+) -> list:
+    """The schedule of a colocated MimoModel, for Megatron's training loop.
+
+    Args:
+        data_iterator: of microbatches; of a list, one for each virtual stage, the first is read.
+        model, arguments: as in Megatron's schedules.
+        pg_collection: of the modules of this rank.
+        p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
+    """
+    if isinstance(data_iterator, list):
+        data_iterator = data_iterator[0]
+    groups = pg_collection.get_language_model_collection()
+    schedule = forward_backward_no_pipelining
+    if groups.pp.size() > 1:
+        schedule = colocated_forward_backward_with_pp
+        mimo = model[0] if isinstance(model, list) else model
+        arguments["recompute_encoder_shares"] = getattr(mimo, "recompute_encoder_shares", None)
+    return schedule(data_iterator=data_iterator, model=model, pg_collection=groups, **arguments)
 
 
 def colocated_forward_backward_with_pp(
@@ -91,7 +127,7 @@ def colocated_forward_backward_with_pp(
         microbatch["packing_kwargs"] = packed
         tokens.append(Tokens(microbatch["input_ids"], packed, host))
 
-    with torch.set_grad_enabled(not forward_only), no_grad_sync(stages):
+    with torch.set_grad_enabled(not forward_only):
         rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
         views = [_views(mimo, name, tensor, tokens) for name, tensor in rows.items()]
         for number, microbatch in enumerate(microbatches):
@@ -164,7 +200,7 @@ class _Deferred:
 
 @contextlib.contextmanager
 def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferred]:
-    """Note the token count instead of finalizing, and leave synchronization to the caller."""
+    """Note the token count instead of finalizing."""
     deferred = _Deferred()
 
     def note(model, num_tokens=None, **_):
@@ -172,7 +208,6 @@ def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferr
 
     changed = {
         "finalize_model_grads_func": note,
-        "no_sync_func": None,
         "grad_sync_func": None,
         "param_sync_func": None,
     }

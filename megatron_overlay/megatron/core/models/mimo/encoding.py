@@ -116,6 +116,22 @@ def with_embeddings(model: MegatronModule, microbatch: dict[str, object]) -> dic
     }
 
 
+def run_microbatch(
+    model: MegatronModule, microbatch: dict[str, object]
+) -> tuple[Tensor | dict[str, Tensor], Tensor | None]:
+    """The forward of one microbatch in any placement and schedule; see :func:`with_embeddings`.
+
+    Returns:
+        What MimoModel returns: losses or logits, or what the next stage takes, and the loss mask.
+    """
+    output, loss_mask = model(**with_embeddings(model, microbatch))
+    if torch.is_grad_enabled() and isinstance(output, dict):
+        for rows in output.values():
+            if not rows.requires_grad:
+                rows.requires_grad_()  # the pipeline brings a gradient to a frozen encoder as well
+    return output, loss_mask
+
+
 def _communicate(
     model: MegatronModule, name: str, rows: Tensor, microbatches: Sequence[Tokens]
 ) -> Tensor:

@@ -13,9 +13,12 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY, ModuleLayout
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
 from megatron.core.utils import unwrap_model
 
 
@@ -39,14 +42,18 @@ def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParall
 def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
     """Hold back every module's gradient reduction: the schedule's ``no_sync_func``.
 
-    That of the encoders stays held back, until it is finished: on a rank without images their
-    backward does not run, and would start the reductions in another order than on its siblings.
+    That of an encoder stays held back, until it is finished, unless the encoder says that it
+    ``runs_on_every_rank``: on a rank without images the backward of another one does not run, and
+    it would start the reductions in another order than on its siblings.
     """
     *encoders, language = _held_modules(model)
-    for module in itertools.chain(*encoders):
-        for group in module.bucket_groups + module.expert_parallel_bucket_groups:
-            group.is_last_microbatch = False
     with contextlib.ExitStack() as stack:
+        for module in itertools.chain(*encoders):
+            if getattr(unwrap_model(module), "runs_on_every_rank", False):
+                stack.enter_context(module.no_sync())
+            else:
+                for group in module.bucket_groups + module.expert_parallel_bucket_groups:
+                    group.is_last_microbatch = False
         for module in language:
             stack.enter_context(module.no_sync())
         yield
@@ -70,28 +77,55 @@ def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection)
     return total
 
 
+def language_total(
+    values: torch.Tensor, model: MimoModel, groups: ProcessGroupCollection | None
+) -> torch.Tensor:
+    """Sum of what the language model's last stages counted, on every rank. Collective.
+
+    Args:
+        values: any shape; read on the last stages, on all their DP and CP ranks.
+        model: for where the language model is.
+        groups: the language model's; None on ranks without it.
+    """
+    total = torch.zeros_like(values) if groups is None else global_token_count(values, groups)
+    if model.role.mode is ModuleLayout.NON_COLOCATED:
+        grid = model.mimo_config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY]
+        dist.broadcast(total, grid.rank_offset)
+    return total
+
+
 def finalize_mimo_grads(
     model: list[MimoModel],
     num_tokens: torch.Tensor | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroupCollection | MultiModuleProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
 ) -> None:
     """Reduce each module's gradients over its own groups, then divide all by one token count.
 
     A drop-in ``finalize_model_grads_func``. Upstream's would count the tokens over the encoder's
-    DP ranks for the encoder, which is not the number the loss was summed over.
+    DP ranks for the encoder, which is not the number the loss was summed over. Collective over all
+    ranks of the model.
 
     Args:
         model: the MimoModel, one for each virtual pipeline stage.
         num_tokens: scalar, tokens with a loss on this rank; None leaves sums of token gradients.
-        pg_collection: the language model's groups.
+        pg_collection: the language model's groups, or this rank's modules'.
         force_all_reduce: as in DDP's ``finish_grad_sync``.
     """
     reduce_module_grads(model, force_all_reduce)
     if num_tokens is not None:
-        total = global_token_count(num_tokens, pg_collection)
+        on_device = num_tokens.to(torch.cuda.current_device())
+        total = language_total(on_device, model[0], _language_groups(pg_collection))
         for stage in itertools.chain(*ddp_modules(model)):
             stage.scale_gradients(1.0 / total.clamp(min=1))
+
+
+def _language_groups(
+    collection: ProcessGroupCollection | MultiModuleProcessGroupCollection,
+) -> ProcessGroupCollection | None:
+    if not isinstance(collection, MultiModuleProcessGroupCollection):
+        return collection
+    return collection.get_language_model_collection() if collection.has_language_model() else None
 
 
 def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) -> None:

@@ -10,7 +10,7 @@ they clip alike, and step or skip alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,13 +20,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.optimizer_state import (
+    leaves,
     restore_common_state,
     sharded_optimizer_state,
 )
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.utils import unwrap_model
@@ -48,7 +50,18 @@ class MimoOptimizer(upstream.MimoOptimizer):
         module_infos: by module name, with the same names in the same order on every rank.
         config: what holds for all modules; a module's own learning rate, clipping limit etc. are
             in its optimizer's config.
+        expert_biases: of the routers on this rank. The schedule updates them, by the loads of the
+            experts; a step that is skipped puts back what they were at the last ``zero_grad``.
     """
+
+    def __init__(
+        self,
+        module_infos: dict[str, upstream.ModuleOptimizerInfo],
+        config: OptimizerConfig,
+        expert_biases: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(module_infos, config)
+        self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
 
     @property
     def _optimizers(self) -> dict[str, MegatronOptimizer]:
@@ -105,6 +118,13 @@ class MimoOptimizer(upstream.MimoOptimizer):
             finite; the number of zero gradients, None unless ``log_num_zeros_in_grad``. The same
             on every rank.
         """
+        result = self._step()
+        if not result[0]:
+            for bias, before in self._expert_biases:
+                bias.copy_(before)
+        return result
+
+    def _step(self) -> tuple[bool, float | None, int | None]:
         found_inf = self.prepare_grads()
         grad_norm = self.get_grad_norm()
         if found_inf or not math.isfinite(grad_norm):
@@ -116,6 +136,12 @@ class MimoOptimizer(upstream.MimoOptimizer):
             return False, grad_norm, zeros
         (any_failed,) = _max_over_ranks([not self.step_with_ready_grads()])
         return not any_failed, grad_norm, zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget this rank's gradients: a step begins."""
+        for bias, before in self._expert_biases:
+            before.copy_(bias)
+        super().zero_grad(set_to_none)
 
     @property
     def state(self) -> dict[str, Mapping]:
@@ -166,15 +192,11 @@ class MimoOptimizer(upstream.MimoOptimizer):
                         state["step"] = state["step"].clone()
 
 
-def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain, or the one itself."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def get_mimo_optimizer(
     mimo_model: MimoModel | list[MimoModel],
     config: OptimizerConfig,
     module_configs: Mapping[str, OptimizerConfig] | None = None,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
 ) -> MimoOptimizer:
     """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
 
@@ -187,6 +209,7 @@ def get_mimo_optimizer(
         config: of all modules.
         module_configs: of single modules, by name, in place of ``config``: learning rates, weight
             decay, betas.
+        config_overrides: of single parameters, as in ``get_megatron_optimizer``.
 
     Raises:
         ValueError: ``module_configs`` names no module of the model.
@@ -197,16 +220,17 @@ def get_mimo_optimizer(
     unknown = sorted(configs.keys() - grids.keys())
     if unknown:
         raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
-    infos = {}
+    infos, found = {}, []
     for name, grid in grids.items():
         infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
         if infos[name].is_active:
             stages = _stages(models, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
             infos[name].optimizer = _module_optimizer(
-                configs.get(name, config), stages, infos[name].pg_collection
+                configs.get(name, config), stages, infos[name].pg_collection, config_overrides
             )
-    return MimoOptimizer(infos, config)
+            found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
+    return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
 
 
 def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
@@ -216,7 +240,10 @@ def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
 
 
 def _module_optimizer(
-    config: OptimizerConfig, stages: list[torch.nn.Module], groups: ProcessGroupCollection
+    config: OptimizerConfig,
+    stages: list[torch.nn.Module],
+    groups: ProcessGroupCollection,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None,
 ) -> MegatronOptimizer | None:
     """The optimizer of one module on its ranks; None if all of them have it frozen.
 
@@ -225,7 +252,7 @@ def _module_optimizer(
     if not isinstance(stages[0], DistributedDataParallel):
         return None
     optimizer = get_megatron_optimizer(
-        config=config, model_chunks=stages, pg_collection=groups, use_gloo_process_groups=False
+        config, stages, config_overrides, use_gloo_process_groups=False, pg_collection=groups
     )
     trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
     return ChainedOptimizer(trained) if trained else None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -45,6 +46,8 @@ def sharded_optimizer_state(
         optimizer, groups: of the module, which this rank trains.
         model_sharded_state_dict, is_loading, kwargs: as for Megatron's optimizers.
     """
+    if not is_loading:
+        _allocate(optimizer)
     state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
     replica = _replica_id(groups)
     parts = _parts(state, optimizer)
@@ -56,6 +59,33 @@ def sharded_optimizer_state(
         key = f"optimizer.mimo.{name}.{field}"
         parts[0][0][_placeholder(field)] = ShardedObject(key, value, (1,), (0,), replica_id=replica)
     return state
+
+
+def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain, or the one itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _allocate(optimizer: MegatronOptimizer) -> None:
+    """Make the state that Adam makes at its first step, where a save comes before that step.
+
+    It takes a step of length 0: weights stay as they are.
+    """
+    for leaf in leaves(optimizer):
+        if not isinstance(leaf, DistributedOptimizer) or leaf.optimizer.state:
+            continue
+        groups = leaf.optimizer.param_groups
+        settings = [(group["lr"], group["weight_decay"]) for group in groups]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        leaf._init_optimizer_states_with_dummy_values()
+        for group, (lr, weight_decay) in zip(groups, settings, strict=True):
+            group["lr"], group["weight_decay"] = lr, weight_decay
+            if "step" in group:
+                group["step"] = 0
+        for state in leaf.optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
 
 
 def _agree_on_step(param_groups: list[Group], groups: ProcessGroupCollection) -> None:
@@ -89,7 +119,7 @@ def _parts(
     state: dict | list, optimizer: MegatronOptimizer
 ) -> list[tuple[dict, MegatronOptimizer]]:
     """State and optimizer of each member of a chain; a single member's state is bare."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = leaves(optimizer)
     if len(chain) == 1:
         return [(state, chain[0])]
     if isinstance(state, dict):

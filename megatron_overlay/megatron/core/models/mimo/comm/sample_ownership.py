@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
 
 
 def assign_parts(
@@ -33,23 +34,25 @@ def assign_parts(
         ranks: source DP index, destination DP index, and whether on the first stage, of each rank.
     """
     overlap = _overlap(src_dp, dest_dp)
-    at_first, later = np.zeros((2, src_dp, dest_dp))  # floats multiply fast, and hold these exactly
-    for src, dest, is_first in ranks:
-        (at_first if is_first else later)[src, dest] += 1
+    src, dest, at_first = np.array(ranks, dtype=np.int64).T
     # One row less to receive outweighs whatever later stages gain.
-    gain = (at_first * (1 + len(ranks) * overlap.max()) + later) @ overlap.T.astype(float)
-    in_order = np.arange(src_dp)
+    weight = np.where(at_first, 1 + len(ranks) * overlap.max(), 1)
+    gain = csr_array((weight, (src, dest)), shape=(src_dp, dest_dp)) @ overlap.T
+    in_order = gain.diagonal().sum()
+    if in_order == gain.max(axis=1).sum():  # no assignment gains more than each index's best part
+        return tuple(range(src_dp))
+    gain = gain.toarray()
     _, best = linear_sum_assignment(gain, maximize=True)
-    if gain[in_order, in_order].sum() == gain[in_order, best].sum():
-        best = in_order
+    if in_order == gain[np.arange(src_dp), best].sum():
+        return tuple(range(src_dp))
     return tuple(best.tolist())
 
 
-def _overlap(src_dp: int, dest_dp: int) -> np.ndarray:
+def _overlap(src_dp: int, dest_dp: int) -> csr_array:
     """What part p and the run of destination index d have in common, [src_dp, dest_dp].
 
     In units of 1/(src_dp · dest_dp) of the batch.
     """
-    part, run = np.arange(src_dp)[:, None] * dest_dp, np.arange(dest_dp)[None] * src_dp
-    common = np.minimum(part + dest_dp, run + src_dp) - np.maximum(part, run)
-    return common.clip(min=0)
+    bounds = np.union1d(np.arange(src_dp + 1) * dest_dp, np.arange(dest_dp + 1) * src_dp)
+    place = bounds[:-1] // dest_dp, bounds[:-1] // src_dp
+    return csr_array((np.diff(bounds), place), shape=(src_dp, dest_dp))

@@ -1,0 +1,236 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: Megatron's whole parser, a few options of ours, and presets as defaults.
+
+Bad input ends here, before any process group is made, and with the same words on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+from examples.mimo.nemotron_vlm.defaults import defaults
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
+from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
+from examples.mimo.nemotron_vlm.own_options import (
+    PARTS,
+    SIZES,
+    OwnParser,
+    add_own_options,
+    own_options,
+)
+from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
+from examples.mimo.nemotron_vlm.refusals import refuse
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run, as asked for: Megatron's arguments, and what was made of them."""
+
+    args: argparse.Namespace
+    preset: VLMPreset
+    layouts: Layouts
+    configs: VLMConfigs
+
+
+def parse(argv: list[str], world_size: int | None = None) -> Options:
+    """Read and check the command line.
+
+    Args:
+        argv: without the program's name.
+        world_size: ranks of the run; torchrun's by default.
+
+    Raises:
+        UserError: for what cannot work, naming the fact and the fix.
+    """
+    own = own_options(argv)
+    preset = PRESETS[own.model]()
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.error = OwnParser.error.__get__(parser)
+        add_own_options(parser)
+        _set_defaults(parser, defaults(preset, own.device))
+        return parser
+
+    with _one_line(), _command_line(argv):
+        args = parse_args(provider)
+    args.world_size = world_size or args.world_size
+    sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
+    preset = replace(preset, language=replace(preset.language, **sizes))
+    _check_own(args)
+    refuse(args)
+    _complete(args)
+    layouts = _layouts(args, preset)
+    _set_layout(args, layouts)
+    with _one_line():
+        _validate(args, layouts.language.size)
+        configs = make_configs(args, preset, layouts.encoder)
+    return Options(args, preset, layouts, configs)
+
+
+def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
+    """Set defaults, with an option to turn each flag back that they turn."""
+    parser.set_defaults(**values)
+    flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
+    for flag in flags:
+        if flag.const != values[flag.dest]:
+            continue
+        name = flag.option_strings[0]
+        opposite = next(
+            (f"--{name.removeprefix(p)}" for p in ("--no-", "--disable-") if name.startswith(p)),
+            f"--no-{name[2:]}",
+        )
+        if opposite not in parser._option_string_actions:
+            action = "store_false" if flag.const else "store_true"
+            parser.add_argument(opposite, dest=flag.dest, action=action, help=f"not {name}")
+            parser.set_defaults(**{flag.dest: values[flag.dest]})
+
+
+@contextmanager
+def _command_line(argv: list[str]) -> Iterator[None]:
+    """Megatron's parser reads ``sys.argv``."""
+    before = sys.argv
+    sys.argv = [before[0], *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Errors of Megatron's checks become `UserError`s; it exits at some."""
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        if not reason:
+            reason = f"not so: {traceback.extract_tb(error.__traceback__)[-1].line}"
+        raise UserError(reason) from error
+
+
+def _check_own(args: argparse.Namespace) -> None:
+    parts = args.freeze.split(",") if args.freeze else []
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"--freeze {unknown[0]}: no such part; choose from {', '.join(PARTS)}")
+    if set(parts) == set(PARTS):
+        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
+    if args.report and not args.metrics_out:
+        raise UserError("--report draws the metrics file: add --metrics-out FILE")
+    if args.report and not args.eval_iters:
+        raise UserError("--report shows what the model reads: add --eval-iters N")
+    if args.dry_run and args.world_size > 1:
+        raise UserError(
+            f"--dry-run counts the whole model: start it on 1 rank, not {args.world_size}"
+        )
+    for name in ("micro_batch_size", "seq_length"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Defaults that follow from other options."""
+
+    def default(name: str, value: object) -> None:
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+    if args.train_samples is None:
+        default("train_iters", 20)
+    if args.step_batch_size_schedule is None:
+        default("global_batch_size", 32)
+    default("max_position_embeddings", args.seq_length)
+    default("eval_interval", args.train_iters or 1000)
+    is_passing = args.linear_context_parallel == STATE_PASSING
+    default("hybrid_token_layout", "contiguous" if is_passing else "zigzag")
+
+
+def _asked(args: argparse.Namespace, module: str) -> Layout:
+    """A module's layout from its short form and the single options, where they agree."""
+    layout = parse_layout(getattr(args, module), module)
+    given = {axis: getattr(args, option) for axis, option in SIZES[module].items()}
+    for axis, size in given.items():
+        option = f"--{SIZES[module][axis].replace('_', '-')}"
+        if size is None:
+            continue
+        short = getattr(layout, axis)
+        if f"{axis}=" in getattr(args, module) and short != size:
+            raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
+        layout = replace(layout, **{axis: size})
+    return layout
+
+
+def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
+    encoder, language = _asked(args, "encoder"), _asked(args, "language")
+    if args.recompute_encoder and (args.placement == NON_COLOCATED or language.pp == 1):
+        raise UserError(
+            f"--recompute-encoder needs --placement {COLOCATED}, and a language model with pp of 2 "
+            "or more"
+        )
+    for size in reversed(_batch_sizes(args)):
+        layouts = resolve(
+            encoder,
+            language,
+            Batch(size, args.micro_batch_size, args.seq_length),
+            args.world_size,
+            preset,
+            args.placement,
+            args.linear_context_parallel,
+        )
+    return layouts
+
+
+def _batch_sizes(args: argparse.Namespace) -> list[int]:
+    """Global batches of the run, the first one first."""
+    schedule = args.step_batch_size_schedule
+    if schedule is None:
+        return [args.global_batch_size]
+    try:
+        return [int(step.split(":")[1]) for step in schedule.split()]
+    except (ValueError, IndexError) as error:
+        raise UserError(
+            f"--step-batch-size-schedule {schedule}: not TOKENS:SIZE TOKENS:SIZE …"
+        ) from error
+
+
+def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
+    for module, layout in (("encoder", layouts.encoder), ("language", layouts.language)):
+        for axis, option in SIZES[module].items():
+            setattr(args, option, getattr(layout, axis))
+        setattr(args, module, str(layout))
+    args.sequence_parallel = layouts.language.sequence_parallel
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    if "|" not in args.hybrid_layer_pattern and not uneven:
+        args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
+
+
+def _validate(args: argparse.Namespace, language_ranks: int) -> None:
+    """Megatron's own checks, which know the language model's ranks only."""
+    # It asks for this with tensor or context parallelism, and CUDA reads it when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    world_size, args.world_size = args.world_size, language_ranks
+    try:
+        validate_args(args, {"dataloader_type": "external"})
+    except SystemExit as end:
+        raise UserError("an option is no longer valid; see the log") from end
+    finally:
+        args.world_size = world_size
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size,
+            args.make_vocab_size_divisible_by,
+            args.tensor_model_parallel_size,
+            logging_enabled=False,
+        )

@@ -1,0 +1,80 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The model builder that ``pretrain`` calls."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from examples.mimo.nemotron_vlm.arguments import Options
+from examples.mimo.nemotron_vlm.freezing import freeze
+from examples.mimo.nemotron_vlm.initialization import initialize_weights
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.model import build_vlm
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.data_parallel import prepare_for_training
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import Modules, prepare_process
+from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
+
+
+@dataclass(kw_only=True)
+class VLMBuildConfig(ModelConfig):
+    """What the builder needs; Megatron does not write fields with an underscore anywhere."""
+
+    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.builder.VLMBuilder"
+    _options: Options
+    _modules: Modules
+
+
+class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
+    """Builds the Nemotron VLM on this rank."""
+
+    def build_model(self, pg_collection, pre_process=None, post_process=None, vp_stage=None):
+        """The bare model's virtual stage ``vp_stage``; the other arguments do not matter."""
+        return self._build()[vp_stage or 0]
+
+    def build_distributed_models(
+        self,
+        pg_collection,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        wrap_with_ddp: bool = True,
+        **_,
+    ) -> list[MimoModel]:
+        """The model's virtual stages, initialized and ready to train.
+
+        Args:
+            pg_collection: not read: each module has the groups of its own grid.
+            ddp_config: of all modules.
+            wrap_with_ddp: whether anything is trained.
+        """
+        options, modules = self._model_config._options, self._model_config._modules
+        args = options.args
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(args.seed)
+        prepare_process(
+            modules,
+            args.seed,
+            te_rng_tracker=args.te_rng_tracker,
+            inference_rng_tracker=args.inference_rng_tracker,
+        )
+        stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
+        for stage in stages:
+            initialize_weights(stage, args.seed)
+        stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
+        freeze(stages, args.freeze.split(",") if args.freeze else [])
+        if not wrap_with_ddp:
+            for stage in stages:
+                stage.requires_grad_(False)  # names stay as they are, and no gradient has a buffer
+        prepare_for_training(stages, modules, ddp_config, args.recompute_encoder or None)
+        return compose_hooks(self._model_config.post_wrap_hooks)(stages)
+
+    def _build(self) -> list[MimoModel]:
+        options, modules = self._model_config._options, self._model_config._modules
+        specs = layer_specs(options.args.transformer_impl)
+        return build_vlm(options.args, options.preset, options.configs, modules, specs)

@@ -1,0 +1,86 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults of Megatron's options in this program: the model's, and what a first run needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from examples.mimo.nemotron_vlm.presets import VLMPreset
+
+MODEL = {
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "position_embedding_type": "none",
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+    "moe_token_dispatcher_type": "alltoall",
+    "make_vocab_size_divisible_by": 1,
+}
+"""What all presets share; the names are those of Megatron's arguments."""
+
+TRAINING = {
+    "micro_batch_size": 4,
+    "lr": 2e-3,
+    "min_lr": 0.0,
+    "lr_decay_style": "cosine",
+    "weight_decay": 0.01,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-5,
+    "eval_iters": 0,
+    "save_interval": 500,
+    "calculate_per_token_loss": True,
+    "use_distributed_optimizer": True,
+    "linear_context_parallel": "state-passing",
+    "hybrid_token_layout": None,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "verify_integrity": True,
+    "use_gloo_process_groups": False,
+    "override_opt_param_scheduler": True,
+}
+
+LEFT_OPEN = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""None where not given, so that ``--language`` may give them."""
+
+WITHOUT_KERNELS = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""On a CPU."""
+
+
+def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
+    """Of a preset on a device, by the names of Megatron's arguments."""
+    chosen = {**MODEL, **asdict(preset.language), **TRAINING, **dict.fromkeys(LEFT_OPEN)}
+    chosen["seq_length"] = preset.seq_length
+    if find_spec("nvidia_resiliency_ext") is None:
+        chosen["async_strategy"] = "mcore"
+    if device == "cpu":
+        return chosen | WITHOUT_KERNELS
+    has_engine = find_spec("transformer_engine") is not None
+    fuses = has_engine or find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return chosen | {
+        "transformer_impl": "transformer_engine" if has_engine else "local",
+        "gradient_accumulation_fusion": fuses,
+    }

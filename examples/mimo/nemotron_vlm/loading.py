@@ -1,0 +1,90 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What this program adds to Megatron's loading of checkpoints: no code runs, refusals are one line.
+
+Random states are of one layout: they are loaded where the layouts of both modules are the saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.training import checkpointing, training
+from megatron.training.utils import print_rank_0
+
+LAYOUT = ("placement", "encoder", "language")
+"""Arguments that say which rank holds what."""
+
+
+@contextmanager
+def safe_loading(args: Namespace) -> Iterator[None]:
+    """While it lasts, Megatron's loop loads checkpoints so.
+
+    Raises:
+        UserError: inside, for a checkpoint that is damaged (on every rank alike) or of another
+            model (on the ranks that find it so).
+    """
+    load = training.load_checkpoint
+    training.load_checkpoint = _refusing(load, args)
+    try:
+        with no_code_from_checkpoints():
+            yield
+    finally:
+        training.load_checkpoint = load
+
+
+def _refusing(load: Callable, args: Namespace) -> Callable:
+    @functools.wraps(load)
+    def wrapped(*arguments, **named):
+        before = args.no_load_rng, args.verify_integrity
+        try:
+            directory = _newest(args)
+            if directory and args.verify_integrity:
+                verify_manifest(directory)  # before anything is read, which Megatron does after it
+                args.verify_integrity = False
+            if directory and not _saved_in_this_layout(args, directory):
+                args.no_load_rng = True
+                print_rank_0("another layout was saved: random states are not loaded")
+            return load(*arguments, **named)
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()] or [error]
+            raise _refusal(args, causes[0], args.rank) from error
+        except (CheckpointingException, pickle.UnpicklingError, AssertionError) as error:
+            raise _refusal(args, error) from error
+        finally:
+            args.no_load_rng, args.verify_integrity = before
+
+    return wrapped
+
+
+def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:
+    reason = " ".join(str(error).split())[:600]
+    return UserError(f"--load {args.load}: {reason}", rank)
+
+
+def _newest(args: Namespace) -> str | None:
+    """The directory that Megatron will load; None where there is none."""
+    tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
+    if not os.path.isfile(tracker):
+        return None
+    iteration, release = checkpointing.read_metadata(tracker)
+    return checkpointing.get_checkpoint_name(
+        args.load, args.ckpt_step or iteration, release, return_base_dir=True
+    )
+
+
+def _saved_in_this_layout(args: Namespace, directory: str) -> bool:
+    saved = load_common_state_dict(directory).get("args")
+    return all(getattr(saved, option, None) == getattr(args, option) for option in LAYOUT)

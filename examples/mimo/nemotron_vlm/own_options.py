@@ -1,0 +1,93 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The options that this program has beside Megatron's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS
+from examples.mimo.nemotron_vlm.presets import PRESETS
+
+PARTS = ("encoder", "projector", "language")
+"""Of the model, as ``--freeze`` names them."""
+
+SIZES = {
+    "language": {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    },
+    "encoder": {"tp": "encoder_tp", "dp": "encoder_dp", "pp": "encoder_pp"},
+}
+"""Options that give single sizes of a module's layout."""
+
+
+class OwnParser(argparse.ArgumentParser):
+    """Errors are `UserError`s, so that ranks report them once."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; see --help")
+
+
+def add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this program; all others are Megatron's."""
+    add = parser.add_argument_group("Nemotron VLM").add_argument
+    add("--model", choices=sorted(PRESETS), default="tiny", help="sizes, which options override")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks compute")
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        default=COLOCATED,
+        help="both modules on all ranks, or the encoder on the first ranks and the language model "
+        "on the others",
+    )
+    add(
+        "--language",
+        default="",
+        metavar="LAYOUT",
+        help="AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived when left "
+        "out; short for --tensor-model-parallel-size and so on",
+    )
+    add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
+    for axis, option in SIZES["encoder"].items():
+        add(f"--{option.replace('_', '-')}", type=int, metavar=axis.upper(), help=f"its {axis}")
+    add(
+        "--recompute-encoder",
+        type=int,
+        default=0,
+        metavar="K",
+        help="with a pipeline, keep no encoder activations but run the encoder again in the "
+        "backward, K microbatches' worth at a time; 0 keeps them",
+    )
+    add(
+        "--freeze",
+        default="",
+        metavar="PART[,PART]",
+        help=f"parts that are not trained, of {', '.join(PARTS)}",
+    )
+    add("--data", default="digits", metavar="digits|mock", help="samples")
+    add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one per step")
+    add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
+    add(
+        "--log-file",
+        metavar="FILE",
+        help="where Megatron's own output goes; log.txt beside --metrics-out by default, - is the "
+        "terminal",
+    )
+    add("--dry-run", action="store_true", help="count parameters on the meta device, and end")
+
+
+def own_options(argv: list[str]) -> argparse.Namespace:
+    """What of a command line is ours.
+
+    Raises:
+        UserError: for a value that is none.
+    """
+    parser = OwnParser(add_help=False, allow_abbrev=False)
+    add_own_options(parser)
+    return parser.parse_known_args(argv)[0]

@@ -1,0 +1,274 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""``pretrain_mimo.py --mimo-layout colocated``: both modules on all ranks, each in its own layout.
+
+Model, mock data and loss are those of that program. It is in git checkouts of Megatron-LM only, and
+so are the modules of this folder that are imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from examples.mimo.model_providers import MimoProvider
+from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch
+from examples.mimo.nemotron_vlm.data_provider import data_provider
+from examples.mimo.nemotron_vlm.initialization import initialize_weights
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.layout_rules import (
+    language_violation,
+    pair_violation,
+    staged_pattern,
+)
+from examples.mimo.nemotron_vlm.refusals import refuse
+from examples.mimo.training.batch import move_batch_to_cuda
+from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
+from examples.mimo.training.distributed import shutdown_distributed
+from examples.mimo.training.runtime import _freeze_modality_submodule
+from examples.mimo.training.step import loss_func
+from megatron.core.enums import ModelType
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.data_parallel import prepare_for_training
+from megatron.core.models.mimo.encoding import run_microbatch
+from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import (
+    Modules,
+    encoder_part,
+    limit_waiting,
+    make_modules,
+    prepare_process,
+    schedule_collection,
+)
+from megatron.core.models.mimo.teardown import destroy
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.global_vars import get_args
+from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
+from megatron.training.training import pretrain
+
+COLOCATED = "colocated"
+SPLIT_SEEDS = {"train": 0, "test": 100_000}
+VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Register ``--mimo-layout``; sizes are given by the options of the module grids."""
+    parser.add_argument(
+        "--mimo-layout",
+        choices=["non-colocated", COLOCATED],
+        default="non-colocated",
+        help="colocated: both modules on all ranks (--llm-offset does not matter); --llm-cp, "
+        "--llm-pp and --llm-ep may then be more than 1. Initial weights follow from the seed and "
+        "each parameter's name, alike in every layout.",
+    )
+    return parser
+
+
+def take_sizes(args: argparse.Namespace) -> None:
+    """Check the sizes of the grids, and let Megatron's own options have the language model's.
+
+    Raises:
+        ValueError, UserError: for what cannot work, on every rank alike.
+    """
+    for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
+        if getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')} does not go with {COLOCATED} modules")
+    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}))
+    layouts = _layouts(args)
+    encoder, language = layouts.encoder, layouts.language
+    if encoder.size != args.world_size:
+        raise ValueError(
+            f"--encoder-tp {encoder.tp} times --encoder-dp {encoder.dp} must equal the "
+            f"{args.world_size} ranks, which --mimo-layout {COLOCATED} gives to both modules"
+        )
+    sizes = vars(args) | {"num_experts": args.num_experts or 0}
+    sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
+    preset = SimpleNamespace(language=SimpleNamespace(**sizes))
+    broken = language_violation(
+        language, args.world_size, preset, layouts.batch, args.linear_context_parallel
+    ) or pair_violation(layouts)
+    if broken:
+        raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")
+    args.tensor_model_parallel_size = language.tp
+    args.context_parallel_size = language.cp
+    args.pipeline_model_parallel_size = language.pp
+    args.expert_model_parallel_size = language.ep
+    args.expert_tensor_parallel_size = language.etp
+    args.sequence_parallel = language.sequence_parallel
+    if "|" not in args.hybrid_layer_pattern:
+        args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, language)
+
+
+def _layouts(args: argparse.Namespace) -> Layouts:
+    return Layouts(
+        Layout(tp=args.encoder_tp, dp=args.encoder_dp, etp=args.encoder_tp),
+        Layout(
+            tp=args.llm_tp,
+            cp=args.llm_cp,
+            pp=args.llm_pp,
+            dp=args.llm_dp,
+            ep=args.llm_ep,
+            etp=args.llm_expt_tp or 1,
+        ),
+        Batch(args.global_batch_size, args.micro_batch_size, args.seq_length),
+    )
+
+
+@dataclass(frozen=True)
+class MockBatches(BatchPlan):
+    """The samples of a rank out of the mock data, which do not depend on the layout.
+
+    Args:
+        encoder_name: of the encoder module.
+    """
+
+    encoder_name: str
+
+    def microbatches(
+        self,
+        source: Mapping[str, DataLoader],
+        split: str,
+        first: int,
+        count: int,
+        micro_size: int,
+        device: torch.device | str,
+    ) -> Iterator[Microbatch]:
+        """As in :class:`BatchPlan`, from the data loader of a split.
+
+        With a pipeline, all that the rank encodes in a step comes with the first microbatch: the
+        inputs of images of several sizes can be joined by the loader only.
+        """
+        dataset, collate = source[split].dataset, source[split].collate_fn
+        plan = [self.indices(number, count, micro_size) for number in range(count)]
+        shares = [list(encoded) for encoded, _ in plan]
+        if self.layouts.language.pp > 1:
+            shares = [sum(shares, [])] + [[]] * (count - 1)
+        for share, (_, own) in zip(shares, plan, strict=True):
+            encoded, consumed = (
+                [dataset[(first + index) % len(dataset)] for index in part] for part in (share, own)
+            )
+            inputs = collate(encoded)["modality_inputs"] if encoded else None
+            batch = move_batch_to_cuda(collate(consumed) | {"modality_inputs": inputs})
+            ids = [[sample["input_ids"] for sample in part] for part in (encoded, consumed)]
+            yield batch | {"host_tokens": HostTokens({self.encoder_name: ids[0]}, ids[1])}
+
+
+def forward_step(microbatches: Iterator[Microbatch], model: MimoModel):
+    """One microbatch in any pipeline."""
+    losses, loss_mask = run_microbatch(model, next(microbatches))
+    return losses, partial(loss_func, loss_mask=loss_mask)
+
+
+@dataclass(kw_only=True)
+class ColocatedBuildConfig(ModelConfig):
+    """What the builder needs; Megatron does not write fields with an underscore anywhere."""
+
+    builder: ClassVar[str] = "examples.mimo.training.colocated.ColocatedBuilder"
+    _provider: MimoProvider
+    _modules: Modules
+
+
+class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
+    """Builds a provider's model with all its modules on this rank."""
+
+    def build_model(self, pg_collection, pre_process=None, post_process=None, vp_stage=None):
+        """The bare model; no argument matters."""
+        provider, modules = self._model_config._provider, self._model_config._modules
+        args = get_args()
+        # The encoder's configuration is made of the language model's, which alone has CP and EP.
+        alone = {"context_parallel_size": 1, "expert_model_parallel_size": 1}
+        encoder_args = argparse.Namespace(**vars(args) | alone)
+        model = MimoModel(
+            MimoModelConfig(
+                language_model_spec=provider.language_spec(
+                    args, modules[LANGUAGE].groups, modules[LANGUAGE].grid
+                ),
+                modality_submodules_spec={
+                    name: provider.encoder_specs[name](encoder_args, module.groups, module.grid)
+                    for name, module in modules.items()
+                    if name != LANGUAGE
+                },
+                special_token_ids=dict(provider.special_token_ids(args)),
+                module_to_grid_map={name: module.grid for name, module in modules.items()},
+            )
+        )
+        model.model_type = ModelType.encoder_or_decoder
+        return model
+
+    def build_distributed_models(self, pg_collection, ddp_config=None, **_) -> list[MimoModel]:
+        """The model, initialized and ready to train.
+
+        Args:
+            pg_collection: not read: each module has the groups of its own grid.
+            ddp_config: of all modules.
+        """
+        args, modules = get_args(), self._model_config._modules
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(args.seed)
+        prepare_process(
+            modules,
+            args.seed,
+            te_rng_tracker=args.te_rng_tracker,
+            inference_rng_tracker=args.inference_rng_tracker,
+        )
+        model = self.build_model(pg_collection).cuda(torch.cuda.current_device())
+        initialize_weights(model, args.seed)
+        stages = compose_hooks(self._model_config.pre_wrap_hooks)([model])
+        for submodule in model.modality_submodules.values():
+            _freeze_modality_submodule(submodule, args)
+        if args.freeze_lm:
+            model.language_model.requires_grad_(False)
+        prepare_for_training(stages, modules, ddp_config)
+        return compose_hooks(self._model_config.post_wrap_hooks)(stages)
+
+
+def train(args: argparse.Namespace, provider: MimoProvider) -> None:
+    """Train through Megatron's loop; collective over all ranks, which are joined already."""
+    layouts, (name,) = _layouts(args), provider.encoder_module_names
+    modules = make_modules(
+        {name: (layouts.encoder, 0), LANGUAGE: (layouts.language, 0)},
+        args.distributed_backend,
+        args.num_distributed_optimizer_instances,
+    )
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
+    plan = MockBatches(
+        layouts,
+        encoder_part=encoder_part(modules, name),
+        language_dp=modules[LANGUAGE].groups.dp.rank(),
+        tokens_per_tile=0,
+        encoder_name=name,
+    )
+    source = {
+        split: _build_mock_vlm_dataloader(
+            batch_size=1,
+            dataset_size=args.mock_dataset_size,
+            seed=args.seed + seed,
+            **_mock_loader_kwargs(args, name),
+        )
+        for split, seed in SPLIT_SEEDS.items()
+    }
+    stages: list[MimoModel] = []
+    build = ColocatedBuildConfig(_provider=provider, _modules=modules)
+    build.post_wrap_hooks.append(lambda built: stages.extend(built) or built)
+    pretrain(
+        pretrain_cfg_container_from_args(args, build),
+        data_provider(args, plan, source),
+        ModelType.encoder_or_decoder,
+        forward_step,
+        skip_model_parallel_init=True,
+        pg_collection=schedule_collection(modules),
+    )
+    destroy(stages, modules)
+    shutdown_distributed()

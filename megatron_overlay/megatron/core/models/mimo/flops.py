@@ -1,0 +1,39 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of encoders, beside the language model's that Megatron counts."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+
+
+def with_modality_flops(count: Callable[..., float]) -> Callable[..., float]:
+    """Megatron's count for a batch, plus ``args.modality_flops_per_sample`` where that is set."""
+
+    @functools.wraps(count)
+    def counted(args: Namespace, batch_size: int, *more, **options) -> float:
+        own = getattr(args, "modality_flops_per_sample", 0.0) * batch_size
+        return count(args, batch_size, *more, **options) + own
+
+    return counted
+
+
+def vit_flops(
+    patches: int, tokens: int, layers: int, hidden: int, ffn: int, patch_features: int
+) -> float:
+    """Forward and backward of a ViT on one image, counted as Megatron counts (3 × the forward).
+
+    Args:
+        patches: that are embedded.
+        tokens: of the sequence: patches and class tokens; attention is not causal.
+        patch_features: numbers of one patch.
+    """
+    layer = 2 * tokens * (4 * hidden**2 + 2 * hidden * ffn) + 4 * tokens**2 * hidden
+    return 3.0 * (layers * layer + 2 * patches * patch_features * hidden)
+
+
+def mlp_flops(tokens: int, sizes: tuple[int, ...]) -> float:
+    """Forward and backward of linear layers between these widths on some tokens."""
+    return 3.0 * sum(2 * tokens * a * b for a, b in zip(sizes, sizes[1:], strict=False))

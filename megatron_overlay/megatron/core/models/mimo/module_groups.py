@@ -1,0 +1,142 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Grids and process groups of a MIMO model's modules; no global ``parallel_state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+DIMS = ["tp", "cp", "dp", "pp"]
+"""Fastest first, as ``parallel_state`` orders ranks: what talks most lies closest together."""
+
+
+class ModuleLayout(Protocol):
+    """Sizes of one module's axes; ``ep``, ``etp``, ``expt_dp`` factor the ranks of tp·cp·dp."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    expt_dp: int
+
+
+@dataclass(frozen=True)
+class ModuleGroups:
+    """One module's grid and the process groups made from it; None on ranks outside the grid."""
+
+    grid: HyperCommGrid
+    groups: ProcessGroupCollection | None
+
+
+Modules = Mapping[str, ModuleGroups]
+"""By module name, in one order on all ranks; the language model's is MIMO_LANGUAGE_MODULE_KEY."""
+
+
+def make_grid(layout: ModuleLayout, backend: str, rank_offset: int = 0) -> HyperCommGrid:
+    """The grid of one module from ``rank_offset`` on; a view has the experts' factorization."""
+    grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
+    grid.register_view(
+        "expert",
+        [layout.etp, layout.ep, layout.expt_dp, layout.pp],
+        ["expt_tp", "ep", "expt_dp", "pp"],
+        shared_dims=["pp"],
+    )
+    return grid
+
+
+def make_modules(
+    layouts: Mapping[str, tuple[ModuleLayout, int]], backend: str, optimizer_instances: int = 1
+) -> dict[str, ModuleGroups]:
+    """Make every process group of the modules; collective over the world.
+
+    Args:
+        layouts: sizes and first rank of each module, in the same order on every rank.
+        backend: of the groups.
+        optimizer_instances: of the distributed optimizer.
+    """
+    modules = {}
+    for name, (layout, first) in layouts.items():
+        grid = make_grid(layout, backend, first)
+        groups = ProcessGroupCollection.from_hyper_comm_grid(grid, optimizer_instances)
+        modules[name] = ModuleGroups(grid, groups)
+    return modules
+
+
+def schedule_collection(modules: Modules) -> MultiModuleProcessGroupCollection:
+    """What ``pretrain`` and the schedules take: the groups of the modules that this rank holds.
+
+    A collection of several modules means that they are colocated.
+    """
+    held = {name: module.groups for name, module in modules.items() if module.groups is not None}
+    language = MIMO_LANGUAGE_MODULE_KEY if MIMO_LANGUAGE_MODULE_KEY in held else None
+    return MultiModuleProcessGroupCollection(held, language)
+
+
+def own_groups(modules: Modules) -> ProcessGroupCollection:
+    """Groups of this rank's language model, or else of the module that it holds."""
+    collection = schedule_collection(modules)
+    if collection.has_language_model():
+        return collection.get_language_model_collection()
+    return next(iter(collection.module_pgs.values()))
+
+
+def encoder_part(modules: Modules, name: str) -> int | None:
+    """Which of the encoder's dp equal parts of a batch this rank encodes; None if it does not.
+
+    Colocated, the bridge decides; non-colocated, it is the encoder's DP rank.
+    """
+    encoder, language = modules[name], modules[MIMO_LANGUAGE_MODULE_KEY]
+    if encoder.groups is None or language.groups is None:
+        return encoder.groups and encoder.groups.dp.rank()
+    return bridge_topology(encoder.grid, language.grid).parts[encoder.groups.dp.rank()]
+
+
+def limit_waiting(timeout: timedelta) -> None:
+    """Let a collective of any group of this rank fail after so long, and Megatron change that.
+
+    Groups that are made from a grid have PyTorch's limit, and Megatron knows its own groups only.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    parallel_state._global_process_group_list = groups
+
+
+def prepare_process(modules: Modules, seed: int, **tracker_options: bool) -> None:
+    """Set up what Megatron keeps per process: scratch buffer, MoE metrics and the RNG tracker.
+
+    Args:
+        modules: of the model that is built next.
+        seed: of the tracker's streams; the numbers drawn depend on the layout, as Megatron's do.
+        tracker_options: of ``model_parallel_cuda_manual_seed``: which tracker.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
+    groups = own_groups(modules)
+    model_parallel_cuda_manual_seed(
+        seed,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+        force_reset_rng=True,
+        **tracker_options,
+    )

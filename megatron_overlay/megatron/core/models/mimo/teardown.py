@@ -1,0 +1,45 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Free a MimoModel and its process groups, so that another can be built in the same process."""
+
+from __future__ import annotations
+
+import gc
+
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.mimo.comm.encoders_to_language import destroy_bridges
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import Modules
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+
+def destroy(stages: list[MimoModel], modules: Modules) -> None:
+    """Free every process group of the model; the default group stays.
+
+    Collective over all ranks: none closes a group that another still uses. Experts' dispatchers
+    keep the last forward's graph, and with it the groups, out of the garbage collector's sight; so
+    does the cache of rotary embeddings; and a model is a cycle of references.
+
+    Args:
+        stages: the model's virtual stages, maybe none; the caller drops its own references first.
+        modules: whose grids own the groups.
+    """
+    dist.barrier()
+    while stages:
+        stage = stages.pop()
+        stage.destroy()
+        for module in stage.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None
+        del stage
+    RotaryEmbedding.forward.cache_clear()
+    for module in modules.values():
+        module.grid.destroy()
+    destroy_bridges()
+    parallel_state._global_process_group_list = None
+    parallel_state.destroy_global_memory_buffer()
+    destroy_moe_metrics_tracker()
+    gc.collect()

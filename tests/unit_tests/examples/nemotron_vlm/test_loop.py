@@ -1,0 +1,76 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the program gives to Megatron's loop, and what it watches of it."""
+
+import json
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from examples.mimo.nemotron_vlm.metrics import MetricsWriter
+from examples.mimo.nemotron_vlm.run import train
+from megatron.training.training import num_floating_point_operations
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
+from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+ONE_MICROBATCH = ("--micro-batch-size", "32")
+
+
+@requires_world_size(1)
+class TestStep:
+    def test_a_skipped_step_changes_no_weight_and_no_expert_bias(self, monkeypatch):
+        with trainer(*ONE_MICROBATCH) as run:
+            run.train_step()
+            before = gather_weights(run.stages)
+            assert any(key.endswith("expert_bias") for key in before)
+            monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
+            assert run.train_step()["skipped"]
+            assert_shards_equal(run.stages, before)
+            monkeypatch.undo()
+            assert not run.train_step()["skipped"]
+
+    def test_the_throughput_counts_the_encoder(self):
+        """Forward operations of one tile are a third; PyTorch counts them, but for attention's."""
+        with trainer(*ONE_MICROBATCH) as run:
+            vision = run.stages[0].modality_submodules["images"]
+            tile = run.source.sample("train", 0).tiles[:1]
+            with FlopCounterMode(display=False) as counter:
+                vision(encoder_inputs={"radio": {"tiles": tile}})
+            preset, args = run.session.options.preset, run.args
+            size = preset.encoder
+            tokens = (size.tile // size.patch) ** 2 + size.class_tokens
+            attention = size.layers * 4 * tokens**2 * size.hidden
+            assert preset.flops_per_tile == 3 * (counter.get_total_flops() + attention)
+            of_batch = num_floating_point_operations(args, 8)
+            args.modality_flops_per_sample = 0.0
+            of_language = num_floating_point_operations(args, 8)
+        tiles = 8 * 2  # of a sample: one to three, each as likely
+        assert of_batch - of_language == pytest.approx(tiles * preset.flops_per_tile)
+
+
+class TestMetrics:
+    @requires_world_size(1)
+    def test_a_record_has_the_rate_of_its_step_and_the_evaluation(self, tmp_path):
+        Utils.initialize_distributed()
+        path = tmp_path / "metrics.jsonl"
+        evaluation = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
+        options = options_of(*ONE_MICROBATCH, *evaluation, "--metrics-out", str(path))
+        with session_of(options) as session:
+            records = train(session)
+        assert records == [json.loads(line) for line in path.read_text().splitlines()]
+        assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
+        assert ["eval_accuracy" in record for record in records] == [False, True, True]
+        assert not any(record["skipped"] for record in records)
+
+    def test_steps_that_are_run_again_are_dropped(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        first = MetricsWriter(path, total_steps=4)
+        for step in (1, 2, 3):
+            first.write({"step": step, "loss": 1.0})
+        first.close()
+        second = MetricsWriter(path, total_steps=4)
+        second.write({"step": 3, "loss": 2.0})
+        second.close()
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0)]

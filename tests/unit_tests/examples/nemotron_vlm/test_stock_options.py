@@ -1,0 +1,143 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's options: each gives one rank's trajectory in another layout, or is refused by name."""
+
+import argparse
+
+import pytest
+
+from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.refusals import REFUSALS
+from megatron.training.arguments import add_megatron_arguments
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    SAMPLES,
+    assert_same_trajectory_as_one_rank,
+    one_rank_trajectory,
+    trajectory,
+)
+from tests.unit_tests.test_utilities import requires_world_size
+
+PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
+"""Layouts of the language model on four ranks: in three phases, and in one."""
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+
+SAME_NUMBERS = [
+    (OVERLAP, PIPELINE),
+    (OVERLAP, FLAT),
+    (("--overlap-grad-reduce", "--ddp-num-buckets", "5"), FLAT),
+    ((*FULL, "--recompute-num-layers", "1"), PIPELINE),
+    (("--recompute-granularity", "selective", "--recompute-modules", "moe"), FLAT),
+    (("--no-use-distributed-optimizer",), PIPELINE),
+    (("--num-distributed-optimizer-instances", "2"), "dp=4,ep=2"),
+    (("--moe-token-dispatcher-type", "allgather"), FLAT),
+    (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+    (("--use-cpu-initialization",), FLAT),
+    (("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"), FLAT),
+]
+"""Options that change nothing of the numbers, each with a layout."""
+
+OTHER_NUMBERS = [
+    (("--no-untie-embeddings-and-output-weights",), PIPELINE),
+    (("--moe-router-load-balancing-type", "aux_loss"), PIPELINE),
+    (("--moe-router-load-balancing-type", "global_aux_loss"), FLAT),
+    (("--moe-z-loss-coeff", "1e-3"), PIPELINE),
+    (("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1"), FLAT),
+    (("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9"), FLAT),
+    (
+        ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
+        + ("--weight-decay-incr-style", "linear"),
+        FLAT,
+    ),
+    (("--position-embedding-type", "learned_absolute"), PIPELINE),
+    (("--swiglu", "--no-squared-relu"), FLAT),
+]
+"""Options of which the one-rank run has to have the same."""
+
+PRECISIONS = {("--bf16",): 3e-2, ("--fp16", "--initial-loss-scale", "8"): 1e-2}
+"""Relative: a rounded weight sends some tokens to another expert."""
+
+REFUSED = [
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--log-params-norm",
+    "--check-weight-hash-across-dp-replicas-interval 1",
+    "--cuda-graph-impl local",
+    "--mtp-num-layers 1",
+    "--hybrid-layer-pattern MEM*/M*",
+    "--qk-clip",
+    "--optimizer muon",
+    "--ckpt-format torch",
+    "--init-model-with-meta-device",
+    "--init-method-std 0.01",
+    "--data-parallel-random-init",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-token-dispatcher-type flex",
+    "--fp8-format hybrid",
+    "--transformer-impl transformer_engine",
+    "--freeze-all-layers",
+    "--iterations-to-skip 3",
+    "--spec local",
+]
+
+STEPS = 3
+
+
+class TestRefused:
+    @pytest.mark.parametrize("arguments", REFUSED)
+    def test_names_the_option_and_the_reason(self, arguments):
+        with pytest.raises(UserError) as refusal:
+            parse(arguments.split(), world_size=1)
+        option = arguments.split()[0]
+        assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
+        assert " is not taken here: " in str(refusal.value)
+
+    def test_every_refused_option_is_megatrons(self):
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        known = {option for action in parser._actions for option in action.option_strings}
+        assert not [
+            refusal.option for refusal in REFUSALS if refusal.option.split()[0] not in known
+        ]
+
+    def test_a_flag_that_a_preset_turns_on_has_an_opposite(self):
+        assert parse([], world_size=1).args.untie_embeddings_and_output_weights
+        arguments = ["--no-untie-embeddings-and-output-weights", "--bias-linear"]
+        args = parse(arguments, world_size=1).args
+        assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
+
+    def test_a_growing_batch_must_fit_at_every_size(self):
+        schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
+        with pytest.raises(UserError, match="global batch 9"):
+            parse(schedule, world_size=1)
+
+
+@requires_world_size(4)
+class TestRight:
+    @pytest.mark.parametrize(("options", "language"), SAME_NUMBERS)
+    def test_changes_nothing(self, options, language):
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options, steps=STEPS)
+
+    @pytest.mark.parametrize(("options", "language"), OTHER_NUMBERS)
+    def test_changes_every_layout_alike(self, options, language):
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options, steps=STEPS)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_precisions_agree_with_one_rank(self, precision):
+        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
+        batch = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", "16")
+        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=STEPS)]
+        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision)[:STEPS]]
+        assert found == pytest.approx(expected, rel=PRECISIONS[precision])
+
+    def test_the_batch_grows_alike(self):
+        growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
+        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
+        found = trajectory(*layout, *growing, steps=4)
+        expected = one_rank_trajectory(*growing)[:4]
+        assert [r["num_tokens"] for r in found] == [r["num_tokens"] for r in expected]
+        losses = [record["loss"] for record in expected]
+        assert [record["loss"] for record in found] == pytest.approx(losses, rel=1e-4)
