@@ -33,7 +33,7 @@ from megatron.training import training  # noqa: E402
 
 PLACES = {
     "reading samples": (training, "train_step"),
-    "microbatch": (schedules, "backward_step"),
+    "microbatch": (schedules, "backward_step_multimodule"),
     "optimizer": (MimoOptimizer, "step"),
     "writing": (TorchDistSaveShardedStrategy, "save"),
     "publishing": (serialization, "save_manifest"),

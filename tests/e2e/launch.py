@@ -70,7 +70,7 @@ def under_torchrun(
     launcher: tuple[str, ...] = (),
     program: tuple[str, ...] = (SCRIPT,),
 ) -> subprocess.Popen:
-    """Start the program under torchrun and return at once.
+    """Start the program under torchrun and return at once; only what it says of errors is kept.
 
     Args:
         launcher: torchrun's arguments.
@@ -81,7 +81,7 @@ def under_torchrun(
         [sys.executable, *torchrun, *launcher, *map(str, (*program, *arguments))],
         cwd=CHECKOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

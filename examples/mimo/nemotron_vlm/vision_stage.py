@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.utils import make_viewless_tensor
 
 
 class VisionStage(VisionModalitySubmodules):
@@ -43,4 +44,7 @@ class VisionStage(VisionModalitySubmodules):
         """
         ((name, encoder),) = self.encoders.items()
         output = encoder(**encoder_inputs[name], hidden_states=hidden_states)
-        return self.project_embeddings([output]) if self.is_last_stage else output
+        if self.is_last_stage:
+            output = self.project_embeddings([output])
+        # The schedule frees it once it is sent, and of one tile it would be a view.
+        return make_viewless_tensor(output, output.requires_grad, keep_graph=True)
