@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
 SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -89,9 +90,13 @@ def under_torchrun(
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL a rank with the processes it forked, which hold its pipes open."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """SIGKILL a rank or a launcher with all that it started, which hold its pipes open."""
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+    for each in (process, *started):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 

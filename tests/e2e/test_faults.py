@@ -18,9 +18,10 @@ ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 
 WAITING_S = 20
-"""Of a collective, after the first step."""
+"""Of a collective, after the first step. A transfer between stages has a minute with gloo, which
+takes what it had at the start."""
 
-LIMIT_S = 90
+LIMIT_S = 120
 """From the first save, which can be seen from outside, to the end of every rank: torchrun gives a
 stopped rank 30 s before it kills it."""
 
@@ -30,6 +31,7 @@ AT_ONCE = 4
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
     *("--global-batch-size", "8", "--micro-batch-size", "4", "--seed", "1"),
+    *("--distributed-timeout-minutes", "1"),
     *("--distributed-timeout-seconds-after-init", str(WAITING_S)),
 )
 

@@ -38,18 +38,31 @@ class RecordedGroups:
 
     def __init__(self, rank: int):
         self.rank, self.enumerations, self.freed = rank, [], []
-        self.breaks_at = None
+        self.breaks_at, self.timeouts = None, set()
 
-    def new_subgroups_by_enumeration(self, enumeration, backend=None):
+    def new_subgroups_by_enumeration(self, enumeration, backend=None, timeout=None):
         if len(self.enumerations) == self.breaks_at:
             raise RuntimeError("store is gone")
         self.enumerations.append(enumeration)
+        self.timeouts.add(timeout)
         mine = [sorted(g) for g in enumeration if self.rank in g]
         return (mine[0] if mine else None), None
+
+    def new_group(self, ranks, backend=None, timeout=None):
+        """Of each rank alone: the call counts, whoever is in it."""
+        self.timeouts.add(timeout)
+        self.enumerations.append([])
+        return list(ranks) if self.rank in ranks else None
+
+    @property
+    def calls(self) -> int:
+        """Of ``new_group`` on this rank."""
+        return sum(len(enumeration) or 1 for enumeration in self.enumerations)
 
     def __enter__(self):
         replacements = dict(
             new_subgroups_by_enumeration=self.new_subgroups_by_enumeration,
+            new_group=self.new_group,
             destroy_process_group=self.freed.append,
             get_rank=lambda: self.rank,
         )
@@ -170,8 +183,35 @@ class TestGroupCount:
         with RecordedGroups(0) as recorded:
             groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 4, 2]))
         assert groups["cp"] is groups["pp"] is groups["expt_tp"] is groups["embd"]
-        assert recorded.enumerations.count([[rank] for rank in range(8)]) == 1
-        assert sum(map(len, recorded.enumerations)) == 36
+        assert recorded.enumerations.count([]) == 1
+        assert not any(len(group) == 1 for groups in recorded.enumerations for group in groups)
+
+    def test_fields_of_equal_ranks_share_a_group_but_not_with_gradients_nor_experts(self):
+        with RecordedGroups(0):
+            groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 2, 4]))
+        assert groups["tp"] is groups["tp_cp"] is groups["mp"]
+        assert groups["tp_dp_cp"] is groups["intra_dist_opt"]
+        assert groups["ep"] is groups["tp_ep"] is groups["tp_ep_pp"]
+        assert groups["dp"] == groups["dp_cp"] == groups["expt_dp"] == [0, 2, 4, 6]
+        assert len({id(groups[field]) for field in ("dp", "dp_cp", "expt_dp")}) == 3
+        assert groups["ep"] == groups["tp"] and groups["ep"] is not groups["tp"]
+
+    def test_every_group_has_the_timeout(self):
+        with RecordedGroups(0) as recorded:
+            groups_from_grid(make_grid(tp=2, dp=4, pp=2, expert=[1, 4, 2]), timeout="a minute")
+        assert recorded.timeouts == {"a minute"}
+
+    @pytest.mark.parametrize("world, calls", [(64, 264), (256, 846), (1024, 3174)])
+    def test_calls_of_a_colocated_pair(self, world, calls, monkeypatch):
+        """Of the encoder's and the language model's grid, on any rank: most are tp and cp."""
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        for rank in (0, world // 3, world - 1):
+            with RecordedGroups(rank) as recorded:
+                groups_from_grid(make_grid(tp=2, dp=world // 2, expert=[2, 1, world // 2]))
+                groups_from_grid(
+                    make_grid(tp=2, cp=2, dp=world // 16, pp=4, expert=[1, 8, world // 32])
+                )
+            assert recorded.calls == calls
 
     def test_destroy_after_a_failure_midway_frees_what_was_made(self):
         with RecordedGroups(0) as recorded:

@@ -2,6 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A :class:`ProcessGroupCollection` from a :class:`HyperCommGrid`, without ``parallel_state``."""
 
+from __future__ import annotations
+
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -34,6 +38,8 @@ SAME_GROUPS = {
     "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
 }
 """Fields that differ with several optimizer instances or weight rematerialization (GTP) only."""
+GRADIENT_FIELDS = frozenset({"dp_cp", "expt_dp"})
+"""Their collectives run beside all others, so that their groups serve no other field."""
 UNUSED_FIELDS = (
     "inter_dist_opt",
     "hcp",
@@ -48,15 +54,24 @@ REQUIRED_DIMS = DENSE_DIMS - {"cp"}
 EXPERT_VIEW = "expert"
 """Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
+Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
+"""Groups by the ranks of all of them: fields with the same ones share a group."""
+
 
 def groups_from_grid(
-    grid: HyperCommGrid, num_distributed_optimizer_instances: int = 1
+    grid: HyperCommGrid,
+    num_distributed_optimizer_instances: int = 1,
+    timeout: timedelta | None = None,
 ) -> dict[str, dist.ProcessGroup | None] | None:
     """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
     Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
     has already are taken as they are, so a second call returns the same ones and makes none. The
     grid owns them all: after a failure midway, too, ``grid.destroy()`` frees what was made.
+
+    Fields with the same ranks share a group, but for those of gradients, which are reduced beside
+    other collectives, and for dense fields and the experts', as tokens go to experts beside them
+    too.
 
     The fields that only hierarchical CP, a second all-gather communicator or weight
     rematerialization need (``hcp``, ``dp_cp_ag``, ``expt_dp_ag``, ``gtp_remat``,
@@ -67,6 +82,7 @@ def groups_from_grid(
     Args:
         grid: of the module.
         num_distributed_optimizer_instances: of its DDP config.
+        timeout: of a collective in a new group; PyTorch's by default.
 
     Returns:
         Groups by field; ``None`` on a rank outside the grid, where there is no module.
@@ -78,20 +94,23 @@ def groups_from_grid(
     _check_dims(grid)
     experts = _has_experts(grid)
     instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
-    groups = {f: _get_or_create(grid, _present(grid, dims)) for f, dims in DENSE_FIELDS.items()}
+    make = _Maker(grid, timeout)
+    dense: Shared = {}
+    groups = {f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()}
 
     pp_groups = grid.get_rank_enum("pp")
-    groups["embd"] = _get_or_derive(grid, "embd", embedding_ranks(pp_groups))
-    groups["pos_embd"] = _get_or_derive(grid, "pos_embd", position_embedding_ranks(pp_groups))
+    groups["embd"] = make.derived("embd", embedding_ranks(pp_groups), dense)
+    groups["pos_embd"] = make.derived("pos_embd", position_embedding_ranks(pp_groups), {})
 
+    expert: Shared = {}
     for field, dims in EXPERT_FIELDS.items():
-        groups[field] = _get_or_create(grid, dims, EXPERT_VIEW) if experts else None
+        groups[field] = make.over(dims, EXPERT_VIEW, expert, field) if experts else None
 
     groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
     groups.update(dict.fromkeys(UNUSED_FIELDS))
     for field, rank_enum in instances.items():
         name = f"{field}/{num_distributed_optimizer_instances}"
-        groups[field] = _get_or_derive(grid, name, rank_enum)
+        groups[field] = make.derived(name, rank_enum, {})
 
     return groups if grid.is_current_rank_in_grid() else None
 
@@ -144,42 +163,71 @@ def position_embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
     return [ranks[:1] for ranks in pp_groups]
 
 
-def _get_or_create(
-    grid: HyperCommGrid, dims: list[str], view: str | None = None
-) -> dist.ProcessGroup | None:
-    """The grid's group over ``dims``; all dims of size 1 share the group of this rank alone."""
-    if not dims:
-        return _alone(grid)
-    try:
-        return grid.get_pg(dims, view=view)
-    except KeyError:
-        if len(grid.get_rank_enum(dims, view=view)[0]) > 1:
-            return grid.create_pg(dims, view=view)
-    spec = grid._resolve_view(view)
-    key, _, _ = grid._canonical_pg_key_and_enum_view(spec, grid._order_dims_for_view(spec, dims)[0])
-    grid._pgs[key] = _alone(grid)
-    return grid._pgs[key]
+class _Maker:
+    """Makes the groups that a grid lacks; the grid owns them.
+
+    Args:
+        grid: of the module.
+        timeout: of a collective in a new group; PyTorch's by default.
+    """
+
+    def __init__(self, grid: HyperCommGrid, timeout: timedelta | None) -> None:
+        self.grid, self.options = grid, {"timeout": timeout} if timeout else {}
+
+    def over(
+        self, dims: list[str], view: str | None, shared: Shared, field: str
+    ) -> dist.ProcessGroup | None:
+        """The group over ``dims``; where none is left, this rank alone."""
+        grid = self.grid
+        if not dims:
+            return self._alone()
+        ranks = _ranks(grid.get_rank_enum(dims, view=view))
+        spec = grid._resolve_view(view)
+        ordered, _ = grid._order_dims_for_view(spec, dims)
+        key, _, _ = grid._canonical_pg_key_and_enum_view(spec, ordered)
+        if key not in grid._pgs:
+            if len(ranks[0]) == 1:
+                grid._pgs[key] = self._alone()
+            elif ranks in shared and field not in GRADIENT_FIELDS:
+                grid._pgs[key] = shared[ranks]
+            else:
+                grid.create_pg(dims, view=view, **self.options)
+        if field not in GRADIENT_FIELDS:
+            shared.setdefault(ranks, grid._pgs[key])
+        return grid._pgs[key]
+
+    def derived(
+        self, name: str, rank_enum: list[list[int]], shared: Shared
+    ) -> dist.ProcessGroup | None:
+        """Groups that are no whole dims, by a name of ours."""
+        grid, key, ranks = self.grid, ("derived", (name,)), _ranks(rank_enum)
+        if key not in grid._pgs:
+            if all(len(group) == 1 for group in ranks):
+                group = self._alone() if (dist.get_rank(),) in ranks else None
+            elif ranks in shared:
+                group = shared[ranks]
+            else:
+                group, _ = dist.new_subgroups_by_enumeration(
+                    rank_enum, backend=grid.backend, **self.options
+                )
+            grid._pgs[key] = group
+        return grid._pgs[key]
+
+    def _alone(self) -> dist.ProcessGroup | None:
+        """This rank's group of one; None outside the grid.
+
+        Every rank names its own: PyTorch counts calls, which are one on all ranks, and a group of
+        one meets nobody. Others than these all ranks make alike: PyTorch finds one that only its
+        members make by how many groups they are in, which the ends of a pipeline have one more of.
+        """
+        grid, key = self.grid, ("derived", ("alone",))
+        if key not in grid._pgs:
+            inside = grid.is_current_rank_in_grid()
+            rank = dist.get_rank() if inside else grid.rank_offset
+            group = dist.new_group([rank], backend=grid.backend, **self.options)
+            grid._pgs[key] = group if inside else None
+        return grid._pgs[key]
 
 
-def _get_or_derive(
-    grid: HyperCommGrid, name: str, rank_enum: list[list[int]]
-) -> dist.ProcessGroup | None:
-    """Groups of the grid that are no whole dims, by a name of ours; the grid owns them as well."""
-    key = ("derived", (name,))
-    if key not in grid._pgs:
-        if all(len(ranks) == 1 for ranks in rank_enum):
-            group = _alone(grid) if [dist.get_rank()] in rank_enum else None
-        else:
-            group, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=grid.backend)
-        grid._pgs[key] = group
-    return grid._pgs[key]
-
-
-def _alone(grid: HyperCommGrid) -> dist.ProcessGroup | None:
-    """This rank's group of one: nothing is sent in it, and making one costs a rendezvous a rank."""
-    key = ("derived", ("alone",))
-    if key not in grid._pgs:
-        span = range(grid.rank_offset, grid.rank_offset + grid.size)
-        ranks = [[rank] for rank in span]
-        grid._pgs[key], _ = dist.new_subgroups_by_enumeration(ranks, backend=grid.backend)
-    return grid._pgs[key]
+def _ranks(rank_enum: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, rank_enum))
