@@ -18,8 +18,8 @@ ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 
 WAITING_S = 20
-"""Of a collective, after the first step. A transfer between stages has a minute with gloo, which
-takes what it had at the start."""
+"""Of a collective, after the first step. A transfer between stages has a minute: gloo keeps its
+first limit for those."""
 
 LIMIT_S = 120
 """From the first save, which can be seen from outside, to the end of every rank: torchrun gives a

@@ -38,19 +38,17 @@ class RecordedGroups:
 
     def __init__(self, rank: int):
         self.rank, self.enumerations, self.freed = rank, [], []
-        self.breaks_at, self.timeouts = None, set()
+        self.breaks_at = None
 
-    def new_subgroups_by_enumeration(self, enumeration, backend=None, timeout=None):
+    def new_subgroups_by_enumeration(self, enumeration, backend=None):
         if len(self.enumerations) == self.breaks_at:
             raise RuntimeError("store is gone")
         self.enumerations.append(enumeration)
-        self.timeouts.add(timeout)
         mine = [sorted(g) for g in enumeration if self.rank in g]
         return (mine[0] if mine else None), None
 
-    def new_group(self, ranks, backend=None, timeout=None):
+    def new_group(self, ranks, backend=None):
         """Of each rank alone: the call counts, whoever is in it."""
-        self.timeouts.add(timeout)
         self.enumerations.append([])
         return list(ranks) if self.rank in ranks else None
 
@@ -195,11 +193,6 @@ class TestGroupCount:
         assert groups["dp"] == groups["dp_cp"] == groups["expt_dp"] == [0, 2, 4, 6]
         assert len({id(groups[field]) for field in ("dp", "dp_cp", "expt_dp")}) == 3
         assert groups["ep"] == groups["tp"] and groups["ep"] is not groups["tp"]
-
-    def test_every_group_has_the_timeout(self):
-        with RecordedGroups(0) as recorded:
-            groups_from_grid(make_grid(tp=2, dp=4, pp=2, expert=[1, 4, 2]), timeout="a minute")
-        assert recorded.timeouts == {"a minute"}
 
     @pytest.mark.parametrize("world, calls", [(64, 264), (256, 846), (1024, 3174)])
     def test_calls_of_a_colocated_pair(self, world, calls, monkeypatch):

@@ -147,6 +147,8 @@ def _complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
+    args.language_std = args.init_method_std  # None: of each matrix from its inputs
+    default("init_method_std", 0.02)
     if args.train_samples is None:
         default("train_iters", 20)
     if args.step_batch_size_schedule is None:

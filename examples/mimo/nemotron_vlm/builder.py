@@ -65,7 +65,7 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         )
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
         for stage in stages:
-            initialize_weights(stage, args.seed)
+            initialize_weights(stage, args.seed, args.language_std)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
         freeze(stages, args.freeze.split(",") if args.freeze else [])
         if not wrap_with_ddp:

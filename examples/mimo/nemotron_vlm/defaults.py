@@ -35,6 +35,7 @@ TRAINING = {
     "min_lr": 0.0,
     "lr_decay_style": "cosine",
     "weight_decay": 0.01,
+    "init_method_std": None,
     "adam_beta2": 0.95,
     "adam_eps": 1e-5,
     "eval_iters": 0,

@@ -65,16 +65,20 @@ def _time_step_bias(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> to
     return step + torch.log(-torch.expm1(-step))
 
 
-def _residual_normal(layers: int) -> Draw:
-    def draw(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
-        return _fan_in_normal(out, rng, inputs).div_(math.sqrt(2 * layers))
+def _normal(std: float) -> Draw:
+    def draw(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
+        return out.normal_(0, std, generator=rng)
 
     return draw
 
 
-def _rules(layers: int) -> list[tuple[str, Draw]]:
+def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
     """Name patterns, the first that matches decides; ``layers`` of the module's own stack."""
-    residual = _residual_normal(layers)
+    matrix = _fan_in_normal if std is None else _normal(std)
+
+    def residual(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+        return matrix(out, rng, inputs).div_(math.sqrt(2 * layers))
+
     return [
         ("*conv1d.*", _convolution),
         ("*A_log", _decay_rate),
@@ -87,7 +91,7 @@ def _rules(layers: int) -> list[tuple[str, Draw]]:
         ("*layers*.linear_proj.weight", residual),
         ("*layers*.out_proj.weight", residual),
         ("*layers*.linear_fc2.weight", residual),
-        ("*.weight*", _fan_in_normal),
+        ("*.weight*", matrix),
         ("*class_token", _fan_in_normal),
         ("*position_embeddings", _fan_in_normal),
     ]
@@ -108,10 +112,15 @@ def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialize_weights(model: MimoModel, seed: int) -> None:
+def initialize_weights(model: MimoModel, seed: int, std: float | None = None) -> None:
     """Fill every parameter and buffer of ``model``, in place.
 
     Call it before the model is wrapped in DDP: names are those of the bare modules.
+
+    Args:
+        model: on the CPU or a GPU.
+        seed: of all weights.
+        std: of the language model's matrices, in place of what their inputs give.
 
     Raises:
         ValueError: for a parameter that no rule names.
@@ -122,7 +131,8 @@ def initialize_weights(model: MimoModel, seed: int) -> None:
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here)) as pool:
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
-                _fill(part, seed, _depth(model, part.key), pool)
+                own = std if part.key.startswith("language_model.") else None
+                _fill(part, seed, _rules(_depth(model, part.key), own), pool)
 
 
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,8 +145,10 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(sides))
 
 
-def _fill(part: ShardedTensor, seed: int, layers: int, pool: ThreadPoolExecutor) -> None:
-    draw = next((draw for name, draw in _rules(layers) if fnmatch(part.key, name)), None)
+def _fill(
+    part: ShardedTensor, seed: int, rules: list[tuple[str, Draw]], pool: ThreadPoolExecutor
+) -> None:
+    draw = next((draw for name, draw in rules if fnmatch(part.key, name)), None)
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
     axes = part.prepend_axis_num

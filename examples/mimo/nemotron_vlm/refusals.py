@@ -64,7 +64,6 @@ REFUSALS = [
     _given("--data-parallel-random-init", NAMED_WEIGHTS),
     _given("--init-method-xavier-uniform", NAMED_WEIGHTS),
     _given("--init-model-with-meta-device", NAMED_WEIGHTS),
-    Refusal("--init-method-std", lambda args: args.init_method_std != 0.02, NAMED_WEIGHTS),
     _given("--iterations-to-skip", ONE_MODEL),
     _given("--ckpt-fully-parallel-load", "ranks exchange what they read in one module's groups"),
     _given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),

@@ -109,18 +109,16 @@ def open_session(options: Options, source: SampleSource) -> Session:
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     modules = make_modules(
         {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
         args.distributed_backend,
         args.num_distributed_optimizer_instances,
-        timeout,
     )
     communicator = None
     if layouts.non_colocated:
         grids = {name: module.grid for name, module in modules.items()}
         communicator = encoders_to_language(grids, options.configs.language)
-    limit_waiting(timeout)
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
     args.modality_flops_per_sample = source.tiles_per_sample * options.preset.flops_per_tile
     stages: list[MimoModel] = []
     build = VLMBuildConfig(_options=options, _modules=modules)

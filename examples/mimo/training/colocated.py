@@ -237,14 +237,12 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
 def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     """Train through Megatron's loop; collective over all ranks, which are joined already."""
     layouts, (name,) = _layouts(args), provider.encoder_module_names
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     modules = make_modules(
         {name: (layouts.encoder, 0), LANGUAGE: (layouts.language, 0)},
         args.distributed_backend,
         args.num_distributed_optimizer_instances,
-        timeout,
     )
-    limit_waiting(timeout)
+    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
     plan = MockBatches(
         layouts,
         encoder_part=encoder_part(modules, name),

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -59,9 +57,7 @@ Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 
 
 def groups_from_grid(
-    grid: HyperCommGrid,
-    num_distributed_optimizer_instances: int = 1,
-    timeout: timedelta | None = None,
+    grid: HyperCommGrid, num_distributed_optimizer_instances: int = 1
 ) -> dict[str, dist.ProcessGroup | None] | None:
     """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
@@ -82,7 +78,6 @@ def groups_from_grid(
     Args:
         grid: of the module.
         num_distributed_optimizer_instances: of its DDP config.
-        timeout: of a collective in a new group; PyTorch's by default.
 
     Returns:
         Groups by field; ``None`` on a rank outside the grid, where there is no module.
@@ -94,7 +89,7 @@ def groups_from_grid(
     _check_dims(grid)
     experts = _has_experts(grid)
     instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
-    make = _Maker(grid, timeout)
+    make = _Maker(grid)
     dense: Shared = {}
     groups = {f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()}
 
@@ -168,11 +163,10 @@ class _Maker:
 
     Args:
         grid: of the module.
-        timeout: of a collective in a new group; PyTorch's by default.
     """
 
-    def __init__(self, grid: HyperCommGrid, timeout: timedelta | None) -> None:
-        self.grid, self.options = grid, {"timeout": timeout} if timeout else {}
+    def __init__(self, grid: HyperCommGrid) -> None:
+        self.grid = grid
 
     def over(
         self, dims: list[str], view: str | None, shared: Shared, field: str
@@ -191,7 +185,7 @@ class _Maker:
             elif ranks in shared and field not in GRADIENT_FIELDS:
                 grid._pgs[key] = shared[ranks]
             else:
-                grid.create_pg(dims, view=view, **self.options)
+                grid.create_pg(dims, view=view)
         if field not in GRADIENT_FIELDS:
             shared.setdefault(ranks, grid._pgs[key])
         return grid._pgs[key]
@@ -207,9 +201,7 @@ class _Maker:
             elif ranks in shared:
                 group = shared[ranks]
             else:
-                group, _ = dist.new_subgroups_by_enumeration(
-                    rank_enum, backend=grid.backend, **self.options
-                )
+                group, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=grid.backend)
             grid._pgs[key] = group
         return grid._pgs[key]
 
@@ -224,7 +216,7 @@ class _Maker:
         if key not in grid._pgs:
             inside = grid.is_current_rank_in_grid()
             rank = dist.get_rank() if inside else grid.rank_offset
-            group = dist.new_group([rank], backend=grid.backend, **self.options)
+            group = dist.new_group([rank], backend=grid.backend)
             grid._pgs[key] = group if inside else None
         return grid._pgs[key]
 

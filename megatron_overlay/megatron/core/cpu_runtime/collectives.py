@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def _new_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
         kwargs.pop("device_id", None)
+        if timeout is None:  # gloo's transfers keep it, whatever the group's limit is changed to
+            timeout = _time_limit_of_world()
         # Options belong to a backend: those given for NCCL mean nothing to gloo.
         group = original(ranks, timeout, gloo_for(backend), None, *args, **kwargs)
         # A member that leaves the group at once would close connections that others still make.
@@ -39,6 +42,13 @@ def _new_group(original: Callable) -> Callable:
         return group
 
     return new_group
+
+
+def _time_limit_of_world() -> timedelta | None:
+    world = dist.group.WORLD
+    if world is None or dist.get_backend(world) != "gloo":
+        return None
+    return world._get_backend(torch.device("cpu")).options._timeout
 
 
 def _process_group_name(original: Callable) -> Callable:

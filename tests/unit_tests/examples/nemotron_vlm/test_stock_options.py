@@ -53,6 +53,7 @@ OTHER_NUMBERS = [
     ),
     (("--position-embedding-type", "learned_absolute"), PIPELINE),
     (("--swiglu", "--no-squared-relu"), FLAT),
+    (("--init-method-std", "0.03"), PIPELINE),
 ]
 """Options of which the one-rank run has to have the same."""
 
@@ -71,7 +72,6 @@ REFUSED = [
     "--optimizer muon",
     "--ckpt-format torch",
     "--init-model-with-meta-device",
-    "--init-method-std 0.01",
     "--data-parallel-random-init",
     "--moe-grouped-gemm",
     "--moe-permute-fusion",

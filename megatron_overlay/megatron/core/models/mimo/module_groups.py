@@ -63,10 +63,7 @@ def make_grid(layout: ModuleLayout, backend: str, rank_offset: int = 0) -> Hyper
 
 
 def make_modules(
-    layouts: Mapping[str, tuple[ModuleLayout, int]],
-    backend: str,
-    optimizer_instances: int = 1,
-    timeout: timedelta | None = None,
+    layouts: Mapping[str, tuple[ModuleLayout, int]], backend: str, optimizer_instances: int = 1
 ) -> dict[str, ModuleGroups]:
     """Make every process group of the modules; collective over the world.
 
@@ -74,13 +71,11 @@ def make_modules(
         layouts: sizes and first rank of each module, in the same order on every rank.
         backend: of the groups.
         optimizer_instances: of the distributed optimizer.
-        timeout: of what is sent in them, for gloo's point-to-point transfers for good; PyTorch's by
-            default.
     """
     modules = {}
     for name, (layout, first) in layouts.items():
         grid = make_grid(layout, backend, first)
-        groups = ProcessGroupCollection.from_hyper_comm_grid(grid, optimizer_instances, timeout)
+        groups = ProcessGroupCollection.from_hyper_comm_grid(grid, optimizer_instances)
         modules[name] = ModuleGroups(grid, groups)
     return modules
 
@@ -117,7 +112,7 @@ def encoder_part(modules: Modules, name: str) -> int | None:
 def limit_waiting(timeout: timedelta) -> None:
     """Let a collective of any group of this rank fail after so long, and Megatron change that.
 
-    Megatron knows its own groups only, and makes those of bridges with PyTorch's limit.
+    Groups that are made from a grid have PyTorch's limit, and Megatron knows its own groups only.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     for group in groups:
