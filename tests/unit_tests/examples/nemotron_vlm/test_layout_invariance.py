@@ -1,10 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The same run in every layout: losses and gradient norms of ten steps equal one rank's."""
+"""The same run in every layout: losses and gradient norms of ten steps equal one rank's.
+
+At the program's own learning rate and epsilon, for which the README says how far they may differ.
+"""
 
 import pytest
 
-from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    OWN_DEFAULTS,
+    assert_same_trajectory_as_one_rank,
+)
 from tests.unit_tests.test_utilities import requires_world_size
 
 
@@ -12,7 +18,7 @@ class TestTwoRanks:
     @requires_world_size(2)
     @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
     def test_trajectory_equals_one_rank(self, encoder):
-        assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2")
+        assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2", common=OWN_DEFAULTS)
 
 
 class TestFourRanks:
@@ -28,7 +34,7 @@ class TestFourRanks:
         ],
     )
     def test_trajectory_equals_one_rank(self, encoder, language):
-        assert_same_trajectory_as_one_rank(encoder, language)
+        assert_same_trajectory_as_one_rank(encoder, language, common=OWN_DEFAULTS)
 
 
 class TestEightRanks:
@@ -43,6 +49,12 @@ class TestEightRanks:
         ],
     )
     def test_non_colocated_trajectory_equals_one_rank(self, encoder, language, samples):
+        placement = ("--placement", "non-colocated")
         assert_same_trajectory_as_one_rank(
-            encoder, language, "--placement", "non-colocated", samples=samples
+            encoder, language, *placement, common=OWN_DEFAULTS, samples=samples
         )
+
+    @requires_world_size(8)
+    def test_colocated_trajectory_equals_one_rank(self):
+        layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
+        assert_same_trajectory_as_one_rank(*layouts, common=OWN_DEFAULTS)
