@@ -91,7 +91,9 @@ def groups_from_grid(
     instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
     make = _Maker(grid)
     dense: Shared = {}
-    groups = {f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()}
+    groups = {
+        f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()
+    }
 
     pp_groups = grid.get_rank_enum("pp")
     groups["embd"] = make.derived("embd", embedding_ranks(pp_groups), dense)

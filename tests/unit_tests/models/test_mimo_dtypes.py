@@ -5,9 +5,6 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist

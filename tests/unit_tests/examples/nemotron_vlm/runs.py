@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.arguments import Options, parse
