@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 examples/mimo/pretrain_nemotron_vlm.py \\
         --encoder tp=2,dp=2 --language tp=1,dp=4 --train-iters 20
 
-All options of Megatron are taken; ``--help`` lists them. Bad input ends every rank with exit code 2
-and one line.
+Megatron's options are taken, but for those in ``nemotron_vlm/refusals.py``, each refused with its
+reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and one line.
 """
 
 from __future__ import annotations

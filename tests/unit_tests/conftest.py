@@ -125,6 +125,7 @@ class RankAgreement:
     def __init__(self) -> None:
         self._store = dist.PrefixStore("pytest", Utils.store())
         self._failed: list[str] = []
+        self._untold = ""
         self._tests = 0
         self._any_failed = False
 
@@ -138,9 +139,11 @@ class RankAgreement:
 
     def _note_failure(self, report) -> None:
         self._failed.append(report.nodeid)
+        text = f"[rank {Utils.rank}] FAILED {report.nodeid}\n{report.longreprtext}\n"
         if Utils.rank > 0:
-            text = f"[rank {Utils.rank}] FAILED {report.nodeid}\n{report.longreprtext}\n"
             print(text, file=sys.__stderr__, flush=True)
+        else:
+            self._untold = text  # pytest tells it at the end
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
@@ -168,6 +171,7 @@ class RankAgreement:
         try:
             self._store.wait(keys, COLLECTIVE_TIMEOUT + timedelta(seconds=5))
         except dist.DistStoreError:
+            print(self._untold, file=sys.__stderr__, flush=True)
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             _end(f"ranks {late} did not reach the end of {where}")
         return [rank for rank, key in enumerate(keys) if self._store.get(key) == b"failed"]

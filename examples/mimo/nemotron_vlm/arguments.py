@@ -131,10 +131,6 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
-    if args.dry_run and args.world_size > 1:
-        raise UserError(
-            f"--dry-run counts the whole model: start it on 1 rank, not {args.world_size}"
-        )
     for name in ("micro_batch_size", "seq_length"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -21,11 +22,17 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.rerun_state_machine import Call, Caller
 from megatron.training import checkpointing, training
 from megatron.training.utils import print_rank_0
 
 LAYOUT = ("placement", "encoder", "language")
 """Arguments that say which rank holds what."""
+
+
+torch.serialization.add_safe_globals([Call, Caller, HostTokens])
+"""Of a step whose result was not finite; Megatron saves a checkpoint with a record of it."""
 
 
 @contextmanager
@@ -76,6 +83,8 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
 
 def _newest(args: Namespace) -> str | None:
     """The directory that Megatron will load; None where there is none."""
+    if args.load is None:
+        return None
     tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
     if not os.path.isfile(tracker):
         return None

@@ -79,7 +79,15 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         help="where Megatron's own output goes; log.txt beside --metrics-out by default, - is the "
         "terminal",
     )
-    add("--dry-run", action="store_true", help="count parameters on the meta device, and end")
+    add(
+        "--dry-run",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="RANKS",
+        help="count the parameters of the model, or of so many ranks in the layouts, and end",
+    )
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:

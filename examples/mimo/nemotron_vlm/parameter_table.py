@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.model.base import MimoModel
+
+MODULES = ("encoder", "projector", "language")
 
 KINDS = {
     "M": "Mamba-2 layers",
@@ -31,9 +34,37 @@ def count_parameters(model: MimoModel, preset: VLMPreset) -> dict[str, tuple[int
     return {part: (total, round(active)) for part, (total, active) in counts.items()}
 
 
+def count_by_module(stages: Sequence[MimoModel]) -> dict[str, int]:
+    """Parameters that a rank holds, by module, of all its virtual stages."""
+    counts = dict.fromkeys(MODULES, 0)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            counts[_module(name)] += parameter.numel()
+    return counts
+
+
+def format_ranks(counts: dict[tuple[int, int], dict[str, int]]) -> str:
+    """What each of the first to last ranks holds, in billions, a line each."""
+
+    def line(ranks: str, cells: Iterable[str]) -> str:
+        return f"{ranks:14}" + "".join(f"{cell:>14}" for cell in cells)
+
+    rows = [line("ranks", [*MODULES, "sum"])]
+    for (first, last), held in counts.items():
+        cells = [f"{count / 1e9:.4f} B" for count in (*held.values(), sum(held.values()))]
+        rows.append(line(f"{first}-{last}" if last > first else str(first), cells))
+    return "\n".join(rows)
+
+
+def _module(name: str) -> str:
+    if not name.startswith(f"modality_submodules.{IMAGES}."):
+        return "language"
+    return "projector" if ".input_projections." in name else "encoder"
+
+
 def _part(name: str, pattern: str) -> str:
-    if name.startswith(f"modality_submodules.{IMAGES}."):
-        return "projector" if ".input_projections." in name else "encoder"
+    if _module(name) != "language":
+        return _module(name)
     if ".decoder.layers." in name:
         layer = int(name.split(".decoder.layers.")[1].split(".")[0])
         return f"language: {KINDS[pattern[layer]]}"

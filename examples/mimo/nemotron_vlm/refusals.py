@@ -1,11 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of Megatron that this program does not take, and why."""
+"""Options of Megatron that modules with grids of their own do not take, and why.
+
+Those that are refused for what this program itself does are in ``program_refusals.py``.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -19,9 +22,11 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def _given(option: str, reason: str) -> Refusal:
+def given(option: str, reason: str) -> Refusal:
+    """Refuse an option wherever it is set."""
     name = option.removeprefix("--").replace("-", "_")
-    return Refusal(option, lambda args: getattr(args, name), reason)
+    # Megatron removes some deprecated options once it has read them.
+    return Refusal(option, lambda args: getattr(args, name, None), reason)
 
 
 def _on_cpu(option: str) -> Refusal:
@@ -33,63 +38,171 @@ def _on_cpu(option: str) -> Refusal:
     )
 
 
+def _each(reason: str, options: Iterable[str]) -> list[Refusal]:
+    return [given(option, reason) for option in options]
+
+
+def _not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
+    return Refusal(
+        option,
+        lambda args: args.transformer_impl == "local" and applies(args),
+        "it needs --transformer-impl transformer_engine",
+    )
+
+
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 NAMED_WEIGHTS = (
     "initial weights follow from the seed and each parameter's name, so that no layout changes them"
 )
 OWN_LOOP = "it is another training loop"
+GROUPS = "process groups are made from the modules' grids"
+DATA = "--data gives the samples"
+COMMAND_LINE = "options come from the command line"
+SCHEDULE = "no schedule of these modules does that work later"
+GRAPHS = "a graph is captured for one model, and the encoder's shapes differ from batch to batch"
 
 REFUSALS = [
-    _given("--use-megatron-fsdp", ONE_MODEL),
-    _given("--use-torch-fsdp2", ONE_MODEL),
-    _given("--log-params-norm", ONE_MODEL),
-    _given("--check-weight-hash-across-dp-replicas-interval", ONE_MODEL),
-    _given("--gpu-sniff-test-interval", ONE_MODEL),
-    _given("--save-wgrads-interval", ONE_MODEL),
-    _given("--save-dgrads-interval", ONE_MODEL),
-    _given("--save-params-interval", ONE_MODEL),
-    _given("--save-activations-interval", ONE_MODEL),
-    _given("--save-tokens-per-expert-interval", ONE_MODEL),
-    _given("--moe-use-upcycling", ONE_MODEL),
-    _given("--overlap-param-gather-with-optimizer-step", ONE_MODEL),
-    _given("--reuse-grad-buf-for-mxfp8-param-ag", ONE_MODEL),
-    _given("--qk-clip", ONE_MODEL),
-    _given("--log-max-attention-logit", ONE_MODEL),
-    _given("--hybrid-context-parallel", ONE_MODEL),
-    _given("--hierarchical-context-parallel-sizes", ONE_MODEL),
-    _given("--use-tp-pp-dp-mapping", ONE_MODEL),
-    _given("--tp-comm-overlap", ONE_MODEL),
-    _given("--full-validation", "it counts batches over groups that this model does not make"),
-    _given("--multiple-validation-sets", "--data has one held-out set"),
-    _given("--data-parallel-random-init", NAMED_WEIGHTS),
-    _given("--init-method-xavier-uniform", NAMED_WEIGHTS),
-    _given("--init-model-with-meta-device", NAMED_WEIGHTS),
-    _given("--iterations-to-skip", ONE_MODEL),
-    _given("--ckpt-fully-parallel-load", "ranks exchange what they read in one module's groups"),
-    _given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),
-    _given("--rampup-batch-size", "Megatron's loop reads --step-batch-size-schedule"),
+    *_each(
+        ONE_MODEL,
+        (
+            "--use-megatron-fsdp",
+            "--use-torch-fsdp2",
+            "--log-params-norm",
+            "--check-weight-hash-across-dp-replicas-interval",
+            "--gpu-sniff-test-interval",
+            "--save-wgrads-interval",
+            "--save-dgrads-interval",
+            "--save-params-interval",
+            "--save-activations-interval",
+            "--save-tokens-per-expert-interval",
+            "--moe-use-upcycling",
+            "--overlap-param-gather-with-optimizer-step",
+            "--reuse-grad-buf-for-mxfp8-param-ag",
+            "--qk-clip",
+            "--log-max-attention-logit",
+            "--hybrid-context-parallel",
+            "--hierarchical-context-parallel-sizes",
+            "--use-tp-pp-dp-mapping",
+            "--tp-comm-overlap",
+            "--iterations-to-skip",
+            "--result-rejected-tracker-filename",
+            "--logits-save-dir",
+            "--logits-load-dir",
+            "--dump-param-to-param-group-map",
+        ),
+    ),
+    *_each(
+        GROUPS,
+        (
+            "--nccl-communicator-config-path",
+            "--use-sharp",
+            "--sharp-enabled-group",
+            "--high-priority-stream-groups",
+            "--create-all-gather-group",
+        ),
+    ),
+    *_each(
+        NAMED_WEIGHTS,
+        (
+            "--data-parallel-random-init",
+            "--init-method-xavier-uniform",
+            "--init-model-with-meta-device",
+            "--embedding-init-method-std",
+            "--use-mup",
+        ),
+    ),
+    *_each(
+        OWN_LOOP,
+        (
+            "--perform-rl-step",
+            "--vision-pretraining",
+            "--inprocess-restart",
+            "--adlr-autoresume",
+        ),
+    ),
+    *_each(
+        DATA,
+        (
+            "--sft",
+            "--data-path",
+            "--train-data-path",
+            "--mock-data",
+            "--data-args-path",
+            "--per-split-data-args-path",
+            "--valid-data-path",
+            "--test-data-path",
+            "--split",
+            "--reset-position-ids",
+            "--reset-attention-mask",
+            "--eod-mask-loss",
+            "--dataloader-inter-document-masking",
+            "--phase-transition-iterations",
+            "--decoder-seq-length",
+            "--fim-data",
+        ),
+    ),
+    *_each(
+        SCHEDULE,
+        (
+            "--overlap-moe-expert-parallel-comm",
+            "--delay-wgrad-compute",
+            "--defer-embedding-wgrad-compute",
+        ),
+    ),
+    *_each(
+        GRAPHS,
+        (
+            "--enable-cuda-graph",
+            "--external-cuda-graph",
+        ),
+    ),
+    *_each(
+        COMMAND_LINE,
+        (
+            "--yaml-cfg",
+            "--use-checkpoint-args",
+            "--use-mp-args-from-checkpoint-args",
+        ),
+    ),
+    given("--ckpt-convert-format", "checkpoints are of one format, torch_dist"),
+    given(
+        "--load-main-params-from-ckpt",
+        "weights that the optimizer keeps are loaded with its state, or made of the model's",
+    ),
+    given("--use-rope-scaling", "a hybrid model does not scale its rotary embeddings"),
+    Refusal(
+        "--position-embedding-type",
+        lambda args: args.position_embedding_type in ("relative", "mrope"),
+        "a hybrid model has none, learned_absolute, rope and yarn",
+    ),
+    Refusal(
+        "--dataloader-type",
+        lambda args: args.dataloader_type not in (None, "external"),
+        DATA,
+    ),
+    Refusal(
+        "--apply-layernorm-1p",
+        lambda args: args.layernorm_zero_centered_gamma,
+        "norms begin with weights of one, to which it would add one",
+    ),
+    _not_local("--window-size", lambda args: args.window_size is not None),
+    _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
+    _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    given("--full-validation", "it counts batches over groups that this model does not make"),
+    given("--multiple-validation-sets", "--data has one held-out set"),
+    given("--ckpt-fully-parallel-load", "ranks exchange what they read in one module's groups"),
+    given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),
+    given("--rampup-batch-size", "Megatron's loop reads --step-batch-size-schedule"),
     Refusal(
         "--moe-apply-probs-on-input",
         lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
         "it needs --moe-router-topk 1",
     ),
-    Refusal(
-        "--qk-layernorm",
-        lambda args: args.qk_layernorm and args.transformer_impl == "local",
-        "it needs --transformer-impl transformer_engine",
-    ),
-    _given("--perform-rl-step", OWN_LOOP),
-    _given("--vision-pretraining", OWN_LOOP),
-    _given("--yaml-cfg", "options come from the command line"),
-    _given("--use-checkpoint-args", "options come from the command line"),
-    _given("--spec", "--transformer-impl chooses the layers"),
-    _given("--freeze-all-layers", "--freeze names the parts"),
-    _given("--mtp-num-layers", "it looks up the embeddings of later tokens, and images have none"),
-    _given("--num-layers-per-virtual-pipeline-stage", "--language vpp=… gives virtual stages"),
-    _given("--num-virtual-stages-per-pipeline-rank", "--language vpp=… gives virtual stages"),
-    _given("--sft", "--data gives the samples"),
-    _given("--data-path", "--data gives the samples"),
-    _given("--train-data-path", "--data gives the samples"),
+    given("--spec", "--transformer-impl chooses the layers"),
+    given("--freeze-all-layers", "--freeze names the parts"),
+    given("--mtp-num-layers", "it looks up the embeddings of later tokens, and images have none"),
+    given("--num-layers-per-virtual-pipeline-stage", "--language vpp=… gives virtual stages"),
+    given("--num-virtual-stages-per-pipeline-rank", "--language vpp=… gives virtual stages"),
     Refusal(
         "--hybrid-layer-pattern with /",
         lambda args: "/" in args.hybrid_layer_pattern,
@@ -98,7 +211,7 @@ REFUSALS = [
     Refusal(
         "--cuda-graph-impl",
         lambda args: args.cuda_graph_impl != "none",
-        "a graph is captured for one model, and the encoder's shapes differ from batch to batch",
+        GRAPHS,
     ),
     Refusal(
         "--optimizer",
@@ -156,9 +269,7 @@ REFUSALS = [
             "--use-precision-aware-optimizer",
             "--optimizer-cpu-offload",
             "--fine-grained-activation-offloading",
-            "--delay-wgrad-compute",
             "--moe-shared-expert-overlap",
-            "--overlap-moe-expert-parallel-comm",
         ),
     ),
 ]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
@@ -26,12 +25,10 @@ from examples.mimo.nemotron_vlm.data_provider import batch_plan, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.joining import store_of_attempt
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.own_options import own_options
-from examples.mimo.nemotron_vlm.parameter_table import count_parameters, format_table
 from examples.mimo.nemotron_vlm.placement import layout_table
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
@@ -41,7 +38,6 @@ from megatron.core.models.mimo.module_groups import (
     ModuleGroups,
     limit_waiting,
     make_modules,
-    prepare_process,
     schedule_collection,
 )
 from megatron.core.models.mimo.teardown import destroy
@@ -87,17 +83,20 @@ def run(argv: list[str]) -> None:
 
         cpu_runtime.install()
     with _output_to(_log_file(own, argv)):
+        if own.dry_run:
+            # PyTorch's groups that send nothing come with its test tools, which are slow to import.
+            from examples.mimo.nemotron_vlm.dry_run import dry_run
+
+            print(dry_run(argv, own.dry_run), file=sys.__stdout__)
+            return
         options = parse(argv)
         args = options.args
         _check_outputs(args)
         source = make_source(args.data, options.preset.encoder, args.seq_length, args.seed)
         session = open_session(options, source)
-        if args.dry_run:
-            _dry_run(session)
-        else:
-            _say(_banner(options), args)
-            records = train(session)
-            _print_outcome(session, records)
+        _say(_banner(options), args)
+        records = train(session)
+        _print_outcome(session, records)
         close_session(session)
         dist.destroy_process_group()
 
@@ -118,11 +117,18 @@ def open_session(options: Options, source: SampleSource) -> Session:
     if layouts.non_colocated:
         grids = {name: module.grid for name, module in modules.items()}
         communicator = encoders_to_language(grids, options.configs.language)
-    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
+    limit_waiting(limit)
     args.modality_flops_per_sample = source.tiles_per_sample * options.preset.flops_per_tile
     stages: list[MimoModel] = []
     build = VLMBuildConfig(_options=options, _modules=modules)
-    build.post_wrap_hooks.append(lambda built: stages.extend(built) or built)
+
+    def built(made: list[MimoModel]) -> list[MimoModel]:
+        limit_waiting(limit)  # also in the groups of the bridge, which the model has made
+        stages.extend(made)
+        return made
+
+    build.post_wrap_hooks.append(built)
     return Session(
         options,
         source,
@@ -180,15 +186,6 @@ def _report(session: Session) -> None:
         shown = readings(session.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
-
-
-def _dry_run(session: Session) -> None:
-    options = session.options
-    prepare_process(session.modules, options.args.seed)
-    specs = layer_specs(options.args.transformer_impl)
-    with torch.device("meta"):
-        (model,) = build_vlm(options.args, options.preset, options.configs, session.modules, specs)
-    print(format_table(count_parameters(model, options.preset)), file=sys.__stdout__)
 
 
 def _banner(options: Options) -> str:

@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from megatron.core.dist_checkpointing import parallel_manifest
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
 from tests.unit_tests.models import mimo_models
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
@@ -165,6 +170,20 @@ DAMAGES = {
 }
 
 
+def unreadable(path: str) -> str:
+    raise OSError(path)
+
+
+class TestRecords:
+    def test_that_of_a_step_which_was_not_finite_can_be_loaded(self, tmp_path):
+        """Megatron saves it with the checkpoint from which such a step is run again."""
+        caller = Caller("grad norm", 1)
+        record = {"call": Call(caller, 1), "batch": {"host_tokens": HostTokens({"images": []}, [])}}
+        torch.save(record, tmp_path / "record.pt")
+        with no_code_from_checkpoints():
+            assert torch.load(tmp_path / "record.pt", weights_only=False) == record
+
+
 @requires_world_size(2)
 class TestRefusals:
     """What is refused is refused on every rank."""
@@ -203,6 +222,17 @@ class TestRefusals:
 
     def test_of_another_shape(self, saved):
         self.assert_refused(saved, "input_projections", replace(PRESET, projector_ffn=64))
+
+    def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):
+        (saved / "iter_0000001" / "integrity.json").unlink(missing_ok=True)
+        dist.barrier()
+        monkeypatch.setattr(parallel_manifest, "TRIES", 1)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(parallel_manifest, "_compute_file_hash", unreadable)
+        with pytest.raises(CheckpointingException, match="was not saved: cannot read"):
+            save_manifest(str(saved / "iter_0000001"))
+        dist.barrier()
+        assert not (saved / "iter_0000001" / "integrity.json").exists()
 
     def test_goes_on_with_other_rates_and_steps(self, saved):
         rates = ("--lr", "5e-3", "--min-lr", "1e-3", "--train-iters", "12")

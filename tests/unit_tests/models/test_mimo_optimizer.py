@@ -111,6 +111,19 @@ class TestFreezing(OnFourRanks):
             assert stepped and grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
             assert_weights(model, expected.weights)
 
+    def test_leaves_one_loss_scale_also_where_nothing_is_trained(self):
+        """The language model's ranks scale the loss from which the encoder's gradients come."""
+        with model_of(NON_COLOCATED, (LANGUAGE,)) as model:
+            optimizer = optimizer_of(model, initial_loss_scale=4.0, hysteresis=1, fp16=True)
+            assert same_on_all_ranks(optimizer.get_loss_scale().item())
+            assert optimizer.get_loss_scale() == 4
+            model.fill_gradients()
+            for ddp in model.modules.values():
+                ddp.scale_gradients(torch.inf)
+            assert optimizer.step() == (False, None, None)
+            assert optimizer.get_loss_scale() == 2
+            assert same_on_all_ranks(optimizer.get_loss_scale().item())
+
     def test_of_all_but_one_module_leaves_no_state_of_the_others(self):
         with model_of(COLOCATED, (LANGUAGE,)) as model:
             optimizer = optimizer_of(model)

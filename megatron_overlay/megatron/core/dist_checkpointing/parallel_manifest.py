@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import torch.distributed as dist
 
@@ -20,9 +21,16 @@ from megatron.core.dist_checkpointing.validation import (
     _compute_file_hash,
 )
 
+TRIES = 5
+"""A second apart, to read what other ranks have just written."""
+
 
 def save_manifest(checkpoint_dir: str) -> None:
-    """Hash every file there and write the manifest; collective over the world."""
+    """Hash every file there and write the manifest; collective over the world.
+
+    Raises:
+        CheckpointingException: on every rank alike, for a file that its rank cannot read.
+    """
     names = sorted(
         entry.name
         for entry in os.scandir(checkpoint_dir)
@@ -30,7 +38,14 @@ def save_manifest(checkpoint_dir: str) -> None:
     )
     chosen = [names]
     dist.broadcast_object_list(chosen)  # a rank may see a file later than others
-    digests = _digests(checkpoint_dir, chosen[0])
+    for _ in range(TRIES):
+        digests = _digests(checkpoint_dir, chosen[0])
+        unread = [name for name in chosen[0] if not digests[name]]
+        if not unread:
+            break
+        time.sleep(1)
+    else:
+        raise CheckpointingException(f"{checkpoint_dir} was not saved: cannot read {unread[0]}")
     if dist.get_rank() == 0:
         files = {name: digests[name] for name in chosen[0]}
         path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)

@@ -8,8 +8,8 @@ import contextlib
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -198,20 +198,26 @@ def trainer(
 def trajectory(*arguments: str, steps: int = STEPS) -> list[dict]:
     """The records of a run's first steps on this world's ranks, through Megatron's whole loop."""
     Utils.initialize_distributed()
-    decay = ("--lr-decay-iters", str(STEPS)) if steps < STEPS else ()
-    options = options_of("--train-iters", str(steps), *decay, *arguments)
+    options = options_of(*_first(steps), *arguments)
     with session_of(options) as session:
         return from_last_rank(train_session(session))
 
 
-def one_rank_trajectory(*arguments: str) -> list[dict]:
+def _first(steps: int) -> tuple[str, ...]:
+    """Arguments of a run that ends after its first steps."""
+    return ("--train-iters", str(steps), "--lr-decay-iters", str(STEPS)) if steps < STEPS else ()
+
+
+def one_rank_trajectory(*arguments: str, steps: int = STEPS) -> list[dict]:
     """The same run's records in a process of its own; run once for all worlds and tests."""
+    arguments = (*_first(steps), *arguments)
     directory = Path(os.environ.get("ONE_RANK_RUNS") or _shared_directory())
     digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
     whole = directory / f"{digest}.jsonl"
     if Utils.rank == 0 and not whole.exists():
         partial = directory / digest / "metrics.jsonl"
-        _run_alone([*SHORT_RUN, *arguments, "--metrics-out", str(partial)])
+        command = [*SHORT_RUN, *arguments, "--metrics-out", str(partial)]
+        _run_alone(command, directory / f"{digest}.log")
         partial.rename(whole)
     deadline = time.monotonic() + ONE_RANK_TIMEOUT_S
     while not whole.exists():
@@ -230,18 +236,26 @@ def _shared_directory() -> str:
     return chosen[0]
 
 
-def _run_alone(arguments: list[str]) -> None:
-    import examples.mimo.nemotron_vlm as package
+def _run_alone(arguments: list[str], log: Path) -> None:
+    """Run the program in a process that has only to be forked: the imports take ten seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run"])
+    process = context.Process(target=_program, args=(arguments, log))
+    process.start()
+    process.join(ONE_RANK_TIMEOUT_S)
+    process.kill()
+    assert process.exitcode == 0, log.read_text()
 
-    script = Path(package.__path__[0]).parent / "pretrain_nemotron_vlm.py"
-    result = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={k: v for k, v in os.environ.items() if not _is_launcher(k)},
-        capture_output=True,
-        text=True,
-        timeout=ONE_RANK_TIMEOUT_S,
-    )
-    assert result.returncode == 0, result.stderr
+
+def _program(arguments: list[str], log: Path) -> None:
+    from examples.mimo.pretrain_nemotron_vlm import main
+
+    for name in filter(_is_launcher, list(os.environ)):
+        del os.environ[name]
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        sys.exit(main(arguments))
 
 
 def _is_launcher(name: str) -> bool:
@@ -288,4 +302,4 @@ def assert_same_trajectory_as_one_rank(
     count = layout.pp if layout.pp > 1 else microbatches
     layouts = ("--encoder", encoder, "--language", language)
     records = trajectory(*layouts, *batch(count, layout.dp), *options, steps=steps)
-    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1))[:steps])
+    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1), steps=steps))

@@ -52,7 +52,7 @@ def test_a_cpu_refuses_kernels_by_name(option):
 @requires_world_size(8)
 def test_trains_colocated_as_on_one_rank():
     found = trajectory(*LAYOUT, *MODEL, *TRAINING, steps=STEPS)
-    expected = one_rank_trajectory(*MODEL, *TRAINING, "--train-iters", str(STEPS))
+    expected = one_rank_trajectory(*MODEL, *TRAINING, steps=STEPS)
     losses = [record["loss"] for record in expected]
     assert [record["loss"] for record in found] == pytest.approx(losses, rel=ROUNDING)
     assert not any(record["skipped"] for record in found)

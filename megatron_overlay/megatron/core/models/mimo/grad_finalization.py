@@ -44,12 +44,14 @@ def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
 
     That of an encoder stays held back, until it is finished, unless the encoder says that it
     ``runs_on_every_rank``: on a rank without images the backward of another one does not run, and
-    it would start the reductions in another order than on its siblings.
+    it would start the reductions in another order than on its siblings. So does that of an encoder
+    that is run again, in as many parts as the batch has, of which DDP knows no last one.
     """
+    recomputed = getattr(model[0], "recompute_encoder_shares", None)
     *encoders, language = _held_modules(model)
     with contextlib.ExitStack() as stack:
         for module in itertools.chain(*encoders):
-            if getattr(unwrap_model(module), "runs_on_every_rank", False):
+            if getattr(unwrap_model(module), "runs_on_every_rank", False) and not recomputed:
                 stack.enter_context(module.no_sync())
             else:
                 for group in module.bucket_groups + module.expert_parallel_bucket_groups:

@@ -62,6 +62,19 @@ class MimoOptimizer(upstream.MimoOptimizer):
     ) -> None:
         super().__init__(module_infos, config)
         self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
+        self._loss_scale = 1.0
+        self._agree_on_loss_scale()
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """What the loss is multiplied by, also on ranks where nothing is trained."""
+        return torch.tensor([self._loss_scale], device=torch.cuda.current_device())
+
+    def _agree_on_loss_scale(self) -> None:
+        """Collective, where there is a scale. It is one: the scalers see the same verdicts."""
+        if self.config.fp16 or self.config.loss_scale:
+            scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
+            own = [float(scaler.scale) for scaler in scalers if scaler is not None]
+            (self._loss_scale,) = _max_over_ranks([max(own, default=0.0)])
 
     @property
     def _optimizers(self) -> dict[str, MegatronOptimizer]:
@@ -88,6 +101,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         for leaf in self._leaves:
             if getattr(leaf, "grad_scaler", None) is not None:
                 leaf.grad_scaler.update(bool(found_inf))
+        self._agree_on_loss_scale()
         return bool(found_inf)
 
     @torch.no_grad()
@@ -190,6 +204,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
                 for state in leaf.optimizer.state.values():
                     if "step" in state:
                         state["step"] = state["step"].clone()
+        self._agree_on_loss_scale()
 
 
 def get_mimo_optimizer(
@@ -200,7 +215,7 @@ def get_mimo_optimizer(
 ) -> MimoOptimizer:
     """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
 
-    Collective over the ranks of each module; a module's groups are those it was built with.
+    Collective over the world; a module's groups are those it was built with.
     Parameters that don't require grad are frozen. With several distributed-optimizer instances in
     a module's DDP config, its collection needs the groups of as many.
 

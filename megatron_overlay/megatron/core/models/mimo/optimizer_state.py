@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.mimo.optimizer_shards import MODEL_SPACE, use_own_shards
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
 """What is the same on all ranks of a module."""
+
+SHARDING, GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
+"""Megatron's name for a format's name, and for the one that fits every layout, which it gathers."""
 
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
 """Fields of a parameter group that depend on the layout."""
@@ -48,6 +52,12 @@ def sharded_optimizer_state(
     """
     if not is_loading:
         _allocate(optimizer)
+    metadata = kwargs.get("metadata") or {}
+    if metadata.get(SHARDING) == GATHERED:
+        kwargs["metadata"] = metadata | {SHARDING: MODEL_SPACE}
+        for leaf in leaves(optimizer):
+            if isinstance(leaf, DistributedOptimizer):
+                use_own_shards(leaf)
     state = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
     replica = _replica_id(groups)
     parts = _parts(state, optimizer)
@@ -110,6 +120,8 @@ def restore_common_state(name: str, state: dict | list, optimizer: MegatronOptim
     groups = found.pop("param_groups", None)
     for part, leaf in parts:
         part.update(deepcopy(found))
+        if part.get("param_state_sharding_type") == GATHERED:  # the files do not differ
+            part["param_state_sharding_type"] = MODEL_SPACE
         if groups is not None:
             current = leaf.optimizer.state_dict()["param_groups"]
             part.setdefault("optimizer", {})["param_groups"] = _restored(name, groups, current)

@@ -1,6 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A router whose balancing losses and expert bias are the same in every layout."""
+"""A router whose balancing losses and expert bias are the same in every layout.
+
+Only the mean load that ``global_aux_loss`` compares with is not: it depends on how many samples all
+DP ranks take at a time.
+"""
 
 from __future__ import annotations
 

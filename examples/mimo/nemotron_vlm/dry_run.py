@@ -1,0 +1,95 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a model, or of the ranks of a layout, without one of them in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from examples.mimo.nemotron_vlm.arguments import Options, parse
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.parameter_table import (
+    count_by_module,
+    count_parameters,
+    format_ranks,
+    format_table,
+)
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.teardown import destroy
+from megatron.training.global_vars import set_global_variables, unset_global_variables
+
+
+def dry_run(argv: list[str], ranks: int) -> str:
+    """Tables of parameter counts: of one rank by part, of several by module and pipeline stage.
+
+    Args:
+        argv: the command line.
+        ranks: as many as the layouts are for; their groups send nothing.
+
+    Raises:
+        UserError: for bad input, or where several processes were started.
+    """
+    started = int(os.environ["WORLD_SIZE"])
+    if started > 1:
+        raise UserError(f"--dry-run counts for all ranks: start it on 1 rank, not {started}")
+    os.environ["WORLD_SIZE"] = str(ranks)  # which grids are held to
+    options = parse(argv, ranks)
+    set_global_variables(options.args, build_tokenizer=False)
+    try:
+        if ranks == 1:
+            with _stages(options, 0) as (model,):
+                return format_table(count_parameters(model, options.preset))
+        counts = {}
+        for first, after in _alike(options.layouts):
+            with _stages(options, first) as stages:
+                counts[first, after - 1] = count_by_module(stages)
+        return format_ranks(counts)
+    finally:
+        unset_global_variables()
+
+
+def _alike(layouts: Layouts) -> list[tuple[int, int]]:
+    """First of the ranks that hold equally large parts, a stage's, and of those after them.
+
+    Colocated modules split the ranks at the stages of the language model, the encoder having one.
+    """
+    placed = [(layouts.language_offset, layouts.language)]
+    if layouts.non_colocated:
+        placed.insert(0, (0, layouts.encoder))
+    return [
+        (offset + stage * layout.size // layout.pp, offset + (stage + 1) * layout.size // layout.pp)
+        for offset, layout in placed
+        for stage in range(layout.pp)
+    ]
+
+
+@contextmanager
+def _stages(options: Options, rank: int) -> Iterator[list[MimoModel]]:
+    """The model's virtual stages on a rank, on the meta device."""
+    args, layouts = options.args, options.layouts
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    modules = make_modules(
+        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        "fake",
+    )
+    prepare_process(modules, args.seed)
+    with torch.device("meta"):
+        stages = build_vlm(
+            args, options.preset, options.configs, modules, layer_specs(args.transformer_impl)
+        )
+    try:
+        yield stages
+    finally:
+        destroy(stages, modules)
+        dist.destroy_process_group()

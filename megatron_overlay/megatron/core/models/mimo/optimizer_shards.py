@@ -1,0 +1,206 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's part of the distributed optimizer's state as parts of the parameters, for any layout.
+
+A rank holds a range of each flattened parameter. Megatron's fully reshardable format gathers the
+whole parameters of all data-parallel ranks on every one of them before it saves; its checkpoints
+take no ranges. But they take boxes, of which a range has few: the part of a row that it begins in,
+whole rows, the part of a row that it ends in. So a rank saves, and later reads, what it holds, and
+the files are those of the same format.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MODEL_SPACE = "fully_sharded_model_space"
+"""Megatron's name for optimizer states that are parts of parameters."""
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it begins, and its sizes, along each dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
+
+    There are at most two for each dim but one.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _of_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _of_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    if last * row < stop:
+        yield from _of_row(shape, last, 0, stop - last * row)
+
+
+def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, sizes in boxes(shape[1:], start, stop):
+        yield Box((row, *offset), (1, *sizes))
+
+
+def use_own_shards(optimizer: DistributedOptimizer) -> None:
+    """Let its states of the format `MODEL_SPACE` be boxes; Megatron's are of a format it dropped.
+
+    Args:
+        optimizer: changed in place.
+    """
+
+    optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
+
+
+def _param_state(
+    optimizer: DistributedOptimizer,
+    model_sharded_state_dict: ShardedStateDict,
+    is_loading: bool = False,
+    _metadata: dict | None = None,
+) -> dict[int, dict[str, ShardedTensorFactory]]:
+    """By number of the parameter that this rank has a part of, in the order of its buffers.
+
+    Loading reads into new tensors: the state is as it was until all is read.
+    """
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    found, _ = extract_matching_values(model_sharded_state_dict, lambda x: isinstance(x, kinds))
+    views = {part.data: part for part in nested_values(found)}
+    held = [
+        part
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for part in bucket["param_map"].items()
+    ]
+    state = {}
+    for number, (param, ranges) in enumerate(held):
+        if param not in views:
+            raise ValueError(f"the model's state lacks a parameter of {tuple(param.shape)}")
+        view, instance = views[param], optimizer.distributed_optimizer_instance_id
+        replica = (*view.replica_id[:2], instance)  # data-parallel ranks have one part each
+        state[number] = {
+            kind: _factory(
+                view, f"optimizer.state.{kind}", flat, ranges["param"].start, replica, is_loading
+            )
+            for kind, flat in optimizer._get_main_param_and_optimizer_states(param).items()
+            if kind != "step"  # of a parameter group, with which it is saved
+        }
+    return state
+
+
+def _factory(
+    view: ShardedTensor | ShardedTensorFactory,
+    prefix: str,
+    flat: Tensor,
+    start: int,
+    replica: ReplicaId,
+    is_loading: bool,
+) -> ShardedTensorFactory:
+    """A rank's range of a parameter, as boxes in the checkpoint and as one tensor in the optimizer.
+
+    Args:
+        view: of the whole parameter on this tensor-parallel rank.
+        prefix: of the keys.
+        flat: the range, from element ``start`` on.
+        replica: of the range.
+        is_loading: boxes have no data yet.
+    """
+    whole = view.data
+
+    def build(key: str, flat: Tensor, replica: ReplicaId, _: None) -> list[ShardedTensor]:
+        shards = []
+        for part, box, places in _placed(view, whole, start, flat.numel(), flat.device):
+            # Boxes have all axes of the checkpoint: it prepends none to those of no regular grid.
+            shape = (1,) * part.prepend_axis_num + box.shape
+            shard = replace(
+                part,
+                key=f"{prefix}.{part.key}",
+                data=None if is_loading else flat[places].view(shape),
+                dtype=flat.dtype,
+                local_shape=shape,
+                global_offset=_moved(part, box),
+                axis_fragmentations=None,
+                replica_id=replica,
+                prepend_axis_num=0,
+            )
+            shards.append(shard)
+        return shards
+
+    def merge(loaded: list[Tensor]) -> Tensor:
+        merged = torch.empty_like(flat)
+        placed = _placed(view, whole, start, flat.numel(), flat.device)
+        for tensor, (_, _, places) in zip(loaded, placed, strict=True):
+            merged[places] = tensor.flatten().to(merged)
+        return merged
+
+    return ShardedTensorFactory(f"{prefix}.{view.key}", flat, build, merge, replica)
+
+
+def _moved(part: ShardedTensor, box: Box) -> tuple[int, ...]:
+    axes = part.prepend_axis_num
+    own = (a + b for a, b in zip(part.global_offset[axes:], box.offset, strict=True))
+    return (*part.global_offset[:axes], *own)
+
+
+def _placed(
+    view: ShardedTensor | ShardedTensorFactory,
+    whole: Tensor,
+    start: int,
+    count: int,
+    device: torch.device,
+) -> Iterator[tuple[ShardedTensor, Box, slice | Tensor]]:
+    """The boxes of ``count`` elements from ``start`` on: of which tensor, and their places there.
+
+    Indices are on ``device``, where the optimizer has its state.
+
+    Raises:
+        ValueError: a factory makes tensors that have the parameter's elements in another order.
+    """
+    if isinstance(view, ShardedTensor):
+        for box, places in _with_places(view.local_shape, start, start + count):
+            yield view, box, slice(places.start - start, places.stop - start)
+        return
+    # What the factory makes of the numbers of the elements says which go where.
+    numbers = torch.arange(whole.numel(), device=device).view(whole.shape)
+    for part in nested_values(view.build_fn(view.key, numbers, view.replica_id, None)):
+        own = part.data.flatten()
+        if not bool((own[1:] > own[:-1]).all()):
+            raise ValueError(f"{view.key}: a part has its elements in another order")
+        ends = torch.tensor([start, start + count], device=own.device)
+        first, last = torch.searchsorted(own, ends).tolist()
+        for box, places in _with_places(part.local_shape, first, last):
+            yield part, box, own[places] - start
+
+
+def _with_places(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, slice]]:
+    found = list(boxes(shape, start, stop))
+    ends = itertools.accumulate((prod(box.shape) for box in found), initial=start)
+    for box, (first, last) in zip(found, itertools.pairwise(ends), strict=True):
+        yield box, slice(first, last)
