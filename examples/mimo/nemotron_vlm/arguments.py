@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
-from examples.mimo.nemotron_vlm.defaults import defaults
+from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
@@ -30,7 +30,7 @@ from examples.mimo.nemotron_vlm.own_options import (
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
-from examples.mimo.nemotron_vlm.refusals import refuse
+from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK, refuse
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -70,12 +70,14 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     _check_own(args)
-    refuse(args)
+    refuse(args, [*REFUSALS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
     _set_layout(args, layouts)
     with _one_line():
         _validate(args, layouts.language.size)
+        refuse(args)  # what Megatron set by deprecated options
+        _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts.encoder)
     return Options(args, preset, layouts, configs)
 
@@ -149,6 +151,11 @@ def _complete(args: argparse.Namespace) -> None:
         default("train_iters", 20)
     if args.step_batch_size_schedule is None:
         default("global_batch_size", 32)
+    else:
+        # Megatron's own defaults would depend on the layout.
+        default("global_batch_size", _batch_sizes(args)[0])
+        if args.train_iters:
+            default("lr_decay_iters", batches_of_first_size(args))
     default("max_position_embeddings", args.seq_length)
     default("eval_interval", args.train_iters or 1000)
     is_passing = args.linear_context_parallel == STATE_PASSING
@@ -178,28 +185,36 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
             "or more"
         )
     for size in reversed(_batch_sizes(args)):
-        layouts = resolve(
-            encoder,
-            language,
-            Batch(size, args.micro_batch_size, args.seq_length),
-            args.world_size,
-            preset,
-            args.placement,
-            args.linear_context_parallel,
-        )
+        batch = Batch(size, args.micro_batch_size, args.seq_length)
+        layouts = _resolve(args, preset, encoder, language, batch)
     return layouts
+
+
+def _resolve(
+    args: argparse.Namespace, preset: VLMPreset, encoder: Layout, language: Layout, batch: Batch
+) -> Layouts:
+    rest = (args.world_size, preset, args.placement, args.linear_context_parallel)
+    return resolve(encoder, language, batch, *rest)
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
     """Global batches of the run, the first one first."""
-    schedule = args.step_batch_size_schedule
-    if schedule is None:
+    if args.step_batch_size_schedule is None:
         return [args.global_batch_size]
+    return [size for _, size in growing_batch(args).schedule]
+
+
+def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
+    """The rules that batches keep hold of those of an evaluation too."""
+    if not args.eval_iters:
+        return
+    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
     try:
-        return [int(step.split(":")[1]) for step in schedule.split()]
-    except (ValueError, IndexError) as error:
+        batch = Batch(size, micro_size, args.seq_length)
+        _resolve(args, preset, layouts.encoder, layouts.language, batch)
+    except UserError as error:
         raise UserError(
-            f"--step-batch-size-schedule {schedule}: not TOKENS:SIZE TOKENS:SIZE …"
+            f"--eval-global-batch-size {size}, --eval-micro-batch-size {micro_size}: {error}"
         ) from error
 
 

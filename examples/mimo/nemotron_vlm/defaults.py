@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
 
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 MODEL = {
     "normalization": "RMSNorm",
@@ -85,3 +88,31 @@ def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
         "transformer_impl": "transformer_engine" if has_engine else "local",
         "gradient_accumulation_fusion": fuses,
     }
+
+
+def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
+    """Megatron's reading of ``--step-batch-size-schedule``.
+
+    Raises:
+        UserError: it is no schedule.
+    """
+    text = args.step_batch_size_schedule
+    try:
+        return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, args.seq_length)
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"--step-batch-size-schedule {text}: {error}; give TOKENS:SIZE TOKENS:SIZE …"
+        ) from error
+
+
+def batches_of_first_size(args: Namespace) -> int:
+    """How many batches of a growing batch's first size hold the samples of all iterations.
+
+    Megatron turns iterations of a learning rate's schedule into samples by the first size.
+    """
+    batch, consumed = growing_batch(args), 0
+    first = batch.get_current_global_batch_size()
+    for _ in range(args.train_iters):
+        batch.update(consumed, consistency_check=False)
+        consumed += batch.get_current_global_batch_size()
+    return -(-consumed // first)

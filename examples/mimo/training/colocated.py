@@ -71,7 +71,8 @@ def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="non-colocated",
         help="colocated: both modules on all ranks (--llm-offset does not matter); --llm-cp, "
         "--llm-pp and --llm-ep may then be more than 1. Initial weights follow from the seed and "
-        "each parameter's name, alike in every layout.",
+        "each parameter's name, alike in every layout; --init-method-std is of the language "
+        "model's matrices.",
     )
     return parser
 
@@ -224,7 +225,7 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
             inference_rng_tracker=args.inference_rng_tracker,
         )
         model = self.build_model(pg_collection).cuda(torch.cuda.current_device())
-        initialize_weights(model, args.seed)
+        initialize_weights(model, args.seed, args.init_method_std)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)([model])
         for submodule in model.modality_submodules.values():
             _freeze_modality_submodule(submodule, args)

@@ -113,6 +113,17 @@ class TestLayouts:
         with run_of(target, "--freeze", frozen, load=shared_path) as run:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
+    def test_training_in_bf16_goes_on(self, shared_path):
+        """Groups of parameters have fp32 ones among them."""
+        with run_of("pp", "--bf16") as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            uninterrupted = losses(run, AFTER)
+        for target, tolerance in (("pp", 0), ("non-colocated-tp", 3e-2)):
+            with run_of(target, "--bf16", load=shared_path) as run:
+                expected = pytest.approx(uninterrupted, rel=tolerance, abs=0)
+                assert losses(run, AFTER) == expected, target
+
     def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
         """The run has skipped all its steps."""
         with run_of("pp") as run:

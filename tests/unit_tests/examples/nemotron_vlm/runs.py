@@ -250,7 +250,7 @@ def _run_alone(arguments: list[str], log: Path) -> None:
 def _program(arguments: list[str], log: Path) -> None:
     from examples.mimo.pretrain_nemotron_vlm import main
 
-    for name in filter(_is_launcher, list(os.environ)):
+    for name in filter(_is_of_this_process, list(os.environ)):
         del os.environ[name]
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -258,9 +258,10 @@ def _program(arguments: list[str], log: Path) -> None:
         sys.exit(main(arguments))
 
 
-def _is_launcher(name: str) -> bool:
+def _is_of_this_process(name: str) -> bool:
+    """Whether the launcher has set a variable, or a model that was built here."""
     return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(
-        ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_")
+        ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_", "NVTE_")
     )
 
 

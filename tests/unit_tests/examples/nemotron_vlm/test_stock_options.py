@@ -6,10 +6,11 @@ import argparse
 
 import pytest
 
+from examples.mimo.nemotron_vlm import arguments
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.refusals import REFUSALS
-from megatron.training.arguments import add_megatron_arguments
+from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK
+from megatron.training.arguments import add_megatron_arguments, validate_args
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     SAMPLES,
     assert_same_trajectory_as_one_rank,
@@ -88,6 +89,30 @@ REFUSED = [
     "--freeze-all-layers",
     "--iterations-to-skip 3",
     "--spec local",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+    "--result-rejected-tracker-filename steps.txt",
+    "--no-calculate-per-token-loss",
+    "--no-dist-ckpt-optim-fully-reshardable",
+    "--apply-layernorm-1p",
+    "--embedding-init-method-std 0.1",
+    "--use-mup",
+    "--high-priority-stream-groups ep",
+    "--sharp-enabled-group dp",
+    "--inprocess-restart",
+    "--ckpt-convert-format torch",
+    "--load-main-params-from-ckpt",
+    "--mock-data",
+    "--split 1,0,0",
+    "--dataloader-type cyclic",
+    "--decoder-seq-length 8",
+    "--position-embedding-type mrope",
+    "--use-rope-scaling",
+    "--logits-save-dir logits",
+    "--defer-embedding-wgrad-compute",
+    "--overlap-moe-expert-parallel-comm",
+    "--window-size 4,0",
+    "--softmax-type learnable",
 ]
 
 STEPS = 3
@@ -108,6 +133,26 @@ class TestRefused:
         assert not [
             refusal.option for refusal in REFUSALS if refusal.option.split()[0] not in known
         ]
+        assert not [
+            refusal.option
+            for refusal in TURNED_BACK
+            if refusal.option.replace("--no-", "--") not in known
+        ]
+
+    def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
+        def validated(args, _defaults):
+            args.optimizer = "muon"
+            validate_args(args, _defaults)
+
+        monkeypatch.setattr(arguments, "validate_args", validated)
+        with pytest.raises(UserError, match="^--optimizer is not taken here"):
+            parse([], world_size=1)
+
+    def test_a_state_that_is_whole_on_each_rank_needs_no_resharding(self):
+        parse(
+            ["--no-dist-ckpt-optim-fully-reshardable", "--no-use-distributed-optimizer"],
+            world_size=1,
+        )
 
     def test_a_flag_that_a_preset_turns_on_has_an_opposite(self):
         assert parse([], world_size=1).args.untie_embeddings_and_output_weights
@@ -119,6 +164,30 @@ class TestRefused:
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
         with pytest.raises(UserError, match="global batch 9"):
             parse(schedule, world_size=1)
+
+    def test_a_growing_batch_decays_alike_in_every_layout(self):
+        options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]
+        one = parse([*options, "--train-iters", "4"], world_size=1).args
+        other = parse([*options, "--train-iters", "4"], world_size=4).args
+        # 1000 tokens are 31 samples of 32: two steps of 16 samples, two of 32.
+        for args in (one, other):
+            assert (args.global_batch_size, args.lr_decay_iters) == (16, 6)
+            assert args.eval_global_batch_size == 16
+        given = parse([*options, "--lr-decay-iters", "9"], world_size=1).args
+        assert given.lr_decay_iters == 9
+        assert parse([*options, "--train-samples", "96"], world_size=1).args.lr_decay_iters is None
+
+    @pytest.mark.parametrize("schedule", ["8", "0:8 1K", "1K:8", "0:8 1:16", "0:x"])
+    def test_names_a_schedule_that_is_none(self, schedule):
+        with pytest.raises(UserError, match="^--step-batch-size-schedule"):
+            parse(["--step-batch-size-schedule", schedule], world_size=1)
+
+    def test_the_batches_of_an_evaluation_must_fit_the_encoder(self):
+        sizes = ["--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]
+        layout = ["--encoder", "dp=4", "--language", "tp=4"]
+        parse([*layout, *sizes], world_size=4)
+        with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
+            parse([*layout, *sizes, "--eval-iters", "1"], world_size=4)
 
 
 @requires_world_size(4)

@@ -76,7 +76,20 @@ def use_own_shards(optimizer: DistributedOptimizer) -> None:
         optimizer: changed in place.
     """
 
+    _number_parameters(optimizer)
     optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
+
+
+def _number_parameters(optimizer: DistributedOptimizer) -> None:
+    """Say where each parameter's state is: a group has those in fp32 first, then the others.
+
+    Megatron counts them in the order of its buffers, which is another one where a group has both,
+    such as the rates of Mamba-2 and the norms of a model in bf16.
+    """
+    groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for group, (full, half) in enumerate(groups):
+        for place, param in enumerate([*full, *half]):
+            optimizer.model_param_group_index_map[param] = (group, place)
 
 
 def _param_state(
