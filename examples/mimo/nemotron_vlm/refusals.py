@@ -109,6 +109,11 @@ REFUSALS = [
         "only torch_dist saves parameters by name, for any layout",
     ),
     Refusal(
+        "--non-persistent-ckpt-type global",
+        lambda args: args.non_persistent_ckpt_type == "global",
+        "the newest checkpoint is looked for, and checked, in --load alone",
+    ),
+    Refusal(
         "--non-persistent-ckpt-type local",
         lambda args: args.non_persistent_ckpt_type == "local",
         "it does not save fully reshardable state",

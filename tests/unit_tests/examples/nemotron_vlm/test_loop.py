@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the program gives to Megatron's loop, and what it watches of it."""
 
+import gc
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.nemotron_vlm.metrics import MetricsWriter
 from examples.mimo.nemotron_vlm.run import train
+from megatron.core.models.mimo.model.base import MimoModel
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
@@ -29,6 +31,14 @@ class TestStep:
             assert_shards_equal(run.stages, before)
             monkeypatch.undo()
             assert not run.train_step()["skipped"]
+
+    def test_a_run_that_has_ended_leaves_no_model(self):
+        """With one its groups would stay, and under gloo three threads for each."""
+        with trainer(*ONE_MICROBATCH) as run:
+            run.train_step()
+        del run
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, MimoModel)]
 
     def test_the_throughput_counts_the_encoder(self):
         """Forward operations of one tile are a third; PyTorch counts them, but for attention's."""

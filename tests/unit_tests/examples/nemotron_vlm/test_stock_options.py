@@ -208,10 +208,16 @@ class TestRight:
         expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=STEPS)]
         assert found == pytest.approx(expected, rel=PRECISIONS[precision])
 
-    def test_the_batch_grows_alike(self):
+    @pytest.mark.parametrize(
+        "options",
+        [(), ("--recompute-encoder", "1", "--overlap-grad-reduce")],
+        ids=["", "recompute"],
+    )
+    def test_the_batch_grows_alike(self, options):
+        """An encoder that runs again does so in more parts, each of which DDP sees."""
         growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
         layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
-        found = trajectory(*layout, *growing, steps=4)
+        found = trajectory(*layout, *growing, *options, steps=4)
         expected = one_rank_trajectory(*growing, steps=4)
         assert [r["num_tokens"] for r in found] == [r["num_tokens"] for r in expected]
         losses = [record["loss"] for record in expected]

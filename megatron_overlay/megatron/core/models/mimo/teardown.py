@@ -21,7 +21,8 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
 
     Collective over all ranks: none closes a group that another still uses. Experts' dispatchers
     keep the last forward's graph, and with it the groups, out of the garbage collector's sight; so
-    does the cache of rotary embeddings; and a model is a cycle of references.
+    does the cache of rotary embeddings, and so does the optimizer, of which the training loop puts
+    a method into the config, with its views of parameters; and a model is a cycle of references.
 
     Args:
         stages: the model's virtual stages, maybe none; the caller drops its own references first.
@@ -34,6 +35,7 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
         for module in stage.modules():
             if hasattr(module, "token_dispatcher"):
                 module.token_dispatcher = None
+        stage.config.grad_scale_func = None
         del stage
     RotaryEmbedding.forward.cache_clear()
     for module in modules.values():
