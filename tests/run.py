@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test: whole runs beside the plain tests, then each world size once, under torchrun.
+"""Run every test: whole runs beside the plain ones and two ranks, then four ranks and eight.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
@@ -37,19 +37,23 @@ def main(arguments: list[str]) -> int:
             if process.wait() not in (0, NO_TESTS):
                 failed.append(name)
 
+        def finish_world(size: int) -> None:
+            _announce(f"{size} ranks")
+            finish(f"{size} ranks", start(_under_torchrun(arguments, size)))
+
         start = partial(subprocess.Popen, cwd=REPOSITORY, env=environment)
         with tempfile.TemporaryFile("w+") as report:
             whole_runs = start(_pytest(arguments, "tests/e2e"), stdout=report, stderr=report)
             _announce("one process")
             plain = _pytest(arguments, "tests/tools", "tests/unit_tests")
             finish("one process", start(plain))
-            _announce("whole runs, beside it: they mostly wait")
+            finish_world(WORLDS[0])
+            _announce("whole runs, beside these: they mostly wait")
             finish("whole runs", whole_runs)
             report.seek(0)
             print(report.read(), flush=True)
-        for size in WORLDS:
-            _announce(f"{size} ranks")
-            finish(f"{size} ranks", start(_under_torchrun(arguments, size)))
+        for size in WORLDS[1:]:
+            finish_world(size)
     print(f"\n===== {'failed: ' + ', '.join(failed) if failed else 'all stages passed'}")
     return 1 if failed else 0
 
