@@ -11,7 +11,7 @@ TRAIN_RANKS ?= 8
 TRAIN_ARGS ?= --model tiny --device cpu --placement colocated \
 	--encoder tp=2,dp=4 --language tp=1,cp=2,pp=2,dp=2,ep=2 --data digits --seed 1 \
 	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
-	--train-iters 250 --lr 3e-3 --lr-warmup-iters 20 --eval-interval 50 --eval-iters 4
+	--train-iters 350 --lr 3e-3 --lr-warmup-iters 20 --eval-interval 50 --eval-iters 4
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
