@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.mimo.optimizer_shards import _factory, boxes
+from megatron.core.models.mimo.optimizer_shards import _factory, _placed, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -58,7 +58,8 @@ class TestFactory:
     def test_what_is_saved_is_loaded_and_lies_where_the_parameter_does(self, number, start, stop):
         view = views()[number]
         flat = view.data.flatten()[start:stop]
-        saved = _factory(view, "exp_avg", flat, start, 0, is_loading=False)
+        placed = list(_placed(view, start, stop, flat.device))
+        saved = _factory(placed, "exp_avg", flat, 0, is_loading=False)
         parts = saved.build()
         whole = [view] if number < 2 else view.build()
         for part in parts:
@@ -74,7 +75,7 @@ class TestFactory:
             )
             assert torch.equal(part.data.view(part.local_shape[axes:]), source.data[places])
         assert sum(part.data.numel() for part in parts) == stop - start
-        loading = _factory(view, "exp_avg", torch.zeros_like(flat), start, 0, is_loading=True)
+        loading = _factory(placed, "exp_avg", torch.zeros_like(flat), 0, is_loading=True)
         assert all(part.data is None for part in loading.build())
         assert torch.equal(loading.merge_fn([part.data for part in parts]), flat)
 
@@ -84,4 +85,4 @@ class TestFactory:
 
         view = ShardedTensorFactory("weight", torch.randn(3, 2), transposed, torch.cat)
         with pytest.raises(ValueError, match="weight: .* another order"):
-            _factory(view, "exp_avg", torch.zeros(6), 0, 0, is_loading=False).build()
+            list(_placed(view, 0, 6, torch.device("cpu")))

@@ -41,6 +41,10 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
 
+Placed = tuple[ShardedTensor, Box, slice | Tensor]
+"""A box of a range: of which tensor of the checkpoint, and which elements of the range it has."""
+
+
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
 
@@ -75,7 +79,6 @@ def use_own_shards(optimizer: DistributedOptimizer) -> None:
     Args:
         optimizer: changed in place.
     """
-
     _number_parameters(optimizer)
     optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
 
@@ -118,38 +121,37 @@ def _param_state(
             raise ValueError(f"the model's state lacks a parameter of {tuple(param.shape)}")
         view, instance = views[param], optimizer.distributed_optimizer_instance_id
         replica = (*view.replica_id[:2], instance)  # data-parallel ranks have one part each
+        flats = optimizer._get_main_param_and_optimizer_states(param)
+        part, device = ranges["param"], flats["param"].device
+        placed = list(_placed(view, part.start, part.end, device))
         state[number] = {
-            kind: _factory(
-                view, f"optimizer.state.{kind}", flat, ranges["param"].start, replica, is_loading
-            )
-            for kind, flat in optimizer._get_main_param_and_optimizer_states(param).items()
+            kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)
+            for kind, flat in flats.items()
             if kind != "step"  # of a parameter group, with which it is saved
         }
     return state
 
 
 def _factory(
-    view: ShardedTensor | ShardedTensorFactory,
+    placed: list[Placed],
     prefix: str,
     flat: Tensor,
-    start: int,
     replica: ReplicaId,
     is_loading: bool,
 ) -> ShardedTensorFactory:
     """A rank's range of a parameter, as boxes in the checkpoint and as one tensor in the optimizer.
 
     Args:
-        view: of the whole parameter on this tensor-parallel rank.
+        placed: the boxes of the range.
         prefix: of the keys.
-        flat: the range, from element ``start`` on.
+        flat: the range.
         replica: of the range.
         is_loading: boxes have no data yet.
     """
-    whole = view.data
 
     def build(key: str, flat: Tensor, replica: ReplicaId, _: None) -> list[ShardedTensor]:
         shards = []
-        for part, box, places in _placed(view, whole, start, flat.numel(), flat.device):
+        for part, box, places in placed:
             # Boxes have all axes of the checkpoint: it prepends none to those of no regular grid.
             shape = (1,) * part.prepend_axis_num + box.shape
             shard = replace(
@@ -168,12 +170,11 @@ def _factory(
 
     def merge(loaded: list[Tensor]) -> Tensor:
         merged = torch.empty_like(flat)
-        placed = _placed(view, whole, start, flat.numel(), flat.device)
         for tensor, (_, _, places) in zip(loaded, placed, strict=True):
             merged[places] = tensor.flatten().to(merged)
         return merged
 
-    return ShardedTensorFactory(f"{prefix}.{view.key}", flat, build, merge, replica)
+    return ShardedTensorFactory(f"{prefix}.{placed[0][0].key}", flat, build, merge, replica)
 
 
 def _moved(part: ShardedTensor, box: Box) -> tuple[int, ...]:
@@ -184,12 +185,11 @@ def _moved(part: ShardedTensor, box: Box) -> tuple[int, ...]:
 
 def _placed(
     view: ShardedTensor | ShardedTensorFactory,
-    whole: Tensor,
     start: int,
-    count: int,
+    stop: int,
     device: torch.device,
-) -> Iterator[tuple[ShardedTensor, Box, slice | Tensor]]:
-    """The boxes of ``count`` elements from ``start`` on: of which tensor, and their places there.
+) -> Iterator[Placed]:
+    """The boxes of the elements ``start`` to ``stop`` of a rank's whole parameter.
 
     Indices are on ``device``, where the optimizer has its state.
 
@@ -197,19 +197,19 @@ def _placed(
         ValueError: a factory makes tensors that have the parameter's elements in another order.
     """
     if isinstance(view, ShardedTensor):
-        for box, places in _with_places(view.local_shape, start, start + count):
+        for box, places in _with_places(view.local_shape, start, stop):
             yield view, box, slice(places.start - start, places.stop - start)
         return
     # What the factory makes of the numbers of the elements says which go where.
-    numbers = torch.arange(whole.numel(), device=device).view(whole.shape)
+    numbers = torch.arange(view.data.numel(), device=device).view(view.data.shape)
     for part in nested_values(view.build_fn(view.key, numbers, view.replica_id, None)):
         own = part.data.flatten()
         if not bool((own[1:] > own[:-1]).all()):
             raise ValueError(f"{view.key}: a part has its elements in another order")
-        ends = torch.tensor([start, start + count], device=own.device)
+        ends = torch.tensor([start, stop], device=own.device)
         first, last = torch.searchsorted(own, ends).tolist()
         for box, places in _with_places(part.local_shape, first, last):
-            yield part, box, own[places] - start
+            yield part.without_data(), box, own[places] - start
 
 
 def _with_places(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, slice]]:
