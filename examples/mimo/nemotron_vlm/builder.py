@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +22,18 @@ from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import Modules, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
+
+
+def seed_process(args: Namespace, modules: Modules) -> None:
+    """Seed all that draws numbers, and set up what Megatron keeps per process."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
+    prepare_process(
+        modules,
+        args.seed,
+        te_rng_tracker=args.te_rng_tracker,
+        inference_rng_tracker=args.inference_rng_tracker,
+    )
 
 
 @dataclass(kw_only=True)
@@ -55,14 +68,7 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         """
         options, modules = self._model_config._options, self._model_config._modules
         args = options.args
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(args.seed)
-        prepare_process(
-            modules,
-            args.seed,
-            te_rng_tracker=args.te_rng_tracker,
-            inference_rng_tracker=args.inference_rng_tracker,
-        )
+        seed_process(args, modules)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
         for stage in stages:
             initialize_weights(stage, args.seed, args.language_std)

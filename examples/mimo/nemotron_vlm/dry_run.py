@@ -16,14 +16,13 @@ from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.parameter_table import (
     count_by_module,
     count_parameters,
     format_ranks,
     format_table,
 )
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.teardown import destroy
@@ -80,7 +79,7 @@ def _stages(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     args, layouts = options.args, options.layouts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     modules = make_modules(
-        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        placed(layouts),
         "fake",
     )
     prepare_process(modules, args.seed)

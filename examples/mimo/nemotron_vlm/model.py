@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs
-from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.projector import NormedProjector
 from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
@@ -169,6 +169,11 @@ def _language_spec(
             "pg_collection": groups,
         },
     )
+
+
+def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
+    """Layout and first rank of each module, as ``make_modules`` takes them."""
+    return {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)}
 
 
 def build_vlm(

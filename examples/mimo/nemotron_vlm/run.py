@@ -27,12 +27,11 @@ from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.joining import store_of_attempt
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
-from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.model import placed
 from examples.mimo.nemotron_vlm.own_options import own_options
 from examples.mimo.nemotron_vlm.placement import layout_table
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import (
     ModuleGroups,
@@ -109,7 +108,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     set_global_variables(args, build_tokenizer=False)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
-        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        placed(layouts),
         args.distributed_backend,
         args.num_distributed_optimizer_instances,
     )

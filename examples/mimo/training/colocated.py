@@ -9,7 +9,6 @@ so are the modules of this folder that are imported here.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +16,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.model_providers import MimoProvider
 from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch
+from examples.mimo.nemotron_vlm.builder import seed_process
 from examples.mimo.nemotron_vlm.data_provider import data_provider
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
@@ -49,7 +48,6 @@ from megatron.core.models.mimo.module_groups import (
     encoder_part,
     limit_waiting,
     make_modules,
-    prepare_process,
     schedule_collection,
 )
 from megatron.core.models.mimo.teardown import destroy
@@ -216,14 +214,7 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
             ddp_config: of all modules.
         """
         args, modules = get_args(), self._model_config._modules
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(args.seed)
-        prepare_process(
-            modules,
-            args.seed,
-            te_rng_tracker=args.te_rng_tracker,
-            inference_rng_tracker=args.inference_rng_tracker,
-        )
+        seed_process(args, modules)
         model = self.build_model(pg_collection).cuda(torch.cuda.current_device())
         initialize_weights(model, args.seed, args.init_method_std)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)([model])

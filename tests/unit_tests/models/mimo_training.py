@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.arguments import Options
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data_provider import batch_plan
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
-from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.model import IMAGES, placed
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -57,7 +57,7 @@ def modules_of(options: Options) -> Iterator[dict[str, ModuleGroups]]:
     """Groups of both modules over the world; they end with the block."""
     layouts = options.layouts
     modules = make_modules(
-        {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)},
+        placed(layouts),
         BACKEND,
     )
     try:
