@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.core.tensor_parallel import layers
 
 MODEL = {
     "normalization": "RMSNorm",
@@ -83,10 +84,9 @@ def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    fuses = has_engine or find_spec("fused_weight_gradient_mlp_cuda") is not None
     return chosen | {
         "transformer_impl": "transformer_engine" if has_engine else "local",
-        "gradient_accumulation_fusion": fuses,
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
     }
 
 
