@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
@@ -61,7 +62,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.error = OwnParser.error.__get__(parser)
         add_own_options(parser)
-        _set_defaults(parser, defaults(preset, own.device))
+        _set_defaults(parser, defaults(preset, own.device, own.pack))
         return parser
 
     with _one_line(), _command_line(argv):
@@ -73,6 +74,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     refuse(args, [*REFUSALS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
+    _check_packing(args, layouts.language)
     _set_layout(args, layouts)
     with _one_line():
         _validate(args, layouts.language.size)
@@ -133,9 +135,24 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
-    for name in ("micro_batch_size", "seq_length"):
+    if args.pack and args.micro_batch_size != 1:
+        raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
+    if args.pack and args.seq_length % args.sample_multiple:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
+        )
+    for name in ("micro_batch_size", "seq_length", "sample_multiple", "pack_window"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+
+
+def _check_packing(args: argparse.Namespace, language: Layout) -> None:
+    divisor = language.tp * (2 * language.cp if language.cp > 1 else 1)
+    if args.pack and args.sample_multiple % divisor:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
+            f"{divisor} (tp, times 2·cp with context parallelism)"
+        )
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -145,6 +162,7 @@ def _complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
+    args.image_token = IMAGE  # until the source is known
     args.language_std = args.init_method_std  # None: of each matrix from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:

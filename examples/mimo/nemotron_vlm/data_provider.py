@@ -1,74 +1,216 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The iterators over microbatches that Megatron's loop draws from."""
+"""The iterators over microbatches that Megatron's loop draws from.
+
+Loading processes read ahead, the next microbatch is copied to the device while the one before is
+computed, and what the step has waited for all this is counted.
+"""
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
+from examples.mimo.nemotron_vlm.defaults import growing_batch
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.module_groups import Modules, encoder_part
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 Provider = Callable[..., tuple[Iterator[Microbatch], Iterator[Microbatch], None]]
 
-
-def batch_plan(layouts: Layouts, preset: VLMPreset, modules: Modules) -> BatchPlan:
-    """Which samples this rank takes."""
-    language = modules[LANGUAGE].groups
-    return BatchPlan(
-        layouts,
-        encoder_part=encoder_part(modules, IMAGES),
-        language_dp=language and language.dp.rank(),
-        tokens_per_tile=preset.encoder.tokens_per_tile,
-    )
+MOVED = ("input_ids", "labels", "loss_mask", "position_ids", "sample_places")
+"""Tensors of a microbatch that go to the device as they are."""
 
 
-def data_provider(args: Namespace, plan: BatchPlan, source: SampleSource) -> Provider:
+class Loading:
+    """What a rank reads, and how.
+
+    Args:
+        args: Megatron's and ours.
+        layouts: of both modules.
+        preset: sizes of the encoder.
+        modules: grids and groups of this rank.
+        source: of samples.
+
+    waited_s: seconds that steps have waited for data so far.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        layouts: Layouts,
+        preset: VLMPreset,
+        modules: Modules,
+        source: SampleSource,
+    ) -> None:
+        language = modules[LANGUAGE].groups
+        self.waited_s = 0.0
+        self.args, self.layouts = args, layouts
+        self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
+        self.plan = StepPlan(
+            layouts,
+            encoder_part=encoder_part(modules, IMAGES),
+            language_dp=language and language.dp.rank(),
+            row_cost=partial(row_cost, args) if args.balance else None,
+        )
+        self.reader = Reader(
+            source,
+            modality=IMAGES,
+            encoder=ENCODER,
+            tile=preset.encoder.tile,
+            tokens_per_tile=preset.encoder.tokens_per_tile,
+            seq_length=args.seq_length,
+            packing=self.packing,
+            reads_labels=bool(language) and language.pp.rank() == language.pp.size() - 1,
+            needs_owners=layouts.language.cp > 1,
+        )
+
+    def rows(self, split: str) -> Rows:
+        """Rows of a split, from the source as it is now."""
+        args = self.args
+        return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed)
+
+    def training(self) -> Iterator[Microbatch]:
+        """Microbatches from the first row on that the run has not consumed, without end."""
+        return self._loaded(self._training_takes())
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """Microbatches of the test split; every evaluation reads the same rows."""
+        return self._loaded(self._held_out_takes())
+
+    def _training_takes(self) -> Iterator[Take]:
+        args, rows, first = self.args, self.rows("train"), self.args.consumed_train_samples
+        for size in _batch_sizes(args, first):
+            count = size // (args.micro_batch_size * self.layouts.language.dp)
+            yield from self.plan.takes(rows, first, count, args.micro_batch_size)
+            first += size
+
+    def _held_out_takes(self) -> Iterator[Take]:
+        args, rows = self.args, self.rows("test")
+        micro_size, size = args.eval_micro_batch_size, args.eval_global_batch_size
+        count = size // (micro_size * self.layouts.language.dp)
+        while True:
+            for number in range(args.eval_iters):
+                yield from self.plan.takes(rows, number * size, count, micro_size)
+
+    def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
+        on_gpu = self.args.device == "cuda"
+        ahead = {"prefetch_factor": 2, "persistent_workers": True} if self.args.num_workers else {}
+        loader = DataLoader(
+            self.reader,
+            sampler=takes,
+            batch_size=None,
+            num_workers=self.args.num_workers,
+            pin_memory=on_gpu,
+            **ahead,
+        )
+        batches = _checked(loader)
+        batches = _copied_ahead(batches) if on_gpu else map(to_device, batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches)
+            self.waited_s += time.perf_counter() - started
+            yield batch
+
+
+def data_provider(loading: Loading) -> Provider:
     """What ``pretrain`` takes as its provider of data sets: iterators for training and evaluation.
 
     Args:
-        args: Megatron's.
-        plan: of this rank.
-        source: of samples.
+        loading: of this rank; anything with ``training`` and ``held_out``.
     """
 
     def provider(_sizes, vp_stage: int | None = None):
-        return training(args, plan, source), held_out(args, plan, source), None
+        return loading.training(), loading.held_out(), None
 
     provider.is_distributed = True
     return provider
 
 
-def training(args: Namespace, plan: BatchPlan, source: SampleSource) -> Iterator[Microbatch]:
-    """Microbatches from the first sample on that the run has not consumed, without end.
+def row_cost(args: Namespace, tokens: list[int]) -> float:
+    """Cost of a row for the language model, beside what all rows cost alike: its attention.
 
-    How many a step has is read when it begins: the batch may grow.
+    Args:
+        tokens: of each of the row's samples.
     """
-    first = args.consumed_train_samples
+    if not args.pack:
+        return 0.0
+    return float(sum(int(length) ** 2 for length in tokens))
+
+
+def _batch_sizes(args: Namespace, consumed: int) -> Iterator[int]:
+    """Rows of each step, from the ``consumed``-th row on."""
+    if args.step_batch_size_schedule is None:
+        while True:
+            yield args.global_batch_size
+    batch = growing_batch(args)
     while True:
-        count, micro_size = get_num_microbatches(), args.micro_batch_size
-        yield from plan.microbatches(source, "train", first, count, micro_size, _device())
-        first += count * micro_size * plan.layouts.language.dp
+        batch.update(consumed, consistency_check=False)
+        size = batch.get_current_global_batch_size()
+        yield size
+        consumed += size
 
 
-def held_out(args: Namespace, plan: BatchPlan, source: SampleSource) -> Iterator[Microbatch]:
-    """Microbatches of the test split; every evaluation reads the same samples."""
-    micro_size, size = args.eval_micro_batch_size, args.eval_global_batch_size
-    count = size // (micro_size * plan.layouts.language.dp)
-    while True:
-        for number in range(args.eval_iters):
-            first = number * size
-            yield from plan.microbatches(source, "test", first, count, micro_size, _device())
+def _checked(loaded: Iterator[Microbatch | str]) -> Iterator[Microbatch]:
+    for batch in loaded:
+        if isinstance(batch, str):
+            raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
+        yield batch
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+def to_device(batch: Microbatch) -> Microbatch:
+    """The microbatch on this rank's GPU, or where the CPU runtime has what would be on one."""
+    return _moved(batch, lambda tensor: tensor.cuda())
+
+
+def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+    """Microbatches on this GPU; the next is copied beside the one in use."""
+    stream, held = torch.cuda.Stream(), None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = _moved(batch, lambda tensor: tensor.cuda(non_blocking=True))
+            arrived = stream.record_event()
+        if held is not None:
+            yield _arrived(*held)
+        held = copied, arrived
+
+
+def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
+    stream = torch.cuda.current_stream()
+    stream.wait_event(event)
+
+    def used(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(stream)
+        return tensor
+
+    return _moved(batch, used)
+
+
+def _moved(batch: Microbatch, move: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+    """The batch with ``move`` done to all tensors but those that the host reads."""
+    moved = batch | {name: move(batch[name]) for name in MOVED if name in batch}
+    moved["modality_inputs"] = {
+        modality: encoders
+        and {
+            encoder: {name: move(tensor) for name, tensor in inputs.items()}
+            for encoder, inputs in encoders.items()
+        }
+        for modality, encoders in batch["modality_inputs"].items()
+    }
+    if packing := batch.get("packing_kwargs"):
+        bounds = move(packing["cu_seqlens_q"])
+        moved["packing_kwargs"] = packing | {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+    return moved

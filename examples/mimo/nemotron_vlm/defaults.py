@@ -64,6 +64,7 @@ LEFT_OPEN = (
 """None where not given, so that ``--language`` may give them."""
 
 WITHOUT_KERNELS = {
+    "num_workers": 0,
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
     "masked_softmax_fusion": False,
@@ -72,13 +73,19 @@ WITHOUT_KERNELS = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
-"""On a CPU."""
+"""On a CPU, whose cores the ranks share."""
 
 
-def defaults(preset: VLMPreset, device: str) -> dict[str, object]:
-    """Of a preset on a device, by the names of Megatron's arguments."""
+def defaults(preset: VLMPreset, device: str, packs: bool = False) -> dict[str, object]:
+    """Of a preset on a device, by the names of Megatron's arguments.
+
+    Args:
+        packs: several samples into a row, which then is a microbatch.
+    """
     chosen = {**MODEL, **asdict(preset.language), **TRAINING, **dict.fromkeys(LEFT_OPEN)}
     chosen["seq_length"] = preset.seq_length
+    if packs:
+        chosen["micro_batch_size"] = 1
     if find_spec("nvidia_resiliency_ext") is None:
         chosen["async_strategy"] = "mcore"
     if device == "cpu":

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT
+from examples.mimo.nemotron_vlm.data.sample import Score
 from megatron.core.models.mimo.encoding import run_microbatch
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import unwrap_model
 from megatron.training import get_args, get_timers
 
-LOSS, TOKENS, ACCURACY = "lm loss", "tokens", "digit accuracy"
+LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
 """Names in Megatron's log, the first as in its own programs."""
 
 Answers = dict[tuple[int, int], int]
@@ -31,8 +32,11 @@ answers: Answers = {}
 Report = dict[str, torch.Tensor]
 
 
-def forward_step(microbatches: Iterator[dict], model: MimoModel):
+def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | None = None):
     """One microbatch of training or, where no gradient is asked for, of an evaluation.
+
+    Args:
+        score: of answers, from the source of samples.
 
     Returns:
         Losses or logits, and what makes the loss, the number of tokens and the report of them.
@@ -41,9 +45,9 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel):
     timers("batch-generator", log_level=2).start()
     batch = dict(next(microbatches))
     timers("batch-generator").stop()
-    samples = batch.pop("samples")
+    samples, places = batch.pop("samples"), batch.pop("sample_places")
     if not torch.is_grad_enabled():
-        return _read(batch, model, samples)
+        return _read(batch, model, samples, places, score)
     losses, loss_mask = run_microbatch(model, batch)
     return losses, partial(_summed_loss, loss_mask=loss_mask, groups=model.pg_collection)
 
@@ -88,34 +92,79 @@ def _validate(loss: torch.Tensor) -> None:
         )
 
 
-def _read(batch: dict, model: MimoModel, samples: list[int]):
-    labels, positions = batch.pop("labels"), batch["position_ids"]
-    logits, loss_mask = run_microbatch(model, batch)
+class Asked(NamedTuple):
+    """Which tokens of a microbatch are answers, and of what.
+
+    Args:
+        mask: bool [b, S] on this CP rank, as the others.
+        labels, positions: int64 [b, S].
+        places: int64 [b, S], where in ``samples`` a token's sample is.
+        samples: numbers of the samples.
+    """
+
+    mask: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    samples: list[int]
+
+
+def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Score | None):
+    labels, positions = batch.pop("labels", None), batch["position_ids"]
+    packed = batch.get("packing_kwargs")
+    output, loss_mask = run_microbatch(model, batch)
+    if labels is None:
+        return output, None
+    tokens = labels, positions, places
     if model.partition_adapter is not None:
-        lengths = model.partition_adapter.lengths(labels.size(1))
-        labels, positions = (
-            model.partition_adapter.shard_tokens(t, lengths) for t in (labels, positions)
-        )
-    return logits, partial(
-        _count,
-        asked=loss_mask.bool(),
-        labels=labels,
-        positions=positions,
-        samples=samples,
-        model=model,
+        lengths = model.partition_adapter.lengths(labels.size(1), packed_parameters(packed))
+        tokens = (model.partition_adapter.shard_tokens(t, lengths) for t in tokens)
+    asked = Asked(loss_mask.bool(), *tokens, samples)
+    return output, partial(_count, asked=asked, groups=model.pg_collection, score=score)
+
+
+def _count(logits, asked: Asked, groups, score: Score | None) -> tuple:
+    answer_logits = gather_answer_logits(logits, asked.mask, groups.tp)
+    read, labels, places = (
+        answer_logits.argmax(-1),
+        asked.labels[asked.mask],
+        asked.places[asked.mask],
     )
+    numbers = [asked.samples[place] for place in places.tolist()]
+    positions = asked.positions[asked.mask].tolist()
+    answers.update(zip(zip(numbers, positions, strict=True), read.tolist(), strict=True))
+    loss = F.cross_entropy(answer_logits, labels, reduction="sum").double()
+    exact = count_exact(read == labels, places, len(asked.samples), groups.cp)
+    right = exact
+    if score is not None:
+        right = torch.stack([part.sum() for part in score(labels, read)]).double()
+    report = {
+        LOSS: torch.stack([loss, asked.mask.sum().double()]),
+        ACCURACY: right,
+        EXACT: exact,
+    }
+    return logits.new_zeros(()), asked.mask.sum().to(torch.int), report
 
 
-def _count(logits, asked, labels, positions, samples, model) -> tuple:
-    tp_group = unwrap_model(model.language_model).pg_collection.tp
-    answer_logits = gather_answer_logits(logits, asked, tp_group)
-    read = answer_logits.argmax(-1)
-    rows = [samples[row] for row in asked.nonzero()[:, 0].tolist()]
-    places = zip(rows, positions[asked].tolist(), strict=True)
-    answers.update(zip(places, read.tolist(), strict=True))
-    loss, tokens, right, digits = count_answers(answer_logits, labels[asked])
-    report = {LOSS: torch.stack([loss, tokens]), ACCURACY: torch.stack([right, digits])}
-    return logits.new_zeros(()), asked.sum().to(torch.int), report
+def count_exact(
+    is_right: torch.Tensor, places: torch.Tensor, samples: int, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Samples whose answers are right as a whole, and those with answers, as [2] float64.
+
+    All CP ranks hold some of a sample's tokens; the first counts, the others give zeros.
+
+    Args:
+        is_right: bool [n], of the answer tokens on this rank.
+        places: int64 [n], the samples that they are of.
+        samples: of the microbatch.
+    """
+    found = torch.zeros(2, samples, dtype=torch.int64, device=places.device)
+    found[0].index_add_(0, places, (~is_right).long())
+    found[1].index_add_(0, places, torch.ones_like(places))
+    dist.all_reduce(found, group=cp_group)
+    wrong, asked = found
+    counts = torch.stack([((wrong == 0) & (asked > 0)).sum(), (asked > 0).sum()]).double()
+    return counts if cp_group.rank() == 0 else torch.zeros_like(counts)
 
 
 def gather_answer_logits(
@@ -134,17 +183,3 @@ def gather_answer_logits(
     parts = [torch.empty_like(part) for _ in range(tp_group.size())]
     dist.all_gather(parts, part, group=tp_group)
     return torch.cat(parts, dim=-1)
-
-
-def count_answers(answer_logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Loss sum, tokens, right digits and digits of a microbatch, as [4] float64.
-
-    Args:
-        answer_logits: [n, V].
-        labels: [n].
-    """
-    is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
-    right = (answer_logits.argmax(-1) == labels) & is_digit
-    loss = F.cross_entropy(answer_logits, labels, reduction="sum")
-    tokens = torch.tensor(float(labels.numel()), device=labels.device)
-    return torch.stack([loss, tokens, right.sum(), is_digit.sum()]).double()

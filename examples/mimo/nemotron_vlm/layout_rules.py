@@ -183,13 +183,12 @@ def language_violation(
 
 
 def pair_violation(layouts: Layouts) -> str | None:
-    """The first rule that the two layouts break together, or None."""
+    """The first rule that the two layouts break together, or None.
+
+    Colocated there is none: the bridge takes any number of rows from each of the encoder's ranks.
+    """
     e, lang = layouts.encoder, layouts.language
-    if lang.pp > 1 and not layouts.non_colocated:
-        samples, whose = layouts.batch.global_size, "the global batch"
-    else:
-        samples = layouts.batch.micro_size * lang.dp
-        whose = f"a microbatch (micro batch {layouts.batch.micro_size} × language dp {lang.dp})"
+    rows = layouts.batch.micro_size * lang.dp
     return _first(
         [
             (
@@ -198,8 +197,9 @@ def pair_violation(layouts: Layouts) -> str | None:
                 f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices",
             ),
             (
-                samples % e.dp > 0,
-                f"encoder dp={e.dp} must divide the {samples} samples of {whose}",
+                layouts.non_colocated and rows % e.dp > 0,
+                f"encoder dp={e.dp} must divide the {rows} samples of a microbatch (micro batch "
+                f"{layouts.batch.micro_size} × language dp {lang.dp})",
             ),
         ]
     )

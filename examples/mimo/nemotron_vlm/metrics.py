@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.data_provider import Loading
+from examples.mimo.nemotron_vlm.forward_step import ACCURACY, EXACT, LOSS, TOKENS
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
 
@@ -31,16 +32,17 @@ Record = dict[str, float | int | bool | None]
 
 
 @contextmanager
-def observed(args: Namespace) -> Iterator[list[Record]]:
+def observed(args: Namespace, loading: Loading) -> Iterator[list[Record]]:
     """While it lasts, Megatron's loop is watched, and its steps are reported.
 
     Args:
         args: Megatron's and ours.
+        loading: of the data, which counts what steps wait for it.
 
     Returns:
         The steps' records so far, on the last rank, which has the loss; elsewhere empty.
     """
-    watch = _Watch(args) if args.rank == args.world_size - 1 else None
+    watch = _Watch(args, loading) if args.rank == args.world_size - 1 else None
     before = {name: getattr(training, name) for name in ("train_step", "training_log", "evaluate")}
     if watch:
         training.train_step = watch.timed(training.train_step)
@@ -71,11 +73,11 @@ def _after(function: Callable, observe: Callable[[dict, object], None]) -> Calla
 class _Watch:
     """Makes records of what it observes, and hands them to a writer."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
+    def __init__(self, args: Namespace, loading: Loading) -> None:
+        self._args, self._loading = args, loading
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
-        self._seconds, self._lr = 0.0, None
+        self._seconds, self._waited, self._lr = 0.0, 0.0, None
         self.records: list[Record] = []
 
     def timed(self, train_step: Callable) -> Callable:
@@ -83,11 +85,12 @@ class _Watch:
 
         @functools.wraps(train_step)
         def wrapped(*arguments, **named):
-            started = time.perf_counter()
+            started, waited = time.perf_counter(), self._loading.waited_s
             optimizer = signature.bind(*arguments, **named).arguments["optimizer"]
             self._lr = get_canonical_lr_for_logging(optimizer.param_groups)
             result = train_step(*arguments, **named)
             self._seconds = time.perf_counter() - started
+            self._waited = self._loading.waited_s - waited
             return result
 
         return wrapped
@@ -102,6 +105,7 @@ class _Watch:
             "num_tokens": round(reported.get(TOKENS, 0.0)),
             "lr": self._lr,  # of this step: the log has the next one's
             "step_time_s": self._seconds,
+            "data_wait_s": self._waited,
             "skipped": bool(seen["skipped_iter"]),
         }
         self.records.append(self._held)
@@ -113,7 +117,8 @@ class _Watch:
     def evaluation(self, _, result: tuple) -> None:
         found = {name: float(value) for name, value in (result[0] or {}).items()}
         if self._held is not None and LOSS in found:
-            self._held |= {"eval_loss": found[LOSS], "eval_accuracy": found[ACCURACY]}
+            names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
+            self._held |= {name: found[reported] for name, reported in names.items()}
 
     def close(self) -> None:
         self._write_held()

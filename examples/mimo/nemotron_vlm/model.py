@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
@@ -30,6 +29,9 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 IMAGES = "images"
 """Name of the vision module in grids, batches and checkpoints."""
+
+ENCODER = "radio"
+"""Of its encoder, in the same."""
 
 SHARED = (
     "params_dtype",
@@ -133,7 +135,7 @@ def _vision_spec(
     return ModuleSpec(
         module=VisionStage,
         params={"pg_collection": groups},
-        submodules={"encoders": {"radio": radio}, "input_projections": [projector]},
+        submodules={"encoders": {ENCODER: radio}, "input_projections": [projector]},
     )
 
 
@@ -208,7 +210,7 @@ def build_vlm(
                     args, configs.language, specs, language.groups, vp_stage
                 ),
                 modality_submodules_spec={IMAGES: vision} if number == 0 else {},
-                special_token_ids={IMAGES: IMAGE},
+                special_token_ids={IMAGES: args.image_token},
                 module_to_grid_map={name: module.grid for name, module in held.items()},
             )
         )

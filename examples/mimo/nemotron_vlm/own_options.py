@@ -70,7 +70,33 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         metavar="PART[,PART]",
         help=f"parts that are not trained, of {', '.join(PARTS)}",
     )
-    add("--data", default="digits", metavar="digits|mock", help="samples")
+    add("--data", default="digits", metavar="digits|mock|energon:PATH", help="samples")
+    add(
+        "--pack",
+        action="store_true",
+        help="as many samples in a row of --seq-length as fit; none sees another, and a batch's "
+        "sizes count rows",
+    )
+    add(
+        "--pack-window",
+        type=int,
+        default=1024,
+        metavar="SAMPLES",
+        help="neighbours in the stream that are packed together",
+    )
+    add(
+        "--sample-multiple",
+        type=int,
+        default=16,
+        metavar="TOKENS",
+        help="packed, each sample is padded to a multiple of it, which 2·cp·tp must divide",
+    )
+    add(
+        "--no-balance",
+        dest="balance",
+        action="store_false",
+        help="give rows to ranks and microbatches in the stream's order, not by what they cost",
+    )
     add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one per step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
     add(

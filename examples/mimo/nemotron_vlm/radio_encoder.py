@@ -80,7 +80,7 @@ class RADIOEncoderWrapper(MegatronModule):
         zero and this rank takes part in what its peers do in the backward.
 
         Args:
-            tiles: [n, 3, H, W], pixels in [0, 1]; n may be 0. Later stages read only n.
+            tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Later stages read only n.
             hidden_states: [n or 1, patches and class tokens, hidden], of the stage before.
 
         Returns:
@@ -88,7 +88,7 @@ class RADIOEncoderWrapper(MegatronModule):
         """
         if self.is_first_stage:
             encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
-            features = self.radio(encoded.to(self.config.params_dtype))
+            features = self.radio(encoded.to(self.config.params_dtype) / 255)
         else:
             self.radio.decoder.set_input_tensor(hidden_states.transpose(0, 1).contiguous())
             features = self.radio.decoder(None, attention_mask=None).transpose(0, 1)

@@ -34,9 +34,9 @@ def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading
 
 
 def _reading(source: SampleSource, number: int, tokens: list[int]) -> Reading:
-    sample = source.sample("test", number)
-    answer = sample.labels[sample.loss_mask.bool()].tolist()
-    return Reading(sample.tiles, _digits(answer), _digits(tokens))
+    text = source.text("test", number)
+    answer = text.labels[text.loss_mask.bool()].tolist()
+    return Reading(source.tiles("test", number) / 255, _digits(answer), _digits(tokens))
 
 
 def _digits(tokens: list[int]) -> str:
@@ -59,7 +59,7 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
     loss_axes, accuracy_axes = top.subplots(1, 2)
     _curve(loss_axes, records, {"loss": "train", "eval_loss": "held out"}, "loss per token")
     loss_axes.set_yscale("log")
-    _curve(accuracy_axes, records, {"eval_accuracy": "held out"}, "digit accuracy")
+    _curve(accuracy_axes, records, {"eval_accuracy": "held out"}, "accuracy of answers")
     if readings:
         for axes, reading in zip(bottom.subplots(rows, 4).flat, readings, strict=False):
             strip = torch.cat(list(reading.tiles), dim=-1).mean(0)

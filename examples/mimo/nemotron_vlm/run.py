@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.batches import BatchPlan
 from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data_provider import batch_plan, data_provider
+from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.joining import store_of_attempt
@@ -56,15 +56,14 @@ READINGS = 12
 class Session:
     """A run with its groups made, ready for Megatron's loop.
 
-    options: of the command line. source: of samples. modules: grids and groups. plan: which samples
-    this rank takes. cfg: Megatron's configurations. communicator: of non-colocated modules,
-    else None. stages: the model's virtual stages, once it is built.
+    options: of the command line. modules: grids and groups. loading: of what this rank reads.
+    cfg: Megatron's configurations. communicator: of non-colocated modules, else None.
+    stages: the model's virtual stages, once it is built.
     """
 
     options: Options
-    source: SampleSource
     modules: dict[str, ModuleGroups]
-    plan: BatchPlan
+    loading: Loading
     cfg: PretrainConfigContainer
     communicator: MultiModulePipelineCommunicator | None
     stages: list[MimoModel]
@@ -91,7 +90,7 @@ def run(argv: list[str]) -> None:
         options = parse(argv)
         args = options.args
         _check_outputs(args)
-        source = make_source(args.data, options.preset.encoder, args.seq_length, args.seed)
+        source = make_source(args, options.preset.encoder)
         session = open_session(options, source)
         _say(_banner(options), args)
         records = train(session)
@@ -118,7 +117,9 @@ def open_session(options: Options, source: SampleSource) -> Session:
         communicator = encoders_to_language(grids, options.configs.language)
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     limit_waiting(limit)
-    args.modality_flops_per_sample = source.tiles_per_sample * options.preset.flops_per_tile
+    loading = Loading(args, layouts, options.preset, modules, source)
+    tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
+    args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
     stages: list[MimoModel] = []
     build = VLMBuildConfig(_options=options, _modules=modules)
 
@@ -130,9 +131,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     build.post_wrap_hooks.append(built)
     return Session(
         options,
-        source,
         modules,
-        batch_plan(layouts, options.preset, modules),
+        loading,
         pretrain_cfg_container_from_args(args, build),
         communicator,
         stages,
@@ -142,12 +142,13 @@ def open_session(options: Options, source: SampleSource) -> Session:
 def train(session: Session) -> list[Record]:
     """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
     args = session.options.args
-    with observed(args) as records, safe_loading(args):
+    loading = session.loading
+    with observed(args, loading) as records, safe_loading(args):
         pretrain(
             session.cfg,
-            data_provider(args, session.plan, session.source),
+            data_provider(loading),
             ModelType.encoder_or_decoder,
-            forward_step,
+            partial(forward_step, score=loading.reader.source.score),
             skip_model_parallel_init=True,
             p2p_communicator=session.communicator,
             pg_collection=schedule_collection(session.modules),
@@ -170,7 +171,7 @@ def _print_outcome(session: Session, records: list[Record]) -> None:
     if session.options.args.report:
         _report(session)
     if records and "eval_accuracy" in records[-1]:
-        print(f"held-out digit accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
 
 
 def _report(session: Session) -> None:
@@ -182,7 +183,7 @@ def _report(session: Session) -> None:
         from examples.mimo.nemotron_vlm.report import draw_report, readings
 
         read = {place: token for part in everywhere for place, token in part.items()}
-        shown = readings(session.source, read, READINGS)
+        shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
 

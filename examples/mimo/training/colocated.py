@@ -20,21 +20,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch
 from examples.mimo.nemotron_vlm.builder import seed_process
+from examples.mimo.nemotron_vlm.data.reading import Microbatch
 from examples.mimo.nemotron_vlm.data_provider import data_provider
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.layout_rules import (
-    language_violation,
-    pair_violation,
-    staged_pattern,
-)
+from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
 from examples.mimo.nemotron_vlm.refusals import refuse
 from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed
 from examples.mimo.training.runtime import _freeze_modality_submodule
+from examples.mimo.training.sample_slices import SampleSlices
 from examples.mimo.training.step import loss_func
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
@@ -51,6 +48,7 @@ from megatron.core.models.mimo.module_groups import (
     schedule_collection,
 )
 from megatron.core.models.mimo.teardown import destroy
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
@@ -97,7 +95,7 @@ def take_sizes(args: argparse.Namespace) -> None:
     preset = SimpleNamespace(language=SimpleNamespace(**sizes))
     broken = language_violation(
         language, args.world_size, preset, layouts.batch, args.linear_context_parallel
-    ) or pair_violation(layouts)
+    ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")
     args.tensor_model_parallel_size = language.tp
@@ -125,34 +123,58 @@ def _layouts(args: argparse.Namespace) -> Layouts:
     )
 
 
+def _slices_violation(layouts: Layouts) -> str | None:
+    samples, dp = layouts.batch.micro_size * layouts.language.dp, layouts.encoder.dp
+    if layouts.language.pp > 1:
+        samples = layouts.batch.global_size
+    return f"encoder dp={dp} must divide {samples} samples" if samples % dp else None
+
+
 @dataclass(frozen=True)
-class MockBatches(BatchPlan):
+class MockLoading:
     """The samples of a rank out of the mock data, which do not depend on the layout.
 
     Args:
+        args: Megatron's.
+        slices: of this rank.
+        source: data loader of each split.
         encoder_name: of the encoder module.
     """
 
+    args: argparse.Namespace
+    slices: SampleSlices
+    source: Mapping[str, DataLoader]
     encoder_name: str
 
-    def microbatches(
-        self,
-        source: Mapping[str, DataLoader],
-        split: str,
-        first: int,
-        count: int,
-        micro_size: int,
-        device: torch.device | str,
+    def training(self) -> Iterator[Microbatch]:
+        """Microbatches from the first sample on that the run has not consumed, without end."""
+        first = self.args.consumed_train_samples
+        while True:
+            count, micro_size = get_num_microbatches(), self.args.micro_batch_size
+            yield from self._microbatches("train", first, count, micro_size)
+            first += count * micro_size * self.slices.layouts.language.dp
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """Microbatches of the test split; every evaluation reads the same samples."""
+        args, dp = self.args, self.slices.layouts.language.dp
+        micro_size, size = args.eval_micro_batch_size, args.eval_global_batch_size
+        while True:
+            for number in range(args.eval_iters):
+                count = size // (micro_size * dp)
+                yield from self._microbatches("test", number * size, count, micro_size)
+
+    def _microbatches(
+        self, split: str, first: int, count: int, micro_size: int
     ) -> Iterator[Microbatch]:
-        """As in :class:`BatchPlan`, from the data loader of a split.
+        """One step's, from the data loader of a split.
 
         With a pipeline, all that the rank encodes in a step comes with the first microbatch: the
         inputs of images of several sizes can be joined by the loader only.
         """
-        dataset, collate = source[split].dataset, source[split].collate_fn
-        plan = [self.indices(number, count, micro_size) for number in range(count)]
+        dataset, collate = self.source[split].dataset, self.source[split].collate_fn
+        plan = [self.slices.indices(number, count, micro_size) for number in range(count)]
         shares = [list(encoded) for encoded, _ in plan]
-        if self.layouts.language.pp > 1:
+        if self.slices.layouts.language.pp > 1:
             shares = [sum(shares, [])] + [[]] * (count - 1)
         for share, (_, own) in zip(shares, plan, strict=True):
             encoded, consumed = (
@@ -235,13 +257,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
         args.num_distributed_optimizer_instances,
     )
     limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
-    plan = MockBatches(
-        layouts,
-        encoder_part=encoder_part(modules, name),
-        language_dp=modules[LANGUAGE].groups.dp.rank(),
-        tokens_per_tile=0,
-        encoder_name=name,
-    )
+    slices = SampleSlices(layouts, encoder_part(modules, name), modules[LANGUAGE].groups.dp.rank())
     source = {
         split: _build_mock_vlm_dataloader(
             batch_size=1,
@@ -256,7 +272,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     build.post_wrap_hooks.append(lambda built: stages.extend(built) or built)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
-        data_provider(args, plan, source),
+        data_provider(MockLoading(args, slices, source, name)),
         ModelType.encoder_or_decoder,
         forward_step,
         skip_model_parallel_init=True,

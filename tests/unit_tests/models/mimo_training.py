@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.arguments import Options
-from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data_provider import batch_plan
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.mock import MockStrips
+from examples.mimo.nemotron_vlm.data_provider import Loading, to_device
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.model import IMAGES, placed
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -90,12 +91,14 @@ def microbatches(
 ) -> list[dict]:
     """This rank's microbatches of one step of random data, as MimoModel's arguments."""
     args, preset = options.args, options.preset
-    plan = batch_plan(options.layouts, preset, modules)
-    source = source or make_source("mock", preset.encoder, args.seq_length, SEED)
+    size = preset.encoder
+    source = source or MockStrips(size.tile, size.tokens_per_tile, args.seq_length, SEED)
+    loading = Loading(args, options.layouts, preset, modules, source)
     count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     first = step * args.global_batch_size
-    found = plan.microbatches(source, "train", first, count, args.micro_batch_size, Utils.device)
-    return [{k: v for k, v in batch.items() if k != "samples"} for batch in found]
+    takes = loading.plan.takes(loading.rows("train"), first, count, args.micro_batch_size)
+    batches = [to_device(loading.reader[take]) for take in takes]
+    return [{k: v for k, v in batch.items() if not k.startswith("sample")} for batch in batches]
 
 
 @dataclass

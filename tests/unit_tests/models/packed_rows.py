@@ -8,12 +8,15 @@ from collections.abc import Iterator
 
 import torch
 
-from examples.mimo.nemotron_vlm.batches import BatchPlan, Microbatch, collate
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, Sample
-from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.data import SampleSource, Text
+from examples.mimo.nemotron_vlm.data.reading import Microbatch
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.data_provider import Loading
+from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import tiny
+from examples.mimo.training.sample_slices import SampleSlices
 from megatron.core.models.mimo.modality_rows import HostTokens
+from tests.unit_tests.test_utilities import Utils
 
 SAMPLES_A_ROW = 4
 LENGTHS_AND_TILES = (
@@ -25,12 +28,10 @@ LENGTHS_AND_TILES = (
 FIRST_TEXT_TOKEN = 5
 
 
-class OddSamples:
-    """A source of random samples; number i has the i-th length and number of tiles."""
+class OddSamples(SampleSource):
+    """Random samples; number i has the i-th length and number of tiles."""
 
-    tiles_per_sample = 1.0
-
-    def sample(self, split: str, number: int) -> Sample:
+    def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""
         length, tiles = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)]
         preset = tiny()
@@ -40,50 +41,65 @@ class OddSamples:
         labels = ids[1:].clone()
         first = int(length > tiles * preset.encoder.tokens_per_tile)
         ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE
-        pixels = torch.rand(tiles, 3, preset.encoder.tile, preset.encoder.tile, generator=rng)
-        loss_mask = (torch.rand(length, generator=rng) < 0.7).float()
-        return Sample(pixels, ids[:-1], labels, loss_mask)
+        return Text(ids[:-1], labels, (torch.rand(length, generator=rng) < 0.7).float())
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """See `SampleSource`."""
+        tiles, side = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)][1], tiny().encoder.tile
+        rng = torch.Generator().manual_seed(number)
+        return torch.randint(256, (tiles, 3, side, side), generator=rng, dtype=torch.uint8)
 
 
-def pack(samples: list[Sample], device) -> tuple[Sample, dict]:
-    """Lay samples end to end: one long sample, and MimoModel's ``packing_kwargs`` for it."""
-    names = ("tiles", "input_ids", "labels", "loss_mask")
-    row = Sample(**{name: torch.cat([getattr(s, name) for s in samples]) for name in names})
+def pack(samples: list[Text]) -> tuple[dict[str, torch.Tensor], dict]:
+    """Lay samples end to end: one row ``[1, S]``, and MimoModel's ``packing_kwargs`` for it."""
+    row = {
+        name: torch.cat([getattr(s, name) for s in samples])[None].to(Utils.device)
+        for name in Text._fields
+    }
     lengths = torch.tensor([0, *(len(s.input_ids) for s in samples)])
-    bounds, longest = lengths.cumsum(0).to(device), int(lengths.max())
+    bounds, longest = lengths.cumsum(0).to(Utils.device), int(lengths.max())
     return row, {
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
-        "total_tokens": len(row.input_ids),
+        "total_tokens": int(lengths.sum()),
     }
 
 
-class PackedPlan:
-    """A `BatchPlan` that packs the samples of a microbatch; with one sample it stays unpacked."""
+class PackedSlices:
+    """A loading that packs the samples of a microbatch, without any padding of its own.
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
+    With one sample it stays unpacked.
 
-    def microbatches(
-        self, source: OddSamples, split: str, first: int, count: int, micro_size: int, device
-    ) -> Iterator[Microbatch]:
-        """See `BatchPlan`."""
+    Args:
+        loading: of the program.
+    """
+
+    def __init__(self, loading: Loading) -> None:
+        self._args, self._source = loading.args, loading.reader.source
+        plan = loading.plan
+        self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
+
+    def training(self) -> Iterator[Microbatch]:
+        """See `Loading`; one step."""
+        micro_size = self._args.micro_batch_size
+        dp = self._slices.layouts.language.dp
+        count = self._args.global_batch_size // (micro_size * dp)
         for number in range(count):
             encoder, language = (
-                [source.sample(split, first + i) for i in part]
-                for part in self.plan.indices(number, count, micro_size)
+                [(self._source.text("train", i), self._source.tiles("train", i)) for i in part]
+                for part in self._slices.indices(number, count, micro_size)
             )
-            row, packing = pack(language, device)
-            batch = collate(encoder, [row], device) | {"samples": []}
-            ids = {IMAGES: [sample.input_ids for sample in encoder]}
-            batch["host_tokens"] = HostTokens(ids, [sample.input_ids for sample in language])
-            if len(language) > 1:
-                batch["packing_kwargs"] = packing
-            yield batch
-
-    @property
-    def layouts(self) -> Layouts:
-        """Of the plan."""
-        return self.plan.layouts
+            row, packing = pack([text for text, _ in language])
+            ids = {IMAGES: [text.input_ids for text, _ in encoder]}
+            positions = torch.arange(row["input_ids"].shape[1], device=Utils.device)[None]
+            tiles = torch.cat([tiles for _, tiles in encoder]).to(Utils.device)
+            batch = row | {
+                "position_ids": positions,
+                "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
+                "host_tokens": HostTokens(ids, [text.input_ids for text, _ in language]),
+                "samples": [],
+                "sample_places": None,
+            }
+            yield batch | ({"packing_kwargs": packing} if len(language) > 1 else {})

@@ -13,7 +13,7 @@ from tests.unit_tests.models.packed_rows import (
     LENGTHS_AND_TILES,
     SAMPLES_A_ROW,
     OddSamples,
-    PackedPlan,
+    PackedSlices,
 )
 from tests.unit_tests.models.weights import (
     Weights,
@@ -32,7 +32,7 @@ def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_R
         *("--micro-batch-size", str(samples_a_row)),
     )
     with trainer(*arguments, source=OddSamples()) as run:
-        run.plan = PackedPlan(run.plan)
+        run.loading = PackedSlices(run.loading)
         yield run
 
 

@@ -205,7 +205,7 @@ class TestModalityRows:
         )
 
     def test_rows_of_all_sequences_in_order(self, tokens):
-        rows = consumed_rows([tokens, tokens], IMAGE, adapter_of(2, 1))
+        rows = consumed_rows([tokens, tokens], "images", IMAGE, adapter_of(2, 1))
         assert rows.counts == [4, 1, 4, 1] and row_counts([tokens, tokens], IMAGE) == [5, 5]
         assert rows.owners.tolist() == 2 * [0, 1, 1, 0, 1]
 
@@ -219,14 +219,14 @@ class TestModalityRows:
         host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
         for known, counts in ((None, [7]), (host, [5, 1, 1])):
             tokens = Tokens(self.ROW, packed((5, 7, 1)), known)
-            rows = consumed_rows([tokens], IMAGE, adapter_of(2, 1))
+            rows = consumed_rows([tokens], "images", IMAGE, adapter_of(2, 1))
             assert rows.counts == counts
             assert rows.owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
         assert encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1)).owners is None
 
     def test_no_owners_without_context_parallelism(self, tokens):
-        assert consumed_rows([tokens], IMAGE, None).owners is None
-        assert consumed_rows([tokens], IMAGE, adapter_of(1, 2)).owners is None
+        assert consumed_rows([tokens], "images", IMAGE, None).owners is None
+        assert consumed_rows([tokens], "images", IMAGE, adapter_of(1, 2)).owners is None
 
     def test_told_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
         bounds = torch.tensor([0, 5, 12, 13])

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-from examples.mimo.nemotron_vlm.data.sample import Sample, most_tiles, reading_task
+from examples.mimo.nemotron_vlm.data.sample import (
+    SampleSource,
+    Text,
+    digit_score,
+    most_tiles,
+    reading_length,
+    reading_task,
+)
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
@@ -21,22 +28,24 @@ MOST_DIGITS = 3
 """Of a sample; fewer where the sequence length does not hold as many."""
 
 
-class DigitStrips:
+class DigitStrips(SampleSource):
     """Strips of one to `MOST_DIGITS` tiles drawn from scikit-learn's digits.
 
     Args:
         tile: tile height and width in pixels, a multiple of the scans' 8.
         tokens_per_tile: embeddings that the encoder makes of one tile.
-        seq_length: tokens a sample, padded.
+        seq_length: tokens that a sample must fit.
         seed: of the drawing; the train/test split does not depend on it.
     """
+
+    score = staticmethod(digit_score)
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
         scans = load_digits()
-        images = torch.from_numpy(scans.images).float() / 16
-        images = F.interpolate(images[:, None], size=(tile, tile), mode="bilinear")
+        images = torch.from_numpy(scans.images).float() * (255 / 16)
+        images = F.interpolate(images[:, None], size=(tile, tile), mode="bilinear").byte()
         held_out = torch.arange(len(images)) % TEST_EVERY == 0
         self._splits = {
             "train": (images[~held_out], scans.target[~held_out.numpy()]),
@@ -47,12 +56,26 @@ class DigitStrips:
         self._seed = seed
         self._most_digits = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
         self.tiles_per_sample = (1 + self._most_digits) / 2
+        self.fingerprint = f"digits of {tile} pixels, seed {seed}"
 
-    def sample(self, split: str, number: int) -> Sample:
+    def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""
-        images, targets = self._splits[split]
+        targets = self._splits[split][1]
+        answer = [int(targets[i]) for i in self._chosen(split, number)]
+        return reading_task(answer, self._tokens_per_tile, self._seq_length)
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """See `SampleSource`."""
+        return self._splits[split][0][self._chosen(split, number)].expand(-1, 3, -1, -1)
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """See `SampleSource`."""
+        sizes = (len(self._chosen(split, n)) for n in range(first, first + count))
+        return np.array(
+            [(reading_length(n, self._tokens_per_tile), n) for n in sizes], dtype=np.int64
+        ).reshape(count, 2)
+
+    def _chosen(self, split: str, number: int) -> np.ndarray:
         draw = np.random.default_rng([self._seed, split == "test", number])
-        chosen = draw.integers(len(images), size=draw.integers(1, self._most_digits + 1))
-        tiles = images[chosen].expand(-1, 3, -1, -1)
-        answer = [int(targets[i]) for i in chosen]
-        return reading_task(tiles, answer, self._tokens_per_tile, self._seq_length)
+        scans = len(self._splits[split][1])
+        return draw.integers(scans, size=draw.integers(1, self._most_digits + 1))

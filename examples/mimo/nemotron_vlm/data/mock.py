@@ -7,11 +7,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import Sample, most_tiles, reading_task
+from examples.mimo.nemotron_vlm.data.sample import (
+    SampleSource,
+    Text,
+    digit_score,
+    most_tiles,
+    reading_length,
+    reading_task,
+)
 
 
-class MockStrips:
+class MockStrips(SampleSource):
     """Samples with as many tiles as the sequence length holds; nothing can be learnt from them."""
+
+    score = staticmethod(digit_score)
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         self._shape = (max(1, most_tiles(tokens_per_tile, seq_length)), 3, tile, tile)
@@ -19,10 +28,20 @@ class MockStrips:
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed
+        self.fingerprint = f"mock of {self._shape}, seed {seed}"
 
-    def sample(self, split: str, number: int) -> Sample:
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`."""
+        draw = np.random.default_rng([self._seed, split == "test", number, 1])
+        answer = draw.integers(10, size=self._shape[0]).tolist()
+        return reading_task(answer, self._tokens_per_tile, self._seq_length)
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
         """See `SampleSource`."""
         draw = np.random.default_rng([self._seed, split == "test", number])
-        tiles = torch.from_numpy(draw.random(self._shape, dtype=np.float32))
-        answer = draw.integers(10, size=self._shape[0]).tolist()
-        return reading_task(tiles, answer, self._tokens_per_tile, self._seq_length)
+        return torch.from_numpy(draw.integers(256, size=self._shape, dtype=np.uint8))
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """See `SampleSource`."""
+        cost = reading_length(self._shape[0], self._tokens_per_tile), self._shape[0]
+        return np.tile(np.array(cost, dtype=np.int64), (count, 1))

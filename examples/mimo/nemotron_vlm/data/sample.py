@@ -1,49 +1,69 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a data set gives: one sample, and the tokens it is written in."""
+"""What a data set gives: the text and the tiles of a sample, and what it costs to train on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10
 """Token of the digit 0; the others follow. Every preset's vocabulary is larger than these."""
 
+Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of answer tokens ``labels [n]`` and ``read [n]``: which are right, and which count, bool [n]."""
 
-@dataclass(frozen=True)
-class Sample:
-    """One training example.
 
-    tiles: [n, 3, H, W] float32, pixels in [0, 1].
-    input_ids: [S] int64, with as many IMAGE tokens as the tiles become embeddings.
-    labels: [S] int64, the next token at each position.
-    loss_mask: [S] float32, 1 where the label is part of the answer.
+class Text(NamedTuple):
+    """The tokens of one sample, without padding.
+
+    input_ids: [n] int64, with as many image tokens as the sample's tiles become embeddings.
+    labels: [n] int64, the next token at each position.
+    loss_mask: [n] float32, 1 where the label is part of an answer.
     """
 
-    tiles: torch.Tensor
     input_ids: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
 
 
-class SampleSource(Protocol):
-    """Samples as a function of (split, number); no state, no order.
+class SampleSource:
+    """Samples as a function of (split, number), without state; ``split`` is 'train' or 'test'.
 
-    A class in ``SOURCES`` is made with ``tile`` (pixels), ``tokens_per_tile``, ``seq_length``
-    (tokens) and ``seed``, and raises ValueError where its samples do not fit them.
+    Loading processes call it, so that it must go through a fork or a pickle.
 
+    image_token, pad_token: ids in its texts, below vocab_size, which bounds all of them.
     tiles_per_sample: on average; the throughput in Megatron's log counts with it.
+    fingerprint: says of two sources whether their samples are the same.
+    score: of the answers that were read; None counts the samples whose answer is right as a whole.
     """
 
-    tiles_per_sample: float
+    image_token: int = IMAGE
+    pad_token: int = PAD
+    vocab_size: int = FIRST_DIGIT + 10
+    tiles_per_sample: float = 1.0
+    fingerprint: str = ""
+    score: Score | None = None
 
-    def sample(self, split: str, number: int) -> Sample:
-        """The sample ``number``, from 0 on; ``split`` is 'train' or 'test'."""
-        ...
+    def text(self, split: str, number: int) -> Text:
+        """Tokens of the sample ``number``, from 0 on, without end."""
+        raise NotImplementedError
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """Its image tiles, uint8 [n, 3, H, W]; n may be 0."""
+        raise NotImplementedError
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """Tokens and tiles of samples from ``first`` on, int64 [count, 2]; it should be cheap."""
+        numbers = range(first, first + count)
+        return np.array(
+            [(len(self.text(split, n).input_ids), len(self.tiles(split, n))) for n in numbers],
+            dtype=np.int64,
+        ).reshape(count, 2)
 
 
 def most_tiles(tokens_per_tile: int, seq_length: int) -> int:
@@ -51,24 +71,31 @@ def most_tiles(tokens_per_tile: int, seq_length: int) -> int:
     return (seq_length - 2) // (tokens_per_tile + 1)
 
 
-def reading_task(
-    tiles: torch.Tensor, answer: list[int], tokens_per_tile: int, seq_length: int
-) -> Sample:
+def reading_length(tiles: int, tokens_per_tile: int) -> int:
+    """Tokens of the `reading_task` of so many tiles, each with a digit of the answer."""
+    return 2 + tiles * (tokens_per_tile + 1)
+
+
+def reading_task(answer: list[int], tokens_per_tile: int, seq_length: int) -> Text:
     """Write the sequence BOS, image tokens, READ, answer digits, EOS; the loss is on the last two.
 
     Args:
-        tiles: [n, 3, H, W].
-        answer: digits 0 … 9.
+        answer: digits 0 … 9, one for each tile.
+        seq_length: that it must fit.
 
     Raises:
-        ValueError: if it does not fit ``seq_length``; nothing is ever cut off.
+        ValueError: if it does not; nothing is ever cut off.
     """
-    prompt = [BOS] + [IMAGE] * (len(tiles) * tokens_per_tile) + [READ]
-    text = prompt + [FIRST_DIGIT + digit for digit in answer] + [EOS]
-    if len(text) - 1 > seq_length:
-        raise ValueError(f"{len(text) - 1} tokens do not fit a sequence length of {seq_length}")
-    ids = torch.full((seq_length + 1,), PAD, dtype=torch.int64)
-    ids[: len(text)] = torch.tensor(text)
-    mask = torch.zeros(seq_length)
-    mask[len(prompt) - 1 : len(text) - 1] = 1
-    return Sample(tiles, ids[:-1], ids[1:], mask)
+    prompt = [BOS] + [IMAGE] * (len(answer) * tokens_per_tile) + [READ]
+    ids = torch.tensor(prompt + [FIRST_DIGIT + digit for digit in answer] + [EOS])
+    if len(ids) - 1 > seq_length:
+        raise ValueError(f"{len(ids) - 1} tokens do not fit a sequence length of {seq_length}")
+    mask = torch.zeros(len(ids) - 1)
+    mask[len(prompt) - 1 :] = 1
+    return Text(ids[:-1], ids[1:], mask)
+
+
+def digit_score(labels: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The digits of an answer count, each for itself."""
+    is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
+    return (read == labels) & is_digit, is_digit

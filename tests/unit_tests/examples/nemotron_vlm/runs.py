@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -20,8 +21,6 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data.sample import Sample
-from examples.mimo.nemotron_vlm.data_provider import held_out, training
 from examples.mimo.nemotron_vlm.defaults import TRAINING
 from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS, forward_step
 from examples.mimo.nemotron_vlm.layout import parse_layout
@@ -77,7 +76,7 @@ def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
 def session_of(options: Options, source: SampleSource | None = None) -> Iterator[Session]:
     """The program with its groups made; all it made ends with the block."""
     args = options.args
-    source = source or make_source(args.data, options.preset.encoder, args.seq_length, args.seed)
+    source = source or make_source(args, options.preset.encoder)
     session = open_session(options, source)
     try:
         yield session
@@ -93,9 +92,8 @@ class Run:
     """
 
     def __init__(self, session: Session) -> None:
-        self.session, self.source = session, session.source
+        self.session, self.loading = session, session.loading
         self.args = session.options.args
-        self.plan = session.plan
         initialize_megatron(skip_model_parallel_init=True, skip_random_seed=True)
         self.collection = schedule_collection(session.modules)
         with safe_loading(self.args):
@@ -111,14 +109,19 @@ class Run:
         for stage in self.stages:
             stage.train()
 
-    def sample(self, split: str, number: int) -> Sample:
-        """A sample of whatever ``source`` is now."""
-        return self.source.sample(split, number)
+    @property
+    def source(self) -> SampleSource:
+        """Of samples; set it before the first step, or before an evaluation."""
+        return self.loading.reader.source
+
+    @source.setter
+    def source(self, source: SampleSource) -> None:
+        self.loading.reader = dataclasses.replace(self.loading.reader, source=source)
 
     def train_step(self) -> dict:
         """One step of the loop; its record on every rank."""
         if self._batches is None:
-            self._batches = RerunDataIterator(training(self.args, self.plan, self))
+            self._batches = RerunDataIterator(self.loading.training())
         reported, skipped, _, _, _, grad_norm, _, _ = loop.train_step(
             forward_step,
             self._batches,
@@ -151,8 +154,8 @@ class Run:
         """Accuracy on that many held-out batches."""
         self.args.eval_iters = batches
         read, _, _ = loop.evaluate(
-            forward_step,
-            RerunDataIterator(held_out(self.args, self.plan, self)),
+            functools.partial(forward_step, score=self.source.score),
+            RerunDataIterator(self.loading.held_out()),
             self.stages,
             None,
             self.config,

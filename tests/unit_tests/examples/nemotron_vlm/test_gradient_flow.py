@@ -3,36 +3,44 @@
 """The images teach the model, through every parameter, and whatever the micro batch size."""
 
 import itertools
-from dataclasses import replace
 
 import torch
 
+from examples.mimo.nemotron_vlm.data import SampleSource
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
 
-class TwoTiles:
+class TwoTiles(SampleSource):
     """A source's samples of two tiles: 80 steps teach less where their number varies."""
 
     def __init__(self, source):
-        self._source = source
+        self._source, self.score = source, source.score
 
-    def sample(self, split, number):
-        tries = (self._source.sample(split, number + i) for i in itertools.count(0, 10**6))
-        return next(sample for sample in tries if len(sample.tiles) == 2)
+    def _number(self, split, number):
+        tries = (number + i for i in itertools.count(0, 10**6))
+        return next(n for n in tries if self._source.costs(split, n, 1)[0, 1] == 2)
+
+    def text(self, split, number):
+        return self._source.text(split, self._number(split, number))
+
+    def tiles(self, split, number):
+        return self._source.tiles(split, self._number(split, number))
 
 
-class ShuffledTiles:
+class ShuffledTiles(SampleSource):
     """The samples of a source with the tiles of others, which have as many."""
 
     def __init__(self, source):
-        self._source = source
+        self._source, self.score = source, source.score
 
-    def sample(self, split, number):
-        other = self._source.sample(split, number + 10**9)
-        return replace(self._source.sample(split, number), tiles=other.tiles)
+    def text(self, split, number):
+        return self._source.text(split, number)
+
+    def tiles(self, split, number):
+        return self._source.tiles(split, number + 10**9)
 
 
 def gradients(micro_batch_size: int) -> dict[str, torch.Tensor]:

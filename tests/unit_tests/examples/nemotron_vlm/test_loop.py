@@ -44,7 +44,7 @@ class TestStep:
         """Forward operations of one tile are a third; PyTorch counts them, but for attention's."""
         with trainer(*ONE_MICROBATCH) as run:
             vision = run.stages[0].modality_submodules["images"]
-            tile = run.source.sample("train", 0).tiles[:1]
+            tile = run.source.tiles("train", 0)[:1]
             with FlopCounterMode(display=False) as counter:
                 vision(encoder_inputs={"radio": {"tiles": tile}})
             preset, args = run.session.options.preset, run.args

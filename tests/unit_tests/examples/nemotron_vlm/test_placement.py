@@ -4,8 +4,6 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.batches import BatchPlan
-from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
@@ -65,28 +63,3 @@ class TestRanks:
             "encoder   tp=1,pp=2,dp=2       0-3    2",
             "language  tp=1,cp=2,pp=2,dp=1  4-7    2",
         ]
-
-
-class TestSamples:
-    @pytest.mark.parametrize("language", ["dp=4", "pp=2,dp=2"])
-    def test_modules_take_the_same_samples_of_each_microbatch(self, language):
-        layouts = non_colocated("dp=4", language, 8)
-        tokens = tiny().encoder.tokens_per_tile
-        encoders = [BatchPlan(layouts, dp, None, tokens) for dp in range(4)]
-        readers = [BatchPlan(layouts, None, dp, tokens) for dp in range(layouts.language.dp)]
-        for number in range(4):
-            encoded = [i for plan in encoders for i in plan.indices(number, 4, 4)[0]]
-            read = [i for plan in readers for i in plan.indices(number, 4, 4)[1]]
-            assert encoded == read == sorted(encoded)
-            assert not any(plan.indices(number, 4, 4)[1] for plan in encoders)
-
-    def test_a_rank_has_the_tokens_of_its_own_samples(self):
-        layouts = non_colocated("dp=4", "dp=4", 8)
-        source = make_source("digits", tiny().encoder, 32, seed=0)
-        tokens = tiny().encoder.tokens_per_tile
-        encoded, read = (
-            next(plan.microbatches(source, "train", 0, 2, 4, "cpu"))
-            for plan in (BatchPlan(layouts, 1, None, tokens), BatchPlan(layouts, None, 1, tokens))
-        )
-        assert encoded["input_ids"].equal(read["input_ids"])
-        assert read["modality_inputs"] == {"images": None}

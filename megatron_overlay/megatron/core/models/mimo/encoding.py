@@ -142,7 +142,7 @@ def _communicate(
     return bridge.communicate(
         rows,
         encoded_rows(microbatches, name, token_id, adapter),
-        consumed_rows(microbatches, token_id, adapter),
+        consumed_rows(microbatches, name, token_id, adapter),
     )
 
 

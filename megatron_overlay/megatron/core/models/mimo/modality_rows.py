@@ -26,10 +26,15 @@ class HostTokens(NamedTuple):
         encoded: by modality, the samples of what its encoder takes on this rank.
         consumed: samples that this rank's language model takes, in order. Packed ones are given one
             by one, with the padding that the loader has put behind each.
+        atoms: by modality, rows of each of the bridge's atoms that this rank encodes, and of each
+            that it consumes, in this microbatch; None: atoms are equal runs of samples. With them
+            a rank may encode a part of a sample's rows: ``encoded`` then has the whole sample,
+            with another token in place of those that others encode.
     """
 
     encoded: Mapping[str, Sequence[Tensor]]
     consumed: Sequence[Tensor]
+    atoms: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None
 
 
 class Tokens(NamedTuple):
@@ -62,12 +67,13 @@ def row_counts(microbatches: Sequence[Tokens], token_id: int) -> list[int]:
 
 
 def consumed_rows(
-    microbatches: Sequence[Tokens], token_id: int, adapter: PartitionAdapter | None
+    microbatches: Sequence[Tokens], name: str, token_id: int, adapter: PartitionAdapter | None
 ) -> SampleRows:
-    """Rows of the samples that this rank's language model takes, or of the rows they are packed in.
+    """Rows of the samples that this rank's language model takes, or of the atoms.
 
     Args:
         microbatches: all that are handed over at once, in order.
+        name: of the modality.
         token_id: of the modality; its rows replace these tokens in their order.
         adapter: of the language model; None where nothing is sharded.
     """
@@ -78,7 +84,7 @@ def consumed_rows(
         packed = tokens.packed_seq_params
         samples = samples if packed is None else [np.concatenate(samples)]
         rows += [(ids, packed) for ids in samples]
-    return SampleRows(counts, _owners(rows, token_id, adapter))
+    return SampleRows(_in_atoms(microbatches, name, 1) or counts, _owners(rows, token_id, adapter))
 
 
 def encoded_rows(
@@ -86,18 +92,28 @@ def encoded_rows(
 ) -> SampleRows | None:
     """Rows of modality ``name`` that this rank encodes; None where the batch does not tell.
 
-    Their owners are those of unpacked samples of the same length: where a row packs several, what
-    others pack is not known here, and there are none.
+    Their owners are those of unpacked samples of the same length, which packed ones have too where
+    the loader has padded each to what CP and SP divide, as a batch with atoms does. Else, what
+    others pack in a row is not known here, and there are no owners.
 
     The other arguments are those of :func:`consumed_rows`.
     """
     if any(tokens.host is None for tokens in microbatches):
         return None
     samples = [ids.numpy() for tokens in microbatches for ids in tokens.host.encoded[name]]
-    counts = [np.count_nonzero(ids == token_id) for ids in samples]
-    if any(tokens.packed_seq_params is not None for tokens in microbatches):
-        return SampleRows(counts)
+    atoms = _in_atoms(microbatches, name, 0)
+    if atoms is None and any(tokens.packed_seq_params is not None for tokens in microbatches):
+        return SampleRows([np.count_nonzero(ids == token_id) for ids in samples])
+    counts = atoms or [np.count_nonzero(ids == token_id) for ids in samples]
     return SampleRows(counts, _owners([(ids, None) for ids in samples], token_id, adapter))
+
+
+def _in_atoms(microbatches: Sequence[Tokens], name: str, side: int) -> list[int] | None:
+    """Rows of each atom that the rank encodes (``side`` 0) or consumes (1), of all microbatches."""
+    told = [tokens.host and tokens.host.atoms for tokens in microbatches]
+    if None in told:
+        return None
+    return [sum(counts) for counts in zip(*(atoms[name][side] for atoms in told), strict=True)]
 
 
 def _owners(

@@ -1,0 +1,69 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which DP rank takes which row of a step, and in which microbatch, so that all work the same.
+
+Both modules are balanced at once. Rows of a microbatch are those of nearly the same cost for the
+language model, as its ranks wait for each other in each microbatch; which DP rank takes which of
+them is chosen such that all DP ranks have as many tiles in the step. Each encoder rank then encodes
+an equal share of the tiles of the DP ranks that it serves, cut between tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def assign_rows(
+    language: Sequence[float], tiles: Sequence[int], microbatches: int, dp: int
+) -> np.ndarray:
+    """Put each row of a step on a DP rank and into a microbatch.
+
+    Args:
+        language: cost of each row for the language model, in any unit.
+        tiles: of each row.
+        microbatches, dp: of the language model; their product divides the rows.
+
+    Returns:
+        Row numbers, int64 [microbatches, dp, rows of a microbatch of one rank].
+    """
+    language, tiles = np.asarray(language, dtype=np.float64), np.asarray(tiles)
+    order = np.lexsort((np.arange(len(tiles)), -tiles, -language))
+    groups = order.reshape(microbatches, -1)
+    placed = np.empty((microbatches, dp, groups.shape[1] // dp), dtype=np.int64)
+    load = np.zeros(dp, dtype=np.int64)
+    for group, cell in zip(groups, placed, strict=True):
+        rows = group[np.argsort(-tiles[group], kind="stable")]
+        for place, row_set in enumerate(rows.reshape(-1, dp)):
+            # The rank with the fewest tiles so far takes the row with the most.
+            ranks = np.argsort(load, kind="stable")
+            cell[ranks, place] = row_set
+            load[ranks] += tiles[row_set]
+    _exchange(placed, tiles, load)
+    return placed
+
+
+def _exchange(placed: np.ndarray, tiles: np.ndarray, load: np.ndarray) -> None:
+    """Swap rows of the same microbatch between the ranks of the most and the fewest tiles."""
+    for _ in range(4 * placed.size):
+        most, least = int(load.argmax()), int(load.argmin())
+        gap = int(load[most] - load[least])
+        best, swap = gap, None
+        for cell in placed:
+            moved = tiles[cell[most]][:, None] - tiles[cell[least]][None, :]
+            left = np.abs(gap - 2 * moved)
+            place = np.unravel_index(left.argmin(), left.shape)
+            if left[place] < best:
+                best, swap = int(left[place]), (cell, *place, int(moved[place]))
+        if swap is None:
+            return
+        cell, mine, theirs, moved = swap
+        cell[most, mine], cell[least, theirs] = cell[least, theirs], cell[most, mine]
+        load[most] -= moved
+        load[least] += moved
+
+
+def cut_evenly(total: int, parts: int) -> list[int]:
+    """Bounds of ``parts`` consecutive runs of nearly equal size; ``parts + 1`` of them."""
+    return [total * part // parts for part in range(parts + 1)]

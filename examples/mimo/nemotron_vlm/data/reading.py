@@ -1,0 +1,149 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Read what a rank takes of a microbatch, in host memory; loading processes do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from examples.mimo.nemotron_vlm.data.rows import Packing
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
+from megatron.core.models.mimo.modality_rows import HostTokens
+
+Microbatch = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Reader(Dataset):
+    """Makes MimoModel's keyword arguments of a `Take`.
+
+    Args:
+        source: of samples.
+        modality, encoder: names that the tiles have in a batch.
+        tile: pixels of a tile's side.
+        tokens_per_tile: image tokens that a sample has for each of its tiles.
+        seq_length: tokens of a row.
+        packing: of several samples in a row; a row then is a batch of its own.
+        reads_labels: whether the rank computes a loss.
+        needs_owners: whether the bridge asks which CP rank holds a token.
+    """
+
+    source: SampleSource
+    modality: str
+    encoder: str
+    tile: int
+    tokens_per_tile: int
+    seq_length: int
+    packing: Packing | None
+    reads_labels: bool
+    needs_owners: bool
+
+    def __getitem__(self, take: Take) -> Microbatch | str:
+        """The microbatch on the host, or why there is none.
+
+        Returns:
+            input_ids, position_ids, sample_places [b, S] int64, on ranks with a loss labels
+            [b, S] int64 and loss_mask [b, S] float32; ``modality_inputs`` with the tiles
+            [n, 3, H, W] uint8; ``samples``, the number of each; ``packing_kwargs``; ``host_tokens``
+            where modules are colocated. ``sample_places`` says where in ``samples`` each token's
+            is.
+        """
+        try:
+            return self._read(take)
+        except (ValueError, OSError) as error:  # a whole traceback would be the user's line
+            return " ".join(str(error).split())
+
+    def _read(self, take: Take) -> Microbatch:
+        rows = [[self._text(take.split, number) for number in row] for row in take.rows]
+        padded = [self._padded(row) for row in rows]
+        batch = self._stacked(padded)
+        batch["samples"] = [number for row in take.rows for number in row]
+        if self.packing:
+            lengths = [len(sample.input_ids) for sample in padded[0]]
+            batch["packing_kwargs"] = _bounds(lengths)
+        images = None
+        if take.pieces is not None:
+            images = {self.encoder: {"tiles": self._tiles(take.split, take.pieces)}}
+        batch["modality_inputs"] = {self.modality: images}
+        if take.atoms is not None:
+            own = take.pieces if self.needs_owners else []
+            encoded = {self.modality: [self._only(take.split, piece) for piece in own]}
+            consumed = [sample.input_ids for row in padded for sample in row]
+            counts = tuple([n * self.tokens_per_tile for n in part] for part in take.atoms)
+            batch["host_tokens"] = HostTokens(encoded, consumed, {self.modality: counts})
+        return batch
+
+    def _text(self, split: str, number: int) -> Text:
+        text = self.source.text(split, number)
+        tiles = int(self.source.costs(split, number, 1)[0, 1])
+        found = int((text.input_ids == self.source.image_token).sum())
+        wanted = tiles * self.tokens_per_tile
+        if found != wanted:
+            raise ValueError(
+                f"sample {number} of {split} has {found} image tokens for {tiles} tiles of "
+                f"{self.tokens_per_tile}, which need {wanted}; correct the data"
+            )
+        return text
+
+    def _padded(self, row: Sequence[Text]) -> list[Text]:
+        """The samples of a row with their padding, which fill it."""
+        if self.packing is None:
+            return [self._longer(text, self.seq_length) for text in row]
+        padded = [self._longer(t, self.packing.padded(len(t.input_ids))) for t in row]
+        room = self.seq_length - sum(len(t.input_ids) for t in padded)
+        nothing = Text(torch.empty(0, dtype=torch.int64), torch.empty(0).long(), torch.empty(0))
+        return [*padded, self._longer(nothing, room)] if room else padded
+
+    def _longer(self, text: Text, length: int) -> Text:
+        room = length - len(text.input_ids)
+        if room < 0:
+            raise ValueError(f"{len(text.input_ids)} tokens do not fit {length}")
+        ids, labels = (
+            torch.cat([part, part.new_full((room,), self.source.pad_token)]) for part in text[:2]
+        )
+        return Text(ids, labels, torch.cat([text.loss_mask, torch.zeros(room)]))
+
+    def _stacked(self, rows: list[list[Text]]) -> Microbatch:
+        lengths = [[len(text.input_ids) for text in row] for row in rows]
+        place, places, positions = 0, [], []
+        for row in lengths:
+            places.append(torch.repeat_interleave(torch.tensor(row)) + place)
+            positions.append(torch.cat([torch.arange(length) for length in row]))
+            place += len(row)
+        names = Text._fields if self.reads_labels else ("input_ids",)
+        return {
+            name: torch.stack([torch.cat([getattr(text, name) for text in row]) for row in rows])
+            for name in names
+        } | {"position_ids": torch.stack(positions), "sample_places": torch.stack(places)}
+
+    def _tiles(self, split: str, pieces: Sequence[Piece]) -> torch.Tensor:
+        parts = [self.source.tiles(split, p.sample)[p.first : p.end] for p in pieces]
+        for part, piece in zip(parts, pieces, strict=True):
+            if len(part) != piece.end - piece.first:
+                raise ValueError(f"sample {piece.sample} of {split} has fewer tiles than it said")
+        return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *parts])
+
+    def _only(self, split: str, piece: Piece) -> torch.Tensor:
+        """Ids of a sample in which only the piece's tiles have image tokens."""
+        (text,) = self._padded([self._text(split, piece.sample)])[:1]
+        ids = text.input_ids.clone()
+        places = (ids == self.source.image_token).nonzero()[:, 0]
+        first, end = (tile * self.tokens_per_tile for tile in (piece.first, piece.end))
+        ids[torch.cat([places[:first], places[end:]])] = self.source.pad_token
+        return ids
+
+
+def _bounds(lengths: list[int]) -> dict[str, object]:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": max(lengths),
+        "max_seqlen_kv": max(lengths),
+        "total_tokens": sum(lengths),
+    }

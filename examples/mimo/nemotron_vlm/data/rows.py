@@ -1,0 +1,123 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which samples make the rows of the language model's batch: one each, or as many as fit.
+
+A row has the sequence length. It is a function of the source, the seed and its number, so that it
+does not depend on ranks, and a run goes on at a row's number. Packed, the stream of samples is cut
+into windows; the samples of a window are packed into as few rows as best-fit decreasing finds
+(Johnson, "Fast algorithms for bin packing", 1974), which come in random order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
+
+
+class Packing(NamedTuple):
+    """How rows are packed.
+
+    window: samples that are packed together.
+    multiple: of tokens, that each sample is padded to; the layout must divide it.
+    """
+
+    window: int
+    multiple: int
+
+    def padded(self, tokens: int) -> int:
+        """Tokens of a sample with its padding."""
+        return -(-tokens // self.multiple) * self.multiple
+
+
+class Rows:
+    """The rows of one split.
+
+    Args:
+        source: of samples, each of which fits a row.
+        split: of the source.
+        seq_length: tokens of a row.
+        packing: None puts each sample into a row of its own.
+        seed: of the order of packed rows.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        split: str,
+        seq_length: int,
+        packing: Packing | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.source, self.split, self.seq_length, self.packing = source, split, seq_length, packing
+        self._seed = seed
+        self._ends: list[int] = []
+        self._window: tuple[int, list[list[int]]] = (-1, [])
+
+    def samples(self, first: int, count: int) -> list[list[int]]:
+        """Numbers of the samples in rows ``first`` to ``first + count``."""
+        if self.packing is None:
+            return [[row] for row in range(first, first + count)]
+        found: list[list[int]] = []
+        while len(found) < count:
+            window, before = self._window_of(first + len(found))
+            found += self._packed(window)[first + len(found) - before :]
+        return found[:count]
+
+    def costs(self, samples: list[list[int]]) -> list[np.ndarray]:
+        """Tokens and tiles of each sample of some rows, int64 [samples, 2] for each row."""
+        flat = [number for row in samples for number in row]
+        low, high = min(flat), max(flat) + 1
+        known = self.source.costs(self.split, low, high - low)
+        return [known[np.array(row) - low] for row in samples]
+
+    def samples_a_row(self) -> float:
+        """On average, by the first window."""
+        return self.packing.window / len(self._packed(0)) if self.packing else 1.0
+
+    def _window_of(self, row: int) -> tuple[int, int]:
+        """The window that a row is in, and the number of rows before that window."""
+        while not self._ends or self._ends[-1] <= row:
+            rows = self._packed(len(self._ends))
+            self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
+        window = bisect_right(self._ends, row)
+        return window, self._ends[window - 1] if window else 0
+
+    def _packed(self, window: int) -> list[list[int]]:
+        if self._window[0] != window:
+            first = window * self.packing.window
+            tokens = self.source.costs(self.split, first, self.packing.window)[:, 0]
+            lengths = [self.packing.padded(int(n)) for n in tokens]
+            rows = best_fit(lengths, self.seq_length)
+            order = np.random.default_rng([self._seed, window]).permutation(len(rows))
+            self._window = window, [[first + i for i in rows[place]] for place in order]
+        return self._window[1]
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Pack items, the longest first, each where it leaves the least room.
+
+    Returns:
+        Indices of the items of each bin, ascending.
+
+    Raises:
+        ValueError: an item is longer than a bin.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # room and number of each bin, ascending
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[item]
+        if length > capacity:
+            raise ValueError(f"a sample of {length} tokens does not fit a row of {capacity}")
+        place = bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            room, number = capacity, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(place)
+        bins[number].append(item)
+        insort(rooms, (room - length, number))
+    return [sorted(items) for items in bins]

@@ -1,0 +1,160 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank reads of each microbatch of a step: rows of text, and tiles; plain data.
+
+The bridge wants consecutive samples on each DP rank of either module, in one order of the batch:
+here the order of the language model's DP ranks. Non-colocated, and without a pipeline, the bridge
+works once a microbatch; colocated with a pipeline once a step. Colocated, the tiles of a DP rank
+of the language model are cut into equal runs for the encoder's ranks that serve it, so that the
+tiles of one sample may lie on two of them. Non-colocated each of the encoder's ranks takes whole
+rows, as upstream's bridge asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
+from examples.mimo.nemotron_vlm.data.rows import Rows
+from examples.mimo.nemotron_vlm.layout import Layouts
+
+RowCost = Callable[[Sequence[int]], float]
+"""What the language model takes for a row of samples with so many tokens each, in any unit."""
+
+
+class Piece(NamedTuple):
+    """Tiles ``first`` to ``end`` of a sample, which row ``row`` of the rank's DP index holds."""
+
+    sample: int
+    first: int
+    end: int
+
+
+class Take(NamedTuple):
+    """What a rank reads for one microbatch.
+
+    Args:
+        split: of the source.
+        rows: samples of each row of tokens that the rank takes.
+        pieces: tiles that it encodes; None without an encoder.
+        atoms: tiles of each of the bridge's atoms that it encodes, and that it consumes, in this
+            microbatch; None where modules are non-colocated.
+    """
+
+    split: str
+    rows: list[list[int]]
+    pieces: list[Piece] | None
+    atoms: tuple[list[int], list[int]] | None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One rank's share of steps.
+
+    Args:
+        layouts: of both modules.
+        encoder_part: which part of the batch this rank encodes; None if it has no encoder.
+        language_dp: this rank's DP coordinate in the language model's grid, None outside of it.
+        row_cost: for the balance of the language model; None leaves rows in the stream's order.
+    """
+
+    layouts: Layouts
+    encoder_part: int | None
+    language_dp: int | None
+    row_cost: RowCost | None = None
+
+    def takes(self, rows: Rows, first: int, count: int, micro_size: int) -> Iterator[Take]:
+        """What this rank reads of one step, microbatch by microbatch.
+
+        Args:
+            rows: of a split.
+            first: number of the step's first row.
+            count: microbatches of the step.
+            micro_size: rows that a DP rank of the language model takes of one.
+        """
+        dp = self.layouts.language.dp
+        samples = rows.samples(first, count * micro_size * dp)
+        costs = rows.costs(samples)
+        placed = self._placed(costs, count, dp)
+        if self.layouts.non_colocated:
+            yield from self._whole_rows(rows.split, samples, costs, placed)
+        elif self.layouts.language.pp == 1:
+            for cell in placed:
+                yield from self._colocated(rows.split, samples, costs, cell[None])
+        else:
+            yield from self._colocated(rows.split, samples, costs, placed)
+
+    def _placed(self, costs: list[np.ndarray], count: int, dp: int) -> np.ndarray:
+        if self.row_cost is None:
+            return np.arange(len(costs)).reshape(count, dp, -1)
+        language = [self.row_cost(cost[:, 0]) for cost in costs]
+        return assign_rows(language, [int(cost[:, 1].sum()) for cost in costs], count, dp)
+
+    def _whole_rows(self, split, samples, costs, placed) -> Iterator[Take]:
+        for cell in placed:
+            flat = cell.reshape(-1)
+            if self.language_dp is not None:
+                own = cell[self.language_dp]
+                yield Take(split, [samples[row] for row in own], None, None)
+                continue
+            own = np.split(flat, self.layouts.encoder.dp)[self.encoder_part]
+            pieces = [piece for row in own for piece in _pieces(samples[row], costs[row])]
+            yield Take(split, [samples[row] for row in own], pieces, None)
+
+    def _colocated(self, split, samples, costs, placed) -> Iterator[Take]:
+        """Takes of the microbatches that the bridge hands over at once."""
+        dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
+        atoms = lcm(dp, parts)
+        a_run, a_part = atoms // dp, atoms // parts
+        own_atoms = range(self.encoder_part * a_part, (self.encoder_part + 1) * a_part)
+        encoded, counts = [], []
+        for atom in own_atoms:
+            run, place = divmod(atom, a_run)
+            pieces = [p for row in placed[:, run].flat for p in _pieces(samples[row], costs[row])]
+            bounds = cut_evenly(sum(p.end - p.first for p in pieces), a_run)
+            encoded += _cut(pieces, bounds[place], bounds[place + 1])
+            counts.append(bounds[place + 1] - bounds[place])
+        mine = placed[:, self.language_dp]
+        sizes = [sum(int(costs[row][:, 1].sum()) for row in rows) for rows in mine]
+        run_bounds = cut_evenly(sum(sizes), a_run)
+        shares = cut_evenly(sum(counts), len(placed))
+        ends = np.cumsum([0, *sizes])
+        for number, rows in enumerate(mine):
+            first, end = shares[number], shares[number + 1]
+            yield Take(
+                split,
+                [samples[row] for row in rows],
+                _cut(encoded, first, end),
+                (
+                    _overlaps(np.cumsum([0, *counts]), first, end),
+                    _overlaps(run_bounds, ends[number], ends[number + 1]),
+                ),
+            )
+
+
+def _pieces(samples: list[int], costs: np.ndarray) -> list[Piece]:
+    return [Piece(s, 0, int(n)) for s, n in zip(samples, costs[:, 1], strict=True) if n]
+
+
+def _cut(pieces: list[Piece], first: int, end: int) -> list[Piece]:
+    """Tiles ``first`` to ``end`` of all that are in ``pieces``."""
+    found, before = [], 0
+    for piece in pieces:
+        low, high = max(first - before, 0), min(end - before, piece.end - piece.first)
+        if low < high:
+            found.append(Piece(piece.sample, piece.first + low, piece.first + high))
+        before += piece.end - piece.first
+    return found
+
+
+def _overlaps(bounds: Sequence[int], first: int, end: int) -> list[int]:
+    """How much of ``first`` to ``end`` is in each run between neighbouring bounds."""
+    return [
+        max(0, min(int(b), int(end)) - max(int(a), int(first)))
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
