@@ -22,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import webdataset
-from megatron.energon import BaseWebdatasetFactory
 from PIL import Image
 from sklearn.datasets import load_digits
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from megatron.energon import BaseWebdatasetFactory
 
 MOST_DIGITS = 4
 HEIGHTS = (12, 20)

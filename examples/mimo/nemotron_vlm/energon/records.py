@@ -17,7 +17,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from examples.mimo.nemotron_vlm.data.energon.conversation import BadConversation, Turn
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation, Turn
 from megatron.energon import CaptioningSample, CrudeSample
 
 ROLES = {

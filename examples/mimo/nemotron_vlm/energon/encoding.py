@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.energon.conversation import (
+from examples.mimo.nemotron_vlm.energon.conversation import (
     BadConversation,
     Chat,
     place_images,
 )
-from examples.mimo.nemotron_vlm.data.energon.records import (
+from examples.mimo.nemotron_vlm.energon.records import (
     DEFAULT_PROMPT,
     Record,
     read_record,
 )
-from examples.mimo.nemotron_vlm.data.energon.tiling import BadImage, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling, open_image
 
 
 class Text(NamedTuple):

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from examples.mimo.nemotron_vlm.data.energon.conversation import BadConversation
-from examples.mimo.nemotron_vlm.data.energon.records import TextDecoder, known_kind
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
+from examples.mimo.nemotron_vlm.energon.records import TextDecoder, known_kind
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -56,6 +56,10 @@ class Shard(NamedTuple):
     name: str
     first: int
     count: int
+
+
+class EmptySplit(ValueError):
+    """A split that the data does not have."""
 
 
 class DataSet:
@@ -171,8 +175,11 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Split:
-    """mode: how the data sets share the samples. datasets: with their weights or repetitions."""
+    """part: energon's name of it. mode: how the data sets share the samples. datasets: with their
+    weights or repetitions.
+    """
 
+    part: str
     mode: Mode
     datasets: list[DataSet]
 
@@ -185,7 +192,8 @@ def open_split(path: str | Path, split: str) -> Split:
         split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` where it is empty.
 
     Raises:
-        ValueError: if it is not there, not prepared, or of a kind that cannot be read.
+        EmptySplit: if it is not there.
+        ValueError: if the data is not there, not prepared, or of a kind that cannot be read.
     """
     path = Path(path).absolute()
     if not path.exists():
@@ -203,8 +211,9 @@ def open_split(path: str | Path, split: str) -> Split:
                 continue
             if any(entry.aux for entry in loaded.datasets):
                 raise ValueError("auxiliary data sets are not read")
-            return Split(MODES[loaded.blend_mode], [DataSet(entry) for entry in loaded.datasets])
-        raise ValueError(f"has no samples for {' or '.join(PARTS[split])} ({problem!r})")
+            datasets = [DataSet(entry) for entry in loaded.datasets]
+            return Split(part, MODES[loaded.blend_mode], datasets)
+    raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])} ({problem!r})")
 
 
 @contextmanager

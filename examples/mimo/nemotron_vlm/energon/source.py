@@ -12,19 +12,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.data.energon.encoding import Encoder, Text
-from examples.mimo.nemotron_vlm.data.energon.order import Order
-from examples.mimo.nemotron_vlm.data.energon.records import DEFAULT_PROMPT
-from examples.mimo.nemotron_vlm.data.energon.store import DataSet, open_split
-from examples.mimo.nemotron_vlm.data.energon.survey import (
+from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Text
+from examples.mimo.nemotron_vlm.energon.order import Order
+from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
+from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
+from examples.mimo.nemotron_vlm.energon.survey import (
     EXCLUDED,
     GOOD,
     STATES,
     Survey,
     load_survey,
 )
-from examples.mimo.nemotron_vlm.data.energon.tiling import Tiling
+from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
 NAMED = 3
 """Bad samples that a refusal names."""
@@ -169,14 +169,13 @@ class EnergonSource:
 
     def _read(self, split: str, number: int, encode, column: int, measure):
         stream = self._stream(split)
-        dataset, index = stream.locate(number)
+        dataset, index, surveyed = stream.locate(number)
         try:
             raw = dataset.raw(index)
             made = encode(self._encoder.record(dataset.decode(raw)))
-            found, surveyed = measure(made), int(stream.costs(np.array([number]))[0, column])
-            if found != surveyed:
+            if measure(made) != surveyed[column]:
                 unit = ("tokens", "tiles")[column]
-                raise ValueError(f"{found} {unit}, but {surveyed} in the survey")
+                raise ValueError(f"{measure(made)} {unit}, but {surveyed[column]} in the survey")
         except ValueError as error:
             raise ValueError(
                 f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
@@ -230,10 +229,11 @@ class _Stream:
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend]).encode()).hexdigest()
 
-    def locate(self, number: int) -> tuple[DataSet, int]:
-        """Data set and index in it of a sample."""
+    def locate(self, number: int) -> tuple[DataSet, int, tuple[int, int]]:
+        """Data set and index in it of a sample; its tokens and tiles."""
         (dataset,), (sample,) = self.order.locate(np.array([number], np.int64))
-        return self._datasets[dataset], int(self._samples[dataset][sample])
+        index, survey = int(self._samples[dataset][sample]), self._surveys[dataset]
+        return self._datasets[dataset], index, (int(survey.tokens[index]), int(survey.tiles[index]))
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Tokens and tiles: int64 [n, 2]."""

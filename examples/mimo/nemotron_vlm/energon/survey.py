@@ -24,16 +24,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.data.energon.conversation import BadConversation
-from examples.mimo.nemotron_vlm.data.energon.encoding import Encoder
-from examples.mimo.nemotron_vlm.data.energon.store import (
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.store import (
     BadShard,
     DataSet,
     Excluded,
     Shard,
     open_split,
 )
-from examples.mimo.nemotron_vlm.data.energon.tiling import BadImage
+from examples.mimo.nemotron_vlm.energon.tiling import BadImage
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
 FORMAT = 1

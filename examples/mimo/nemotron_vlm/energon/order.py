@@ -25,9 +25,9 @@ class Order:
 
     Args:
         sizes: samples of each data set.
-        mode: 'single' for one data set, all of whose samples an epoch has once; 'repetitions':
-            an epoch has those of each data set ``weights`` times, in any order; 'weights': each
-            data set has its share of the samples, without an epoch.
+        mode: 'single': an epoch has each sample of the one data set once; 'repetitions': an epoch
+            has those of each data set ``weights`` times, all shuffled; 'weights': each data set has
+            its share of the samples, in epochs of its own.
         weights: see ``mode``.
         seed: anything; the order of two seeds differs.
 
@@ -46,7 +46,7 @@ class Order:
             raise ValueError(f"data sets of {sizes} samples: each must have one")
         self._sizes = np.array(sizes, np.int64)
         digest = hashlib.sha256(repr(seed).encode()).digest()
-        self._key = np.frombuffer(digest, np.uint64)[0]
+        self._key = np.frombuffer(digest[:8], "<u8")
         if mode == "weights":
             self.shares, self._dataset, self._rank = blend(weights)
             self.epoch_size = None
@@ -71,18 +71,18 @@ class Order:
             period, place = np.divmod(numbers, len(self._dataset))
             dataset = self._dataset[place]
             drawn = period * self.shares[dataset] + self._rank[place]
-        else:
-            epoch, place = np.divmod(numbers, self.epoch_size)
-            slot = shuffled(place, np.full_like(place, self.epoch_size), self._keys(epoch))
-            ends = np.cumsum(self.shares)
-            dataset = np.searchsorted(ends, slot, side="right")
-            drawn = epoch * self.shares[dataset] + slot - (ends - self.shares)[dataset]
-        sizes = self._sizes[dataset]
-        again, place = np.divmod(drawn, sizes)
-        return dataset, shuffled(place, sizes, self._keys(again, dataset + 1))
+            again, place = np.divmod(drawn, self._sizes[dataset])
+            return dataset, shuffled(place, self._sizes[dataset], self._keys(again, dataset))
+        epoch, place = np.divmod(numbers, self.epoch_size)
+        size = np.full_like(place, self.epoch_size)
+        slot = shuffled(place, size, self._keys(epoch, np.zeros_like(epoch)))
+        ends = np.cumsum(self.shares)
+        dataset = np.searchsorted(ends, slot, side="right")
+        drawn = epoch * self.shares[dataset] + slot - (ends - self.shares)[dataset]
+        return dataset, drawn % self._sizes[dataset]
 
-    def _keys(self, epoch: np.ndarray, dataset: np.ndarray | int = 0) -> np.ndarray:
-        return _mixed(epoch.astype(np.uint64) ^ _mixed(np.asarray(dataset + self._key, np.uint64)))
+    def _keys(self, epoch: np.ndarray, dataset: np.ndarray) -> np.ndarray:
+        return _mixed(epoch.astype(np.uint64) ^ _mixed(dataset.astype(np.uint64) + self._key))
 
 
 def blend(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -167,9 +167,8 @@ def _shares(weights: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood 2014), element by element: uint64 of any shape."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        return values ^ values >> np.uint64(31)
+    """SplitMix64 (Steele, Lea and Flood 2014), element by element: uint64 [n]."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

@@ -16,7 +16,7 @@ workers; here it gives the metadata, the blends and the decoding of a sample.
     order.py         sample numbers: epochs and blends
     source.py        EnergonSource
 
-``python -m examples.mimo.nemotron_vlm.data.energon`` makes a survey and prints it.
+``python -m examples.mimo.nemotron_vlm.energon`` makes a survey and prints it.
 """
 
 from __future__ import annotations
