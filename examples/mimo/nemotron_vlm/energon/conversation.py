@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from transformers import AutoTokenizer
 
 IMAGE = "<image>"
 """Where an image stands in the text of a data set."""
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
 )
 """Of tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
 
@@ -80,6 +79,8 @@ class Chat:
     """
 
     def __init__(self, path: str | Path, image_token: str = IMAGE) -> None:
+        from transformers import AutoTokenizer  # takes seconds
+
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"tokenizer {path}: no such directory")

@@ -123,6 +123,11 @@ class EnergonSource:
         """
         return self._read(split, number, self._encoder.tiles, 1, len)
 
+    def name(self, split: str, number: int) -> str:
+        """Where a sample lies: ``data set/shard/key``."""
+        dataset, index, _ = self._stream(split).locate(number)
+        return str(dataset.path / dataset.name(index))
+
     def left_out(self, split: str) -> dict[str, int]:
         """Samples of the data that no number has, counted by reason."""
         return self._stream(split).left_out

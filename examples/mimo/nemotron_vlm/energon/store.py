@@ -26,7 +26,10 @@ from megatron.energon.flavors.webdataset.config import (
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
 from megatron.energon.flavors.webdataset.indexing import SqliteIndexReader
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
-from megatron.energon.flavors.webdataset.metadata import get_info_shard_files
+from megatron.energon.flavors.webdataset.metadata import (
+    check_dataset_info_present,
+    get_info_shard_files,
+)
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 
 OPEN_SHARDS = 16
@@ -198,6 +201,8 @@ def open_split(path: str | Path, split: str) -> Split:
     path = Path(path).absolute()
     if not path.exists():
         raise ValueError(f"{path}: no such data set")
+    if path.is_dir() and not check_dataset_info_present(EPath(path)):
+        raise ValueError(f"{path}: not prepared; run: energon prepare {path}")
     single = WorkerConfig(rank=0, world_size=1, num_workers=0)
     with _one_line(path):
         loader = load_dataset(path)
