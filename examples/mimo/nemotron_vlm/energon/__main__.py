@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             except EmptySplit as error:
                 print(error)
                 continue
-            make_surveys(given.path, split, encoder, surveys, given.workers, _progress)
+            make_surveys(given.path, split, encoder, surveys, given.workers, given.again, _progress)
             for dataset in opened.datasets:
                 survey = load_survey(dataset, encoder, surveys)
                 print(describe(dataset, survey, opened.part, given.seq_length, given.names))
@@ -110,6 +110,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image-token", default=IMAGE, help="of the tokenizer")
     parser.add_argument("--surveys", metavar="DIR", help="of the surveys; default: with the data")
     parser.add_argument("--workers", type=int, default=1, help="processes, a shard at a time")
+    parser.add_argument("--again", action="store_true", help="e.g. after shards were replaced")
     parser.add_argument("--seq-length", type=int, help="name the samples that are longer")
     parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
     return parser.parse_args(arguments)

@@ -209,7 +209,7 @@ class _Stream:
         self._datasets, self._surveys, self._seq_length = datasets, surveys, seq_length
         self._samples = []
         for dataset, survey in zip(datasets, surveys, strict=True):
-            chosen = np.array(dataset.subset, np.int64)
+            chosen = np.arange(dataset.subset.start, dataset.subset.stop)
             state, tokens = survey.state[chosen], survey.tokens[chosen]
             good, fits = state == GOOD, tokens <= seq_length
             for kind in range(1, len(STATES)):

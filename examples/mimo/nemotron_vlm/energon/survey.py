@@ -93,6 +93,7 @@ def make_surveys(
     encoder: Encoder,
     folder: Path | None = None,
     workers: int = 1,
+    again: bool = False,
     progress: Callable[[int, int], None] = lambda done, shards: None,
 ) -> None:
     """Survey those data sets of a split that have no survey yet.
@@ -100,12 +101,13 @@ def make_surveys(
     Args:
         path: as for `open_split`; raises as that.
         workers: processes, which take a shard at a time.
+        again: survey all of them, e.g. after a damaged shard was replaced.
         progress: is told how many shards are done, of how many.
     """
     datasets = open_split(path, split).datasets
     missing = {}
     for number, dataset in enumerate(datasets):
-        if load_survey(dataset, encoder, folder) is None:
+        if again or load_survey(dataset, encoder, folder) is None:
             missing[_path(dataset, encoder, folder)] = number
     tasks = [(number, shard) for number in missing.values() for shard in datasets[number].shards]
     results: dict[int, list[_ShardSurvey]] = {number: [] for number in missing.values()}

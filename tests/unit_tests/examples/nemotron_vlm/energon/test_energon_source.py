@@ -72,7 +72,7 @@ class TestStore:
         assert found == files
 
     @pytest.mark.parametrize(
-        ("path", "text"), [("none", "no such data set"), (".", "not prepared; run: energon prepare")]
+        ("path", "text"), [("none", "no such data set"), (".", "run: energon prepare")]
     )
     def test_refuses_what_is_not_prepared(self, digits, tmp_path, path, text):
         with pytest.raises(ValueError, match=text) as refusal:
@@ -226,6 +226,15 @@ class TestBadSamples:
         opened = source(copied)
         assert opened.left_out("train") == {"unreadable shard": 12}
         assert "train-0003.tar" in opened.left_out_names("train", 1)[0]
+
+    def test_are_good_when_they_are_replaced_and_surveyed_again(self, digits, copied):
+        damage_image(copied, "train-0001.tar")
+        survey(copied)
+        (copied / "train-0001.tar").write_bytes((digits / "train-0001.tar").read_bytes())
+        assert source(copied).left_out("train") == {"bad image": 1}
+        options = ["--tokenizer", str(copied / "tokenizer"), "--tile", "16", "--again"]
+        assert main([str(copied), *options, "--tokens-per-tile", "4"]) == 0
+        assert source(copied, bad_samples="refuse").fingerprint == source(digits).fingerprint
 
     def test_that_are_too_long_are_left_out(self, digits):
         opened, whole = source(digits, seq_length=20), source(digits)
