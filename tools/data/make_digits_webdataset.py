@@ -20,19 +20,22 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-import webdataset
-from PIL import Image
-from sklearn.datasets import load_digits
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+try:
+    import numpy as np
+    import webdataset
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-from megatron.energon import BaseWebdatasetFactory
+    from megatron.energon import BaseWebdatasetFactory
+except ImportError as error:
+    sys.exit(f"error: {error}; install with pip install '.[energon]'")
 
 MOST_DIGITS = 4
 HEIGHTS = (12, 20)
 """Of a digit in pixels: so small that an image becomes one 16-pixel tile for each digit."""
-STRETCH = 0.08
+STRETCH = 0.06
 """By how much of its length a strip is longer or shorter than its digits."""
 TEXT_ONLY = 1 / 6
 HELD_OUT = 8

@@ -14,6 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if __name__ == "__main__":
-    from examples.mimo.nemotron_vlm.energon.__main__ import main
-
+    try:
+        from examples.mimo.nemotron_vlm.energon.__main__ import main
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     sys.exit(main())
