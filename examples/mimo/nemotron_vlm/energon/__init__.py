@@ -23,7 +23,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-_missing = [name for name in ("megatron.energon", "PIL", "transformers") if find_spec(name) is None]
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+_missing = [name for name in ("megatron.energon", "PIL", "transformers") if not _installed(name)]
 if _missing:
     raise ImportError(
         f"--data energon needs {' and '.join(_missing)}; install with pip install '.[energon]'"

@@ -11,11 +11,17 @@ import examples.mimo.nemotron_vlm.energon as package
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import tool
 
 
-def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
+@pytest.mark.parametrize("error", [None, ModuleNotFoundError("No module named 'megatron'")])
+def test_a_missing_package_is_refused_with_the_extra(monkeypatch, error):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: find(name) if "energon" not in name else None
-    )
+
+    def without_energon(name: str):
+        if name != "megatron.energon":
+            return find(name)
+        if error:
+            raise error
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_energon)
     with pytest.raises(ImportError, match=r"needs megatron.energon; .* pip install '.\[energon\]'"):
         importlib.reload(package)
 
