@@ -1,0 +1,38 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""``--data energon:PATH``: megatron-energon's data sets and blends, read by sample number.
+
+One pass over the data, the *survey*, notes how many tokens and tiles each sample has, and which
+samples are bad. From it and the seed follows which sample has which number, on every rank and
+without decoding anything. Energon's own loader has another order for each number of ranks and
+workers; here it gives the metadata, the blends and the decoding of a sample.
+
+    tiling.py        an image's tiles
+    conversation.py  chat template, image tokens, loss on answers
+    records.py       what energon reads, as a conversation with images
+    store.py         samples by index
+    encoding.py      a record as tokens and tiles
+    survey.py        tokens and tiles of all samples, on disk
+    order.py         sample numbers: epochs and blends
+    source.py        EnergonSource
+
+``python -m examples.mimo.nemotron_vlm.energon`` makes a survey and prints it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+_missing = [name for name in ("megatron.energon", "PIL", "transformers") if not _installed(name)]
+if _missing:
+    raise ImportError(
+        f"--data energon needs {' and '.join(_missing)}; install with pip install '.[energon]'"
+    )

@@ -1,0 +1,170 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as tokens: chat template, image tokens, and which tokens are an answer."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+IMAGE = "<image>"
+"""Where an image stands in the text of a data set."""
+
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+"""Of tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
+
+_ANSWER = "\u27e8answer\u27e9"
+"""Stands for an answer to find what the template puts before and after it."""
+
+
+class BadConversation(ValueError):
+    """A conversation that cannot be written as tokens, or not with images in it."""
+
+
+class Turn(NamedTuple):
+    """role: 'system', 'user' or 'assistant'. text: without blanks at its ends."""
+
+    role: str
+    text: str
+
+
+class Encoded(NamedTuple):
+    """A conversation of n tokens, one for each image.
+
+    ids: int64 [n]. answer: bool [n], of an answer or of the end-of-turn token that follows it.
+    """
+
+    ids: np.ndarray
+    answer: np.ndarray
+
+
+def place_images(turns: list[Turn], images: int) -> list[Turn]:
+    """Put ``<image>`` before the first user's turn, once for each image, where there is none.
+
+    Raises:
+        BadConversation: there are placeholders, but not as many as images, or outside of users'
+            turns; or there is no answer, or an empty one, or nobody asks.
+    """
+    found = sum(turn.text.count(IMAGE) for turn in turns)
+    asking = next((place for place, turn in enumerate(turns) if turn.role == "user"), None)
+    if asking is None or all(turn.role != "assistant" for turn in turns):
+        raise BadConversation("needs a user's turn and an assistant's answer")
+    if not all(turn.text for turn in turns if turn.role == "assistant"):
+        raise BadConversation("an answer is empty")
+    if any(IMAGE in turn.text for turn in turns if turn.role != "user"):
+        raise BadConversation(f"{IMAGE} outside of the user's turns")
+    if not found:
+        text = f"{IMAGE}\n" * images + turns[asking].text
+        return [*turns[:asking], Turn("user", text), *turns[asking + 1 :]]
+    if found != images:
+        raise BadConversation(f"{found} {IMAGE} for {images} image{'s' * (images != 1)}")
+    return turns
+
+
+class Chat:
+    """A Hugging Face tokenizer of a local directory, with a chat template.
+
+    Args:
+        path: of the directory, as ``save_pretrained`` writes it; nothing is downloaded.
+        image_token: of the tokenizer, which takes the place of ``<image>``.
+
+    Raises:
+        ValueError: if there is no tokenizer with offsets, or it lacks the image token.
+    """
+
+    def __init__(self, path: str | Path, image_token: str = IMAGE) -> None:
+        from transformers import AutoTokenizer  # takes seconds
+
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"tokenizer {path}: no such directory")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:
+            line = str(error).strip().partition("\n")[0]
+            raise ValueError(f"tokenizer {path}: {line}") from error
+        if not tokenizer.is_fast:
+            raise ValueError(f"tokenizer {path}: has no tokenizer.json, which answers need")
+        vocabulary = tokenizer.get_vocab()
+        if image_token not in vocabulary:
+            raise ValueError(f"tokenizer {path}: has no token {image_token} for images")
+        self._tokenizer = tokenizer
+        own = tokenizer.chat_template and tokenizer.get_chat_template()
+        self._template = own or DEFAULT_TEMPLATE
+        if not own and tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer {path}: has neither a chat template nor an eos token")
+        self._image_text = image_token
+        self.image_token: int = vocabulary[image_token]
+        pad = tokenizer.pad_token_id
+        self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
+        if self.pad_token is None:
+            raise ValueError(f"tokenizer {path}: has neither a pad nor an eos token")
+        self.vocab_size: int = max(vocabulary.values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that the tokens depend on."""
+        digest = hashlib.sha256(f"{self._template}\0{self._image_text}\0".encode())
+        digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
+        digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
+        return digest.hexdigest()
+
+    def encode(self, turns: list[Turn]) -> Encoded:
+        """Write a conversation with the chat template; each placeholder is one image token.
+
+        Raises:
+            BadConversation: the template refuses it, changes its answers, or an image's token is
+                in it as text.
+        """
+        turns = [
+            Turn(role, text.replace(IMAGE, self._image_text))
+            if role == "user" and IMAGE in text
+            else Turn(role, text)
+            for role, text in turns
+        ]
+        images = sum(turn.text.count(self._image_text) for turn in turns if turn.role == "user")
+        text = self._render(turns)
+        spans = self._answers(turns, text)
+        tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.array(tokens["input_ids"], np.int64)
+        first, end = np.array(tokens["offset_mapping"], np.int64).reshape(-1, 2).T
+        answer = np.zeros(len(ids), bool)
+        for span in spans:
+            answer |= (end > span.start) & (first < span.stop)
+        if (ids == self.image_token).sum() != images:
+            raise BadConversation(f"its text has the token {self._image_text}")
+        return Encoded(ids, answer)
+
+    def _answers(self, turns: list[Turn], text: str) -> list[range]:
+        """Characters of each answer in the rendered ``text``, with its end of turn.
+
+        The template is asked what it puts around an answer that is not in the conversation: so it
+        does not matter whether other turns have the same words.
+        """
+        spans = []
+        for place, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            asked = self._render([*turns[:place], Turn("assistant", _ANSWER)])
+            before, found, after = asked.rpartition(_ANSWER)
+            answered = turn.text + after.rstrip()
+            if not found or not text.startswith(before + answered):
+                raise BadConversation(f"the chat template changes answer {len(spans) + 1}")
+            spans.append(range(len(before), len(before) + len(answered)))
+        return spans
+
+    def _render(self, turns: list[Turn]) -> str:
+        messages = [{"role": role, "content": text} for role, text in turns]
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False
+            )
+        except Exception as error:  # a template raises what it likes
+            line = " ".join(str(error).split())
+            raise BadConversation(f"the chat template refuses it: {line}") from error

@@ -1,0 +1,174 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which sample has which number: epochs and blends as pure functions of (sizes, weights, seed).
+
+Nothing is kept of what came before, so that any rank, worker or resumed run finds the same sample
+under the same number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from typing import Literal
+
+import numpy as np
+
+PERIOD = 1 << 16
+"""After which a blend repeats; a weight is rounded to a multiple of its reciprocal."""
+
+ROUNDS = 6
+
+
+class Order:
+    """The order of the samples of several data sets.
+
+    Args:
+        sizes: samples of each data set.
+        mode: 'single': an epoch has each sample of the one data set once; 'repetitions': an epoch
+            has those of each data set ``weights`` times, all shuffled; 'weights': each data set has
+            its share of the samples, in epochs of its own.
+        weights: see ``mode``.
+        seed: anything; the order of two seeds differs.
+
+    Raises:
+        ValueError: a data set has no sample, or no share of them.
+    """
+
+    def __init__(
+        self,
+        sizes: list[int],
+        mode: Literal["single", "weights", "repetitions"],
+        weights: list[float],
+        seed: object,
+    ) -> None:
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"data sets of {sizes} samples: each must have one")
+        self._sizes = np.array(sizes, np.int64)
+        digest = hashlib.sha256(repr(seed).encode()).digest()
+        self._key = np.frombuffer(digest[:8], "<u8")
+        if mode == "weights":
+            self.shares, self._dataset, self._rank = blend(weights)
+            self.epoch_size = None
+            return
+        repetitions = [1.0] * len(sizes) if mode == "single" else weights
+        counts = [int(times * size) for times, size in zip(repetitions, sizes, strict=True)]
+        if min(counts) < 1:
+            raise ValueError(f"repetitions {repetitions} of {sizes} samples: less than one")
+        self.shares = np.array(counts, np.int64)
+        self.epoch_size = sum(counts)
+
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Data set and sample in it of each number.
+
+        Args:
+            numbers: int64 [n], from 0 on.
+
+        Returns:
+            int64 [n], twice.
+        """
+        if self.epoch_size is None:
+            period, place = np.divmod(numbers, len(self._dataset))
+            dataset = self._dataset[place]
+            drawn = period * self.shares[dataset] + self._rank[place]
+            again, place = np.divmod(drawn, self._sizes[dataset])
+            return dataset, shuffled(place, self._sizes[dataset], self._keys(again, dataset))
+        epoch, place = np.divmod(numbers, self.epoch_size)
+        size = np.full_like(place, self.epoch_size)
+        slot = shuffled(place, size, self._keys(epoch, np.zeros_like(epoch)))
+        ends = np.cumsum(self.shares)
+        dataset = np.searchsorted(ends, slot, side="right")
+        drawn = epoch * self.shares[dataset] + slot - (ends - self.shares)[dataset]
+        return dataset, drawn % self._sizes[dataset]
+
+    def _keys(self, epoch: np.ndarray, dataset: np.ndarray) -> np.ndarray:
+        return _mixed(epoch.astype(np.uint64) ^ _mixed(dataset.astype(np.uint64) + self._key))
+
+
+def blend(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A period of a blend in which any n samples from the start on have each data set's share of
+    n, within one sample.
+
+    A data set's j-th sample belongs to the places floor(j/w) … ceil((j+1)/w) - 1; of those that
+    may come, the one that must come first does. This keeps all within their places (Baruah et al.
+    1996, "Proportionate progress"), because the shares sum to 1.
+
+    Args:
+        weights: at least one of them positive.
+
+    Returns:
+        shares: int64 [k], places of each data set in the period of p places.
+        dataset, rank: int64 [p], whose place it is, and the how-manieth of its places.
+
+    Raises:
+        ValueError: a weight is not positive.
+    """
+    shares = _shares(np.array(weights, float))
+    period = int(shares.sum())
+    waiting = [(0, number) for number in range(len(shares))]
+    ready: list[tuple[int, int]] = []
+    dataset, rank = np.empty((2, period), np.int64)
+    drawn = [0] * len(shares)
+    for place in range(period):
+        while waiting and waiting[0][0] <= place:
+            number = heapq.heappop(waiting)[1]
+            deadline = -(-(drawn[number] + 1) * period // int(shares[number]))
+            heapq.heappush(ready, (deadline, number))
+        number = heapq.heappop(ready)[1]
+        dataset[place], rank[place] = number, drawn[number]
+        drawn[number] += 1
+        heapq.heappush(waiting, (drawn[number] * period // int(shares[number]), number))
+    return shares, dataset, rank
+
+
+def shuffled(places: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Where a permutation of ``size`` elements takes a place, without a table.
+
+    A Feistel network over the next power of four, walked until it is inside (Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains").
+
+    Args:
+        places: int64 [n], each below its size.
+        sizes: int64 [n].
+        keys: uint64 [n]; each key is another permutation.
+
+    Returns:
+        int64 [n].
+    """
+    bits = np.ceil(np.log2(np.maximum(sizes, 2))).astype(np.uint64)
+    half = (bits + np.uint64(1)) // np.uint64(2)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    values = places.astype(np.uint64)
+    outside = np.arange(len(values))
+    while len(outside):
+        left, right = values[outside] >> half[outside], values[outside] & mask[outside]
+        for number in range(ROUNDS):
+            mixed = _mixed(right ^ _mixed(keys[outside] + np.uint64(number)))
+            left, right = right, left ^ mixed & mask[outside]
+        values[outside] = left << half[outside] | right
+        outside = outside[values[outside] >= sizes[outside].astype(np.uint64)]
+    return values.astype(np.int64)
+
+
+def _shares(weights: np.ndarray) -> np.ndarray:
+    """Places of a period: the exact ones of a short period if there is one, else rounded ones."""
+    if not (weights > 0).all():
+        raise ValueError(f"weights {weights.tolist()} must be positive")
+    weights = weights / weights.sum()
+    periods = np.arange(1, 10_001)
+    exact = np.abs(periods[:, None] * weights - np.rint(periods[:, None] * weights)).max(1) < 1e-6
+    exact &= (np.rint(periods[:, None] * weights) > 0).all(1)
+    if exact.any():
+        return np.rint(periods[exact.argmax()] * weights).astype(np.int64)
+    shares = np.maximum(1, np.floor(weights * PERIOD)).astype(np.int64)
+    missing = PERIOD - shares.sum()
+    shares[np.argsort(shares - weights * PERIOD, kind="stable")[: max(0, missing)]] += 1
+    return shares
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea and Flood 2014), element by element: uint64 [n]."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

@@ -1,0 +1,132 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What energon reads of a shard, as a conversation with images.
+
+Two kinds of energon's samples are taken:
+
+- ``CaptioningSample`` (a ``field_map`` names its image and caption): the prompt, and the caption
+  as the answer.
+- ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images beside a ``json`` with
+  LLaVA's ``conversations``, or with a ``caption`` and, if it likes, a ``prompt``; or beside a
+  ``txt`` with the caption. Without images it is a text-only sample.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation, Turn
+from megatron.energon import CaptioningSample, CrudeSample
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+SUFFIXES = ("jpg", "jpeg", "png")
+DEFAULT_PROMPT = "Describe the image."
+
+
+class Record(NamedTuple):
+    """turns: of the conversation. images: files, in the order of their placeholders."""
+
+    turns: list[Turn]
+    images: list[bytes]
+
+
+class TextDecoder:
+    """Energon's decoder of a sample's files that leaves images as they are.
+
+    So the text of a sample, whose length follows from its images' sizes, costs no decoding; and
+    nothing is ever unpickled.
+    """
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Decode json and text.
+
+        Raises:
+            BadConversation: if they are damaged.
+        """
+        return {name: _decode(name, value) for name, value in sample.items()}
+
+    def config(self) -> dict[str, Any]:
+        """What energon writes into its own checkpoints; it makes none here."""
+        return {}
+
+
+def read_record(sample: Any, prompt: str) -> Record:
+    """The conversation of one of energon's samples.
+
+    Args:
+        sample: of the kinds above, decoded by `TextDecoder`.
+        prompt: asks for a caption, where the sample does not.
+
+    Raises:
+        BadConversation: fields are missing or have the wrong type.
+    """
+    if isinstance(sample, CaptioningSample):
+        return Record(_captioning(prompt, sample.caption), [_bytes(sample.image)])
+    names = [name for name in sample if name.rpartition(".")[2].lower() in SUFFIXES]
+    images = [_bytes(sample[name]) for name in sorted(names, key=_numerically)]
+    content = sample.get("json", {})
+    if not isinstance(content, dict):
+        raise BadConversation("its json is no object")
+    if "conversations" in content:
+        return Record(_turns(content["conversations"]), images)
+    caption = content.get("caption", sample.get("txt"))
+    if caption is None:
+        raise BadConversation("has neither conversations nor a caption in json, nor a txt")
+    return Record(_captioning(content.get("prompt", prompt), caption), images)
+
+
+def known_kind(sample_type: type) -> bool:
+    """Whether `read_record` takes energon's samples of this type."""
+    return issubclass(sample_type, (CaptioningSample, CrudeSample))
+
+
+def _turns(conversations: Any) -> list[Turn]:
+    turns = []
+    for entry in conversations if isinstance(conversations, list) else [None]:
+        if not isinstance(entry, dict) or not {"from", "value"} <= entry.keys():
+            raise BadConversation('conversations is no list of {"from": …, "value": …}')
+        role = ROLES.get(entry["from"])
+        if role is None:
+            raise BadConversation(f"unknown speaker {entry['from']!r}; known: {', '.join(ROLES)}")
+        turns.append(Turn(role, _text(entry["value"])))
+    return turns
+
+
+def _captioning(prompt: Any, caption: Any) -> list[Turn]:
+    return [Turn("user", _text(prompt)), Turn("assistant", _text(caption))]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadConversation(f"a text is of type {type(value).__name__}")
+    return value.strip()
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise BadConversation(f"an image is of type {type(value).__name__}")
+    return value
+
+
+def _decode(name: str, value: Any) -> Any:
+    suffix = name.rpartition(".")[2].lower()
+    if name.startswith("__") or suffix not in ("json", "txt"):
+        return value
+    try:
+        return json.loads(value) if suffix == "json" else value.decode()
+    except ValueError as error:
+        raise BadConversation(f"its {name} is damaged: {error}") from error
+
+
+def _numerically(name: str) -> list[int | str]:
+    """So that 2.png comes before 10.png."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]

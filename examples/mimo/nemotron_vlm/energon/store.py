@@ -1,0 +1,230 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Energon's data sets with random access: the samples of a split by index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
+from examples.mimo.nemotron_vlm.energon.records import TextDecoder, known_kind
+from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.config import (
+    INDEX_SQLITE_FILENAME,
+    INDEX_UUID_FILENAME,
+    MAIN_FOLDER_NAME,
+)
+from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
+from megatron.energon.flavors.webdataset.indexing import SqliteIndexReader
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.metadata import (
+    check_dataset_info_present,
+    get_info_shard_files,
+)
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
+
+OPEN_SHARDS = 16
+"""That a process keeps open of each data set."""
+
+Mode = Literal["single", "weights", "repetitions"]
+MODES: dict[DatasetBlendMode, Mode] = {
+    DatasetBlendMode.NONE: "single",
+    DatasetBlendMode.DATASET_WEIGHT: "weights",
+    DatasetBlendMode.SAMPLE_REPETITIONS: "repetitions",
+}
+PARTS = {"train": ("train",), "test": ("val", "test")}
+"""Energon's parts that a split may be; the first of them that the data has."""
+
+
+class BadShard(ValueError):
+    """A sample that cannot be read from its shard."""
+
+
+class Excluded(ValueError):
+    """A sample that the data set's own ``split.yaml`` excludes."""
+
+
+class Shard(NamedTuple):
+    """name: relative to the data set. first: index of its first sample. count: of samples."""
+
+    name: str
+    first: int
+    count: int
+
+
+class EmptySplit(ValueError):
+    """A split that the data does not have."""
+
+
+class DataSet:
+    """One data set of a split. Reading is safe in forked processes: each opens files of its own.
+
+    Args:
+        loaded: by energon.
+
+    Raises:
+        ValueError: if it is of a kind that cannot be read.
+    """
+
+    def __init__(self, loaded: LoadedDataset) -> None:
+        factory = loaded.dataset
+        if not isinstance(factory, BaseWebdatasetFactory):
+            raise ValueError(f"a {type(factory).__name__} has no samples to read by index")
+        self.path = Path(str(factory.path))
+        if not known_kind(factory.__sample_type__):
+            kind = factory.__sample_type__.__name__
+            raise ValueError(
+                f"{self.path}: samples are {kind}; CaptioningSample and CrudeWebdataset are read"
+            )
+        self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
+        self._factory = factory
+        self._reader: tuple[int, ShardInfosITarReader] | None = None
+        firsts = [0]
+        for shard in factory.shards:
+            firsts.append(firsts[-1] + shard.count)
+        self.shards = [
+            Shard(shard.name, first, shard.count)
+            for shard, first in zip(factory.shards, firsts, strict=False)
+        ]
+        self._firsts = firsts[:-1]
+        self.size = firsts[-1]
+        whole = range(self.size)
+        subset = factory.subset
+        self.subset = range(*subset.compute_subset(self.size)) if subset else whole
+
+    @cached_property
+    def _tar_files(self) -> list[str]:
+        return get_info_shard_files(EPath(self.path))
+
+    @cached_property
+    def configuration(self) -> str:
+        """A hash of energon's own files on which the samples depend, wherever they lie."""
+        folder = self.path / MAIN_FOLDER_NAME
+        patterns = (INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py")
+        files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+    def shard_of(self, index: int) -> Shard:
+        """The shard that has the sample."""
+        return self.shards[bisect_right(self._firsts, index) - 1]
+
+    def raw(self, index: int) -> dict[str, Any]:
+        """The sample's files as bytes, with energon's ``__key__``.
+
+        Raises:
+            BadShard: if the shard is damaged, or is not the one that was indexed.
+            Excluded: if ``split.yaml`` excludes it.
+        """
+        reader = self._open_reader()
+        try:
+            raw = reader[index]
+        except Exception as error:  # of tarfile, of the file system or of energon itself
+            reader.close()
+            raise BadShard(" ".join(str(error).split()) or type(error).__name__) from error
+        for shard in reader.itar_files_cache.values():
+            shard.members.clear()  # a tarfile remembers all that it ever read
+        if raw is None:
+            raise Excluded("excluded by split.yaml")
+        return raw
+
+    def decode(self, raw: dict[str, Any]) -> Any:
+        """Energon's sample of what `raw` returned: decoded, with its fields mapped.
+
+        Raises:
+            BadConversation: a field is missing, or text is damaged.
+        """
+        try:
+            return self._factory.load_sample(dict(raw))
+        except BadConversation:
+            raise
+        except Exception as error:  # energon's, or a sample_loader's own
+            raise BadConversation(" ".join(str(error).split())) from error
+
+    def name(self, index: int) -> str:
+        """Shard and key of a sample, by energon's index, whatever became of the shard."""
+        shard = self.shard_of(index)
+        database = self.path / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
+        key = None
+        if database.is_file():
+            with SqliteIndexReader(EPath(database)) as samples:
+                key = samples.db.select_one(
+                    "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?",
+                    (self._tar_files.index(shard.name), index - shard.first),
+                )
+        return f"{shard.name}/{key[0] if key else index - shard.first}"
+
+    def _open_reader(self) -> ShardInfosITarReader:
+        if self._reader is None or self._reader[0] != os.getpid():
+            factory = self._factory
+            reader = ShardInfosITarReader(
+                factory.path,
+                factory.shards,
+                part_filter=factory.part_filter,
+                sample_filter=factory.sample_filter,
+                itar_cache_size=OPEN_SHARDS,
+            )
+            self._reader = os.getpid(), reader
+        return self._reader[1]
+
+
+@dataclass(frozen=True)
+class Split:
+    """part: energon's name of it. mode: how the data sets share the samples. datasets: with their
+    weights or repetitions.
+    """
+
+    part: str
+    mode: Mode
+    datasets: list[DataSet]
+
+
+def open_split(path: str | Path, split: str) -> Split:
+    """Open a data set or a blend (``metadataset.yaml``) that ``energon prepare`` has prepared.
+
+    Args:
+        path: of the directory of a data set, or of the file of a blend.
+        split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` where it is empty.
+
+    Raises:
+        EmptySplit: if it is not there.
+        ValueError: if the data is not there, not prepared, or of a kind that cannot be read.
+    """
+    path = Path(path).absolute()
+    if not path.exists():
+        raise ValueError(f"{path}: no such data set")
+    if path.is_dir() and not check_dataset_info_present(EPath(path)):
+        raise ValueError(f"{path}: not prepared; run: energon prepare {path}")
+    single = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    with _one_line(path):
+        loader = load_dataset(path)
+        for part in PARTS[split]:
+            try:
+                loaded = loader.get_datasets(
+                    training=True, split_part=part, worker_config=single, decoder=TextDecoder()
+                )
+            except (AssertionError, EmptyDatasetError, KeyError) as error:
+                problem = error
+                continue
+            if any(entry.aux for entry in loaded.datasets):
+                raise ValueError("auxiliary data sets are not read")
+            datasets = [DataSet(entry) for entry in loaded.datasets]
+            return Split(part, MODES[loaded.blend_mode], datasets)
+    raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])} ({problem!r})")
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # energon asserts what the user got wrong
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(line if str(path) in line else f"{path}: {line}") from error

@@ -1,0 +1,198 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The survey: tokens and tiles of every sample of a data set, or why it is bad.
+
+It reads and decodes everything once. What it depends on names its files, so that one made for
+other data, another tokenizer or other tiles is not found; the sequence length is none of it. Of
+each data set and split there are, beside energon's own metadata or in a directory of their own,
+``survey-NAME.npy`` with int32 [3, samples], the rows state, tokens and tiles, and
+``survey-NAME.json`` with the bad samples and a hash of all samples' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.store import (
+    BadShard,
+    DataSet,
+    Excluded,
+    Shard,
+    open_split,
+)
+from examples.mimo.nemotron_vlm.energon.tiling import BadImage
+from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
+
+FORMAT = 1
+GOOD, SHARD, TEXT, IMAGE, EXCLUDED = range(5)
+STATES = ("good", "unreadable shard", "bad text", "bad image", "excluded by split.yaml")
+STATE_OF = {BadShard: SHARD, BadConversation: TEXT, BadImage: IMAGE, Excluded: EXCLUDED}
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """index: in the data set. name: shard/key. state: of STATES. reason: one line."""
+
+    index: int
+    name: str
+    state: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """state, tokens, tiles: int32 [samples of the data set], mapped from the file.
+
+    fingerprint: of the samples' bytes and of all that made tokens and tiles of them; the same for
+    a copy of the data.
+    """
+
+    state: np.ndarray
+    tokens: np.ndarray
+    tiles: np.ndarray
+    bad: list[BadSample]
+    fingerprint: str
+
+
+class _ShardSurvey(NamedTuple):
+    rows: np.ndarray
+    bad: list[BadSample]
+    digest: str
+
+
+def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) -> Survey | None:
+    """The survey of a data set, or None if there is none.
+
+    Args:
+        folder: of surveys; beside energon's metadata by default.
+    """
+    path = _path(dataset, encoder, folder)
+    if not path.is_file():
+        return None
+    rows = np.load(path, mmap_mode="r")
+    notes = json.loads(path.with_suffix(".json").read_text())
+    return Survey(*rows, [BadSample(**entry) for entry in notes["bad"]], notes["fingerprint"])
+
+
+def make_surveys(
+    path: str | Path,
+    split: str,
+    encoder: Encoder,
+    folder: Path | None = None,
+    workers: int = 1,
+    again: bool = False,
+    progress: Callable[[int, int], None] = lambda done, shards: None,
+) -> None:
+    """Survey those data sets of a split that have no survey yet.
+
+    Args:
+        path: as for `open_split`; raises as that.
+        workers: processes, which take a shard at a time.
+        again: survey all of them, e.g. after a damaged shard was replaced.
+        progress: is told how many shards are done, of how many.
+    """
+    datasets = open_split(path, split).datasets
+    missing = {}
+    for number, dataset in enumerate(datasets):
+        if again or load_survey(dataset, encoder, folder) is None:
+            missing[_path(dataset, encoder, folder)] = number
+    tasks = [(number, shard) for number in missing.values() for shard in datasets[number].shards]
+    results: dict[int, list[_ShardSurvey]] = {number: [] for number in missing.values()}
+    outcomes = _run(path, split, encoder, tasks, min(workers, len(tasks)))
+    for done, ((number, _), outcome) in enumerate(zip(tasks, outcomes, strict=True), 1):
+        results[number].append(outcome)
+        progress(done, len(tasks))
+    for target, number in missing.items():
+        _save(target, results[number], encoder)
+
+
+def survey_shard(dataset: DataSet, encoder: Encoder, shard: Shard) -> _ShardSurvey:
+    """Read, encode and decode all samples of a shard."""
+    rows = np.zeros((3, shard.count), np.int32)
+    bad = []
+    digest = hashlib.blake2b(digest_size=16)
+    for place in range(shard.count):
+        index = shard.first + place
+        try:
+            raw = dataset.raw(index)
+            for name, content in sorted(raw.items()):
+                if not name.startswith("__"):
+                    digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode() + content)
+            record = encoder.record(dataset.decode(raw))
+            text, tiles = encoder.text(record), encoder.tiles(record)
+            rows[:, place] = GOOD, len(text.input_ids), len(tiles)
+        except tuple(STATE_OF) as error:
+            state = rows[0, place] = STATE_OF[type(error)]
+            bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
+            digest.update(f"{place} {state}\n".encode())
+    return _ShardSurvey(rows, bad, digest.hexdigest())
+
+
+def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
+    shards = [(shard.name, shard.count) for shard in dataset.shards]
+    depends = json.dumps([FORMAT, encoder.settings, shards, dataset.configuration])
+    name = hashlib.sha256(depends.encode()).hexdigest()[:16]
+    return (folder or dataset.path / MAIN_FOLDER_NAME) / f"survey-{name}.npy"
+
+
+def _save(path: Path, shards: list[_ShardSurvey], encoder: Encoder) -> None:
+    """Write the array last: a survey that has it is complete."""
+    digest = hashlib.sha256(json.dumps(encoder.settings).encode())
+    for shard in shards:
+        digest.update(shard.digest.encode())
+    notes = {
+        "settings": encoder.settings,
+        "fingerprint": digest.hexdigest(),
+        "bad": [asdict(sample) for shard in shards for sample in shard.bad],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+    own.write_text(json.dumps(notes, ensure_ascii=False, indent=1))
+    os.replace(own, path.with_suffix(".json"))
+    with open(own, "wb") as file:
+        np.save(file, np.concatenate([shard.rows for shard in shards], axis=1))
+    os.replace(own, path)
+
+
+def _run(
+    path: str | Path, split: str, encoder: Encoder, tasks: list[tuple[int, Shard]], workers: int
+) -> Iterator[_ShardSurvey]:
+    if workers < 2:
+        _Worker.start(path, split, encoder)
+        yield from map(_Worker.survey, tasks)
+        return
+    with ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("spawn"),  # a fork would share the tokenizer's locked threads
+        initializer=partial(_Worker.start, path, split, encoder),
+    ) as pool:
+        yield from pool.map(_Worker.survey, tasks)
+
+
+class _Worker:
+    """What a process of the pool keeps between shards."""
+
+    datasets: list[DataSet]
+    encoder: Encoder
+
+    @classmethod
+    def start(cls, path: str | Path, split: str, encoder: Encoder) -> None:
+        cls.datasets, cls.encoder = open_split(path, split).datasets, encoder
+
+    @classmethod
+    def survey(cls, task: tuple[int, Shard]) -> _ShardSurvey:
+        number, shard = task
+        return survey_shard(cls.datasets[number], cls.encoder, shard)

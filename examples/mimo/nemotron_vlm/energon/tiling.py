@@ -1,0 +1,111 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamic tiling: an image becomes a grid of square tiles, and a thumbnail of the whole.
+
+The grid is the one of InternVL 1.5 (Chen et al. 2024, arXiv:2404.16821, section 3.2), which NVLM
+(Dai et al. 2024, arXiv:2409.11402, section 4.2.1) takes as well: of all grids of at most
+``max_tiles`` tiles, the one whose aspect ratio is closest to the image's; of grids with the same
+ratio (1×1, 2×2, …) the largest of which the image's own pixels fill more than half. The number of
+tiles follows from the image's size alone.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from PIL import Image
+
+FORMATS = ("JPEG", "PNG")
+
+
+class BadImage(ValueError):
+    """An image that cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How images are cut.
+
+    tile: height and width of a tile in pixels. max_tiles: of one image's grid, without the
+    thumbnail. thumbnail: whether the whole image follows as one more tile, where the grid has
+    several.
+    """
+
+    tile: int
+    max_tiles: int = 12
+    thumbnail: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tiles < 1:
+            raise ValueError(f"{self.max_tiles} tiles of an image are too few; it needs 1")
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and rows of an image of this size, in pixels."""
+        return _closest_grid(width, height, self.tile, self.max_tiles)
+
+    def count(self, width: int, height: int) -> int:
+        """Tiles of an image of this size, with the thumbnail."""
+        columns, rows = self.grid(width, height)
+        return columns * rows + (self.thumbnail and columns * rows > 1)
+
+    def cut(self, image: Image.Image) -> torch.Tensor:
+        """The tiles row by row, then the thumbnail: uint8 [n, 3, tile, tile].
+
+        Raises:
+            BadImage: if the image cannot be decoded.
+        """
+        columns, rows = self.grid(*image.size)
+        try:
+            image = image.convert("RGB")
+        except Exception as error:  # PIL's plugins raise of all kinds for damaged files
+            raise BadImage(_one_line(error)) from error
+        size = self.tile
+        whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
+        tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+        tiles = torch.from_numpy(np.ascontiguousarray(tiles).reshape(-1, 3, size, size))
+        if not self.thumbnail or len(tiles) == 1:
+            return tiles
+        small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
+        return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Read the header; pixels are decoded when they are used.
+
+    Raises:
+        BadImage: if it is neither JPEG nor PNG, or its header is damaged.
+    """
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:
+        raise BadImage(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return f"neither of {', '.join(FORMATS)}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@lru_cache(maxsize=65536)
+def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[int, int]:
+    def preference(grid: tuple[int, int]) -> tuple[float, bool, int]:
+        columns, rows = grid
+        tiles = columns * rows
+        filled = 2 * width * height > tile * tile * tiles
+        return abs(width / height - columns / rows), not filled, -tiles if filled else tiles
+
+    return min(_grids(max_tiles), key=preference)
+
+
+@lru_cache
+def _grids(max_tiles: int) -> list[tuple[int, int]]:
+    return [
+        (columns, rows)
+        for columns in range(1, max_tiles + 1)
+        for rows in range(1, max_tiles // columns + 1)
+    ]

@@ -1,0 +1,68 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Make, survey, damage and open the data sets of the tests."""
+
+import importlib.util
+import shutil
+import tarfile
+from pathlib import Path
+
+from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+from examples.mimo.nemotron_vlm.energon.survey import make_surveys
+from examples.mimo.nemotron_vlm.energon.tiling import Tiling
+
+TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
+TOOL = Path(__file__).resolve().parents[5] / "tools" / "data" / "make_digits_webdataset.py"
+
+
+def tool():
+    """The tool's module."""
+    spec = importlib.util.spec_from_file_location("make_digits_webdataset", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_digits(path: Path, samples: int, seed: int) -> None:
+    """Write a data set in shards of 24 samples."""
+    options = ["--samples", str(samples), "--seed", str(seed), "--samples-per-shard", "24"]
+    assert tool().main([str(path), *options]) == 0
+
+
+def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:
+    return Encoder(Chat(tokenizer), Tiling(TILE, max_tiles), TOKENS_PER_TILE)
+
+
+def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
+    """Survey a data set; its tokenizer is in it by default."""
+    for split in splits:
+        make_surveys(path, split, encoder(tokenizer or path / "tokenizer"), **options)
+
+
+def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:
+    given = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH, "seed": 5}
+    return EnergonSource(path, tokenizer=tokenizer or path / "tokenizer", **given | options)
+
+
+def unsurveyed_copy(path: Path, target: Path) -> Path:
+    shutil.copytree(path, target)
+    for file in (target / ".nv-meta").glob("survey-*"):
+        file.unlink()
+    return target
+
+
+def damage_image(path: Path, shard: str) -> str:
+    """Overwrite the second half of a shard's second image; returns ``shard/key``."""
+    with tarfile.open(path / shard) as tar:
+        member = [m for m in tar if not m.name.endswith(".json")][1]
+    with open(path / shard, "r+b") as file:
+        file.seek(member.offset_data + member.size // 2)
+        file.write(bytes(member.size - member.size // 2))
+    return f"{shard}/{member.name.partition('.')[0]}"
+
+
+def names(opened: EnergonSource, split: str, numbers: range) -> list[str]:
+    """``shard/key`` of samples."""
+    return ["/".join(Path(opened.name(split, number)).parts[-2:]) for number in numbers]

@@ -1,0 +1,199 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations as tokens: templates, image tokens, and the loss on answers only."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from examples.mimo.nemotron_vlm.energon.conversation import (
+    BadConversation,
+    Chat,
+    Turn,
+    place_images,
+)
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.records import Record, TextDecoder, read_record
+from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling
+from megatron.energon import CrudeSample
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}"
+)
+SHOUTING = CHATML.replace("message['content'] }}", "message['content'] | upper }}")
+ASKED = [Turn("user", "is it 3 ?"), Turn("assistant", "3")]
+TWICE = [*ASKED, Turn("user", "assistant 3 : twice ?"), Turn("assistant", "3 3 . assistant")]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path):
+    """Writes a byte-level tokenizer with a template: every byte is a token."""
+
+    def write(template: str | None, image: str = "<image>") -> Path:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        symbols = {symbol: number for number, symbol in enumerate(alphabet)}
+        made = Tokenizer(models.BPE(symbols, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens([image, "<|im_start|>", "<|im_end|>", "</s>"])
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=made, eos_token="</s>", chat_template=template
+        )
+        fast.save_pretrained(tmp_path / "tokenizer")
+        return tmp_path / "tokenizer"
+
+    return write
+
+
+def answered(chat: Chat, turns: list[Turn]) -> str:
+    """What the loss is on, and a bar between runs of it."""
+    ids, answer = chat.encode(turns)
+    runs, inside = [], False
+    for token, bears_loss in zip(ids.tolist(), answer.tolist(), strict=True):
+        if bears_loss:
+            runs = runs if inside else [*runs, []]
+            runs[-1].append(token)
+        inside = bears_loss
+    return "|".join(chat._tokenizer.decode(run) for run in runs)
+
+
+def image(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+class TestAnswers:
+    def test_of_a_template_end_with_the_turn(self, tokenizer):
+        chat = Chat(tokenizer(CHATML))
+        assert answered(chat, TWICE) == "3<|im_end|>|3 3 . assistant<|im_end|>"
+
+    def test_without_a_template_end_with_eos(self, tokenizer):
+        chat = Chat(tokenizer(None))
+        assert answered(chat, TWICE) == "3</s>|3 3 . assistant</s>"
+        ids = chat.encode(ASKED).ids
+        assert chat._tokenizer.decode(ids) == "user: is it 3 ?\nassistant: 3</s>\n"
+
+    def test_of_the_digits_tokenizer(self, digits):
+        chat = Chat(digits / "tokenizer")
+        ids, answer = chat.encode([Turn("user", "copy 12 ?"), Turn("assistant", "12")])
+        assert chat._tokenizer.convert_ids_to_tokens(ids) == [
+            "<s>", "<user>", "copy", "1", "2", "?", "<assistant>", "1", "2", "</s>",
+        ]  # fmt: skip
+        assert answer.tolist() == [False] * 7 + [True] * 3
+        assert ids[3:5].tolist() == [11, 12]
+
+    def test_of_several_bytes_a_letter(self, tokenizer):
+        turns = [Turn("user", "名前は？"), Turn("assistant", "画像 é")]
+        assert answered(Chat(tokenizer(CHATML)), turns) == "画像 é<|im_end|>"
+
+    def test_that_the_template_changes_are_refused(self, tokenizer):
+        chat = Chat(tokenizer(SHOUTING))
+        with pytest.raises(BadConversation, match="template changes answer 1"):
+            chat.encode([Turn("user", "a"), Turn("assistant", "b")])
+
+    def test_that_the_template_refuses_are_named(self, tokenizer):
+        chat = Chat(tokenizer("{{ raise_exception('roles must alternate') }}"))
+        with pytest.raises(BadConversation, match="refuses it: roles must alternate"):
+            chat.encode(ASKED)
+
+
+class TestImages:
+    def test_stand_before_the_first_question_where_none_is_named(self):
+        placed = place_images([Turn("system", "s"), *ASKED], 2)
+        assert placed[1].text == "<image>\n<image>\nis it 3 ?"
+
+    def test_stay_where_the_text_has_them(self):
+        turns = [Turn("user", "this <image> and <image>"), Turn("assistant", "yes")]
+        assert place_images(turns, 2) == turns
+
+    @pytest.mark.parametrize(
+        ("turns", "images", "text"),
+        [
+            ([Turn("user", "<image>"), Turn("assistant", "a")], 2, "1 <image> for 2 images"),
+            ([Turn("user", "<image>"), Turn("assistant", "a")], 0, "1 <image> for 0 images"),
+            ([Turn("user", "b"), Turn("assistant", "<image>")], 1, "outside of the user's"),
+            ([Turn("user", "b")], 0, "an assistant's answer"),
+            ([Turn("assistant", "b")], 1, "needs a user's turn"),
+            ([Turn("user", "b"), Turn("assistant", "")], 0, "an answer is empty"),
+        ],
+    )
+    def test_that_do_not_add_up_are_refused(self, turns, images, text):
+        with pytest.raises(BadConversation, match=text):
+            place_images(turns, images)
+
+    def test_become_tokens_for_each_tile(self, tokenizer):
+        encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
+        turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
+        record = Record(turns, [image(16, 16), image(32, 16)])
+        text, tiles = encoder.text(record), encoder.tiles(record)
+        chat = encoder.chat
+        assert len(tiles) == 1 + 3
+        places = (text.input_ids == chat.image_token).nonzero().flatten()
+        assert (places[1:] - places[:-1] > 1).nonzero().flatten().tolist() == [3]
+        assert len(places) == 4 * 4
+        assert torch.equal(text.input_ids[1:], text.labels[:-1])
+        assert chat._tokenizer.decode(text.labels[text.loss_mask == 1]) == "first<|im_end|>"
+
+    def test_have_the_tokenizers_own_token(self, tokenizer):
+        chat = Chat(tokenizer(CHATML, "<|image_pad|>"), "<|image_pad|>")
+        ids, _ = chat.encode(place_images(ASKED, 1))
+        assert (ids == chat.image_token).sum() == 1
+        with pytest.raises(BadConversation, match="has the token <|image_pad|>"):
+            chat.encode([Turn("user", "say it"), Turn("assistant", "<|image_pad|>")])
+
+    def test_that_are_damaged_are_named_where_there_are_several(self, tokenizer):
+        encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
+        with pytest.raises(BadImage, match="image 2: neither of"):
+            encoder.tiles(Record(ASKED, [image(16, 16), b"nothing"]))
+
+
+class TestTokenizers:
+    def test_that_are_not_there_are_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="no such directory"):
+            Chat(tmp_path / "none")
+        with pytest.raises(ValueError, match="^tokenizer .*$"):
+            Chat(tmp_path)
+
+    def test_without_an_image_token_are_refused(self, tokenizer):
+        with pytest.raises(ValueError, match="no token <picture> for images"):
+            Chat(tokenizer(CHATML), "<picture>")
+
+    def test_that_differ_have_another_fingerprint(self, tokenizer):
+        one, same, other = (Chat(tokenizer(t)).fingerprint for t in (CHATML, CHATML, SHOUTING))
+        assert one == same != other
+
+
+class TestRecords:
+    def test_files_are_ordered_by_number(self):
+        files = {"10.png": b"ten", "2.jpg": b"two", "json": {"caption": "c"}}
+        assert read_record(CrudeSample(files), "?").images == [b"two", b"ten"]
+
+    def test_captions_are_answers_to_a_prompt(self):
+        asked = read_record(CrudeSample({"json": {"caption": " a cat ", "prompt": "name it"}}), "?")
+        assert asked.turns == [Turn("user", "name it"), Turn("assistant", "a cat")]
+        asked = read_record(CrudeSample({"txt": "a dog"}), "what?")
+        assert asked.turns == [Turn("user", "what?"), Turn("assistant", "a dog")]
+
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            (b"{", "its json is damaged"),
+            (b"[]", "is no object"),
+            (b"{}", "neither conversations nor a caption"),
+            (json.dumps({"conversations": "hello"}).encode(), "is no list of"),
+            (json.dumps({"conversations": [{"from": "x", "value": ""}]}).encode(), "speaker 'x'"),
+            (json.dumps({"caption": 3}).encode(), "a text is of type int"),
+        ],
+    )
+    def test_that_are_none_are_refused(self, content, text):
+        with pytest.raises(BadConversation, match=text):
+            read_record(CrudeSample(TextDecoder()({"json": content})), "?")

@@ -1,0 +1,70 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""docs/your-own-data.md, word for word, on a small folder of images."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from examples.mimo.nemotron_vlm.energon.__main__ import main
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import names, source
+
+REPOSITORY = Path(__file__).resolve().parents[5]
+DOCUMENT = (REPOSITORY / "docs" / "your-own-data.md").read_text()
+
+
+def block(kind: str, containing: str) -> str:
+    """The only fenced block of this kind with this text."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+    (found,) = (text for name, text in blocks if name == kind and containing in text)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, digits) -> Path:
+    """What the document assumes: images, conversations, and the tokenizer of the digits."""
+    entries = []
+    for number in range(60):
+        conversations = [{"from": "human", "value": "copy 3"}, {"from": "gpt", "value": "3"}]
+        entry = {"conversations": conversations}
+        if number % 3:
+            entry["image"] = f"cats/{number}.{'png' if number % 2 else 'jpg'}"
+            path = tmp_path / "photos" / entry["image"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8 * number, 16)).save(path)
+        entries.append(entry)
+    (tmp_path / "photos.json").write_text(json.dumps(entries))
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "digits").symlink_to(digits)
+    return tmp_path
+
+
+def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch, capsys):
+    def run(command: str) -> str | None:
+        program, *arguments = shlex.split(command.replace("\\\n", " "))
+        if program == "tools/data/survey.py":
+            assert main(arguments) == 0  # the same, without seconds of imports
+            return capsys.readouterr().out
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run([program, *arguments], env=os.environ | {"PATH": path})
+        assert done.returncode == 0
+
+    monkeypatch.chdir(folder)
+    Path("shards.py").write_text(block("python", "ShardWriter"))
+    run(block("", "python shards.py"))
+    run(block("", "energon prepare"))
+    printed = run(block("", "--max-tiles 6"))
+    assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
+    Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
+    run(block("", "tools/data/survey.py build/blend.yaml"))
+    opened = source(Path("build/blend.yaml"), Path("build/digits/tokenizer"))
+    drawn = [opened.name("train", number) for number in range(40)]
+    assert sum("photos" in name for name in drawn) == 30
+    assert len(names(opened, "test", range(2))) == 2

@@ -1,0 +1,31 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The extra that --data energon needs, and the tool that makes a data set for it."""
+
+import importlib
+import importlib.util
+
+import pytest
+
+import examples.mimo.nemotron_vlm.energon as package
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import tool
+
+
+@pytest.mark.parametrize("error", [None, ModuleNotFoundError("No module named 'megatron'")])
+def test_a_missing_package_is_refused_with_the_extra(monkeypatch, error):
+    find = importlib.util.find_spec
+
+    def without_energon(name: str):
+        if name != "megatron.energon":
+            return find(name)
+        if error:
+            raise error
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_energon)
+    with pytest.raises(ImportError, match=r"needs megatron.energon; .* pip install '.\[energon\]'"):
+        importlib.reload(package)
+
+
+def test_the_tool_does_not_write_over_data(digits, capsys):
+    assert tool().main([str(digits), "--samples", "8", "--seed", "0"]) == 2
+    assert "is there already" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Write a small data set for --data energon: strips of handwritten digits, and what they are.
+
+    tools/data/make_digits_webdataset.py OUT --samples N --seed S
+
+OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
+OUT/tokenizer. A strip has one to four of scikit-learn's digits (real 8×8 scans), beside or below
+each other, as PNG or JPEG; a conversation asks for them. One sample in six is text only: a sum, or
+digits to copy. An eighth of the samples is the part ``val``, of scans that ``train`` has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+try:
+    import numpy as np
+    import webdataset
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron.energon import BaseWebdatasetFactory
+except ImportError as error:
+    sys.exit(f"error: {error}; install with pip install '.[energon]'")
+
+MOST_DIGITS = 4
+HEIGHTS = (12, 20)
+"""Of a digit in pixels: so small that an image becomes one 16-pixel tile for each digit."""
+STRETCH = 0.06
+"""By how much of its length a strip is longer or shorter than its digits."""
+TEXT_ONLY = 1 / 6
+HELD_OUT = 8
+"""Of so many samples, and of so many scans, one is the validation's."""
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<unk>"]
+WORDS = ["?", "+", "=", *"0123456789", *"what digits are these read them in order copy".split()]
+TEMPLATE = (
+    "<s>{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "<assistant>{{ message['content'] }}</s>{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the data set; returns 2 if OUT is there already."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
+    parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
+    parser.add_argument("--seed", type=int, required=True, metavar="S")
+    parser.add_argument("--samples-per-shard", type=int, default=256, metavar="N")
+    given = parser.parse_args(arguments)
+    if given.samples < HELD_OUT:
+        parser.error(f"--samples {given.samples}: at least {HELD_OUT}")
+    if given.out.exists():
+        print(f"error: {given.out} is there already; remove it first", file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True)
+    scans = load_digits()
+    held_out = np.arange(len(scans.target)) % HELD_OUT == 0
+    sizes = {"train": given.samples - given.samples // HELD_OUT, "val": given.samples // HELD_OUT}
+    shards = []
+    for part, size in sizes.items():
+        mine = held_out if part == "val" else ~held_out
+        draw = np.random.default_rng([given.seed, part == "val"])
+        for first in range(0, size, given.samples_per_shard):
+            name = f"{part}-{first // given.samples_per_shard:04d}.tar"
+            shards.append(name)
+            with webdataset.TarWriter(str(given.out / name), mtime=0) as tar:
+                for number in range(first, min(first + given.samples_per_shard, size)):
+                    sample = _sample(draw, scans.images[mine], scans.target[mine])
+                    tar.write({"__key__": f"{part}-{number:06d}", **sample})
+    prepare(given.out, shards)
+    write_tokenizer(given.out / "tokenizer")
+    print(f"{given.out}: {sizes['train']} samples to train, {sizes['val']} held out")
+    return 0
+
+
+def prepare(path: Path, shards: list[str]) -> None:
+    """What `energon prepare` does: the index, the split by the shards' names, dataset.yaml."""
+    parts = [("train", "train-.*"), ("val", "val-.*")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        BaseWebdatasetFactory.prepare_dataset(path, shards, split_parts_patterns=parts, workers=1)
+    kind = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    (path / ".nv-meta" / "dataset.yaml").write_text(kind)
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer of words and single digits; the digit d has the id 10 + d."""
+    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+
+
+def _sample(draw: np.random.Generator, images: np.ndarray, digits: np.ndarray) -> dict:
+    if draw.random() < TEXT_ONLY:
+        return {"json": _conversation(*_text_task(draw))}
+    chosen = draw.integers(len(images), size=draw.integers(1, MOST_DIGITS + 1))
+    kind = "png" if draw.random() < 0.5 else "jpg"
+    question = ("what digits are these ?", "read them in order")[int(draw.integers(2))]
+    answer = " ".join(str(digits[i]) for i in chosen)
+    strip = _strip(draw, images[chosen])
+    return {kind: strip_bytes(strip, kind), "json": _conversation(f"<image>\n{question}", answer)}
+
+
+def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
+    """Digits beside or below each other, dark on light, of some size and a little stretched."""
+    below = draw.random() < 0.5
+    pixels = np.concatenate(scans, axis=0 if below else 1)
+    strip = Image.fromarray((255 - pixels * 255 / 16).astype(np.uint8))
+    height = draw.integers(HEIGHTS[0], HEIGHTS[1] + 1)
+    length = round(height * len(scans) * (1 + draw.uniform(-STRETCH, STRETCH)))
+    return strip.resize((height, length) if below else (length, height)).convert("RGB")
+
+
+def strip_bytes(image: Image.Image, kind: str) -> bytes:
+    """An image as a file: 'png' or 'jpg'."""
+    file = io.BytesIO()
+    image.save(file, "PNG" if kind == "png" else "JPEG")
+    return file.getvalue()
+
+
+def _text_task(draw: np.random.Generator) -> tuple[str, str]:
+    numbers = draw.integers(10, size=draw.integers(2, 7)).tolist()
+    if draw.random() < 0.5:
+        return f"{numbers[0]} + {numbers[1]} =", str(numbers[0] + numbers[1])
+    text = " ".join(map(str, numbers))
+    return f"copy {text}", text
+
+
+def _conversation(question: str, answer: str) -> bytes:
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return json.dumps({"conversations": turns}).encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
