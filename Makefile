@@ -4,14 +4,20 @@
 PYTHON ?= python3
 VENV := .venv
 CHECKOUT := build/Megatron-LM
-RUN ?= build/runs/train
+DATA ?= digits
+RUN ?= build/runs/$(if $(filter digits,$(DATA)),train,$(DATA))
+SHARDS := build/digits
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 TRAIN_RANKS ?= 8
 TRAIN_ARGS ?= --model tiny --device cpu --placement colocated \
-	--encoder tp=2,dp=4 --language tp=1,cp=2,pp=2,dp=2,ep=2 --data digits --seed 1 \
+	--encoder tp=2,dp=4 --language tp=1,cp=2,pp=2,dp=2,ep=2 --seed 1 \
 	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
 	--train-iters 350 --lr 3e-3 --lr-warmup-iters 20 --eval-interval 50 --eval-iters 4
+TRAIN_DATA = --data digits
+ifeq ($(DATA),energon)
+TRAIN_DATA = --data energon:$(abspath $(SHARDS)) --tokenizer-model $(abspath $(SHARDS))/tokenizer
+endif
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
@@ -40,11 +46,17 @@ apply: $(VENV)/installed fetch ## Put the overlay onto the checkout
 lock: ## After a change to patches or overlay: canonical patches and the lock
 	@tools/python.sh tools/overlay refresh
 
-train: setup ## Train the tiny VLM on real digits, on CPU ranks
+$(SHARDS)/tokenizer: | setup
+	$(VENV)/bin/python tools/data/make_digits_webdataset.py $(SHARDS) --samples 4000 --seed 1
+	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer $(SHARDS)/tokenizer \
+	    --tile 16 --tokens-per-tile 4
+
+train: setup $(if $(filter energon,$(DATA)),$(SHARDS)/tokenizer) ## Train the tiny VLM on real digits, on CPU ranks; DATA=energon reads them from shards
 	@mkdir -p $(RUN)
 	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/torchrun \
 	    --standalone --nproc-per-node $(TRAIN_RANKS) \
-	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) $(TRAIN_OUT)
+	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) \
+	    $(TRAIN_DATA) $(TRAIN_OUT)
 
 test: setup ## Show every capability: each test once, with the first of its rows
 	$(VENV)/bin/python tests/run.py --once

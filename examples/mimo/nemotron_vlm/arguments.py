@@ -162,7 +162,7 @@ def _complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
-    args.image_token = IMAGE  # until the source is known
+    args.image_token_id = IMAGE  # until the source is known
     args.language_std = args.init_method_std  # None: of each matrix from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:

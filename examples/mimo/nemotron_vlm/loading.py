@@ -61,6 +61,8 @@ def _refusing(load: Callable, args: Namespace) -> Callable:
             if directory and args.verify_integrity:
                 verify_manifest(directory)  # before anything is read, which Megatron does after it
                 args.verify_integrity = False
+            if directory and not args.finetune:
+                _check_data(args, directory)
             if directory and not _saved_in_this_layout(args, directory):
                 args.no_load_rng = True
                 print_rank_0("another layout was saved: random states are not loaded")
@@ -92,6 +94,17 @@ def _newest(args: Namespace) -> str | None:
     return checkpointing.get_checkpoint_name(
         args.load, args.ckpt_step or iteration, release, return_base_dir=True
     )
+
+
+def _check_data(args: Namespace, directory: str) -> None:
+    """The run goes on in the stream that it left."""
+    saved = load_common_state_dict(directory).get("args")
+    kept = getattr(saved, "data", None), getattr(saved, "data_fingerprint", None)
+    if kept[0] == args.data and kept[1] != args.data_fingerprint and saved.seed == args.seed:
+        raise UserError(
+            f"--load {args.load}: {args.data} has other samples than when this was saved, so that "
+            "the run cannot go on where it stood; --finetune takes the weights and begins anew"
+        )
 
 
 def _saved_in_this_layout(args: Namespace, directory: str) -> bool:

@@ -210,7 +210,7 @@ def build_vlm(
                     args, configs.language, specs, language.groups, vp_stage
                 ),
                 modality_submodules_spec={IMAGES: vision} if number == 0 else {},
-                special_token_ids={IMAGES: args.image_token},
+                special_token_ids={IMAGES: args.image_token_id},
                 module_to_grid_map={name: module.grid for name, module in held.items()},
             )
         )

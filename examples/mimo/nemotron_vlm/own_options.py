@@ -97,6 +97,17 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="give rows to ranks and microbatches in the stream's order, not by what they cost",
     )
+    add("--max-tiles", type=int, default=12, metavar="N", help="of an image, beside its thumbnail")
+    add("--no-thumbnail", dest="thumbnail", action="store_false", help="only the tiles themselves")
+    add(
+        "--bad-samples",
+        choices=["skip", "refuse"],
+        default="skip",
+        help="what to do with a data set that has any",
+    )
+    add("--prompt", default="Describe the image.", metavar="TEXT", help="asks for a caption")
+    add("--image-token", default="<image>", metavar="TOKEN", help="of the tokenizer")
+    add("--surveys", metavar="DIR", help="where surveys are; beside the data by default")
     add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one per step")
     add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
     add(

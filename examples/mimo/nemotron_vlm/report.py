@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 import torch
 
 from examples.mimo.nemotron_vlm.data import SampleSource
-from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT
 from examples.mimo.nemotron_vlm.forward_step import Answers
 
 
@@ -28,21 +27,16 @@ class Reading:
 
 
 def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading]:
-    """The first samples that were read, up to ``count``."""
-    shown = sorted({sample for sample, _ in answers})[:count]
+    """The first samples with images that were read, up to ``count``."""
+    numbers = sorted({sample for sample, _ in answers})
+    shown = [number for number in numbers if source.costs("test", number, 1)[0, 1]][:count]
     return [_reading(source, n, [answers[p] for p in sorted(answers) if p[0] == n]) for n in shown]
 
 
 def _reading(source: SampleSource, number: int, tokens: list[int]) -> Reading:
     text = source.text("test", number)
     answer = text.labels[text.loss_mask.bool()].tolist()
-    return Reading(source.tiles("test", number) / 255, _digits(answer), _digits(tokens))
-
-
-def _digits(tokens: list[int]) -> str:
-    return "".join(
-        str(t - FIRST_DIGIT) if FIRST_DIGIT <= t < FIRST_DIGIT + 10 else "?" for t in tokens[:-1]
-    )
+    return Reading(source.tiles("test", number) / 255, source.words(answer), source.words(tokens))
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:

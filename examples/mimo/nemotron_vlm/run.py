@@ -91,6 +91,7 @@ def run(argv: list[str]) -> None:
         args = options.args
         _check_outputs(args)
         source = make_source(args, options.preset.encoder)
+        _say_left_out(source, args)
         session = open_session(options, source)
         _say(_banner(options), args)
         records = train(session)
@@ -196,6 +197,13 @@ def _banner(options: Options) -> str:
         f"samples a step\n"
         f"{layout_table(lay)}"
     )
+
+
+def _say_left_out(source: SampleSource, args: Namespace) -> None:
+    for split in ("train", "test") if args.eval_iters else ("train",):
+        if found := source.left_out(split):
+            counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
+            _say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
 
 
 def _say(text: str, args: Namespace) -> None:

@@ -8,39 +8,65 @@ from argparse import Namespace
 
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import EncoderPreset
 
-__all__ = ["SampleSource", "Text", "make_source"]
-
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
+
+ENERGON = "energon:"
 
 
 def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
-    """Build the source that ``--data`` names, and tell the model its image token.
+    """Build the source that ``--data`` names; the model gets its image token.
 
     Raises:
         UserError: if there is no such source, or its samples do not fit the tile, the sequence or
             the vocabulary.
     """
     name = args.data
-    if name not in SOURCES:
-        raise UserError(f"--data {name}: no such data; choose from {', '.join(SOURCES)}")
+    sizes = {
+        "tile": encoder.tile,
+        "tokens_per_tile": encoder.tokens_per_tile,
+        "seq_length": args.seq_length,
+        "seed": args.seed,
+    }
     try:
-        source = SOURCES[name](
-            tile=encoder.tile,
-            tokens_per_tile=encoder.tokens_per_tile,
-            seq_length=args.seq_length,
-            seed=args.seed,
-        )
-        source.text("train", 0)
+        if name.startswith(ENERGON):
+            source = _energon(name.removeprefix(ENERGON), args, sizes)
+        elif name in SOURCES:
+            source = SOURCES[name](**sizes)
+            source.text("train", 0)
+        else:
+            known = ", ".join(SOURCES)
+            raise UserError(f"--data {name}: no such data; choose from {known}, {ENERGON}PATH")
+    except ImportError as error:
+        raise UserError(str(error)) from error
     except ValueError as error:
-        raise UserError(f"--data {name}: {error}; change --seq-length or --model") from error
+        advice = "" if name.startswith(ENERGON) else "; change --seq-length or --model"
+        raise UserError(f"--data {name}: {error}{advice}") from error
     if source.vocab_size > args.padded_vocab_size:
         raise UserError(
             f"--data {name} has token ids up to {source.vocab_size - 1}: --vocab-size must be at "
             f"least {source.vocab_size}"
         )
-    args.image_token = source.image_token
+    args.image_token_id, args.data_fingerprint = source.image_token, source.fingerprint
     return source
+
+
+def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
+    from examples.mimo.nemotron_vlm.energon.source import EnergonSource  # of an extra
+
+    if args.tokenizer_model is None:
+        raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
+    return EnergonSource(
+        path,
+        **sizes,
+        tokenizer=args.tokenizer_model,
+        max_tiles=args.max_tiles,
+        thumbnail=args.thumbnail,
+        bad_samples=args.bad_samples,
+        prompt=args.prompt,
+        image_token=args.image_token,
+        surveys=args.surveys,
+    )

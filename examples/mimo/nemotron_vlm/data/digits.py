@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 from examples.mimo.nemotron_vlm.data.sample import (
-    SampleSource,
-    Text,
-    digit_score,
+    DigitTask,
     most_tiles,
     reading_length,
     reading_task,
 )
+from examples.mimo.nemotron_vlm.text import Text
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
@@ -28,7 +27,7 @@ MOST_DIGITS = 3
 """Of a sample; fewer where the sequence length does not hold as many."""
 
 
-class DigitStrips(SampleSource):
+class DigitStrips(DigitTask):
     """Strips of one to `MOST_DIGITS` tiles drawn from scikit-learn's digits.
 
     Args:
@@ -37,8 +36,6 @@ class DigitStrips(SampleSource):
         seq_length: tokens that a sample must fit.
         seed: of the drawing; the train/test split does not depend on it.
     """
-
-    score = staticmethod(digit_score)
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         if tile % 8:

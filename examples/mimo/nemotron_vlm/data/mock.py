@@ -8,19 +8,16 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import (
-    SampleSource,
-    Text,
-    digit_score,
+    DigitTask,
     most_tiles,
     reading_length,
     reading_task,
 )
+from examples.mimo.nemotron_vlm.text import Text
 
 
-class MockStrips(SampleSource):
+class MockStrips(DigitTask):
     """Samples with as many tiles as the sequence length holds; nothing can be learnt from them."""
-
-    score = staticmethod(digit_score)
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         self._shape = (max(1, most_tiles(tokens_per_tile, seq_length)), 3, tile, tile)

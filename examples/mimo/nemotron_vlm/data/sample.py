@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from examples.mimo.nemotron_vlm.text import Text
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10
@@ -16,19 +17,6 @@ FIRST_DIGIT = 10
 
 Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of answer tokens ``labels [n]`` and ``read [n]``: which are right, and which count, bool [n]."""
-
-
-class Text(NamedTuple):
-    """The tokens of one sample, without padding.
-
-    input_ids: [n] int64, with as many image tokens as the sample's tiles become embeddings.
-    labels: [n] int64, the next token at each position.
-    loss_mask: [n] float32, 1 where the label is part of an answer.
-    """
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
 
 
 class SampleSource:
@@ -56,6 +44,14 @@ class SampleSource:
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Its image tiles, uint8 [n, 3, H, W]; n may be 0."""
         raise NotImplementedError
+
+    def words(self, tokens: list[int]) -> str:
+        """An answer as people read it."""
+        return " ".join(map(str, tokens))
+
+    def left_out(self, split: str) -> dict[str, int]:
+        """Samples of the data that no number has, counted by reason."""
+        return {}
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
         """Tokens and tiles of samples from ``first`` on, int64 [count, 2]; it should be cheap."""
@@ -99,3 +95,14 @@ def digit_score(labels: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor,
     """The digits of an answer count, each for itself."""
     is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
     return (read == labels) & is_digit, is_digit
+
+
+class DigitTask(SampleSource):
+    """What reading tasks have in common."""
+
+    score = staticmethod(digit_score)
+
+    def words(self, tokens: list[int]) -> str:
+        """See `SampleSource`; the last token should be EOS."""
+        digits = (token - FIRST_DIGIT for token in tokens[:-1])
+        return "".join(str(digit) if 0 <= digit < 10 else "?" for digit in digits)

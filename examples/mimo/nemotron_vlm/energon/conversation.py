@@ -115,6 +115,10 @@ class Chat:
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
 
+    def words(self, tokens: list[int]) -> str:
+        """The text of some tokens, without special ones."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
     def encode(self, turns: list[Turn]) -> Encoded:
         """Write a conversation with the chat template; each placeholder is one image token.
 

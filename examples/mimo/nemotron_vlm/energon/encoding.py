@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +23,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     read_record,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling, open_image
-
-
-class Text(NamedTuple):
-    """The text of one sample, unpadded: n tokens.
-
-    input_ids: int64 [n], with ``tokens_per_tile`` image tokens for each tile. labels: int64 [n],
-    the next token at each position. loss_mask: float32 [n], 1 where the label is part of an answer.
-    """
-
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
+from examples.mimo.nemotron_vlm.text import Text
 
 
 @dataclass(frozen=True)

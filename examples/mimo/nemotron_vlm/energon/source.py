@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Text
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
@@ -25,6 +25,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
+from examples.mimo.nemotron_vlm.text import Text
 
 NAMED = 3
 """Bad samples that a refusal names."""
@@ -60,7 +61,10 @@ class EnergonSource:
         tiles_per_sample: mean of the training split.
         fingerprint: of the training split's samples with their tokens and tiles; neither of the
             order nor of the sequence length.
+        score: none of its own, so that answers count as a whole.
     """
+
+    score = None
 
     def __init__(
         self,
@@ -122,6 +126,10 @@ class EnergonSource:
             ValueError: as for `text`.
         """
         return self._read(split, number, self._encoder.tiles, 1, len)
+
+    def words(self, tokens: list[int]) -> str:
+        """An answer as people read it."""
+        return self._encoder.chat.words(tokens)
 
     def name(self, split: str, number: int) -> str:
         """Where a sample lies: ``data set/shard/key``."""

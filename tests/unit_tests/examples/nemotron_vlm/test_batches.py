@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.mimo.nemotron_vlm.data import SampleSource, Text
+from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.balance import assign_rows
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.reading import Reader
@@ -19,6 +19,7 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, StepPlan, Take
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.text import Text
 
 SEQ_LENGTH = 32
 TOKENS_PER_TILE = 4

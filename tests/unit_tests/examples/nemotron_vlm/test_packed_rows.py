@@ -71,7 +71,9 @@ class TestPackedRows:
     @pytest.mark.parametrize(
         ("encoder", "language", "more"),
         [
-            pytest.param("dp=4", "cp=2,pp=2,dp=1", ("--num-workers", "4"), id="cp-2-pp-2-workers-4"),
+            pytest.param(
+                "dp=4", "cp=2,pp=2,dp=1", ("--num-workers", "4"), id="cp-2-pp-2-workers-4"
+            ),
             pytest.param("dp=4", "cp=2,dp=2,ep=2", (), id="fan-in-2-cp-2-ep-2"),
             pytest.param("tp=4", "tp=2,dp=2", ("--no-balance",), id="fan-out-2-tp-2"),
             pytest.param("dp=2", "dp=2", ("--placement", "non-colocated"), id="non-colocated-dp-2"),

@@ -1,0 +1,88 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training on energon's data: one trajectory in every layout, each sample once an epoch."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    OWN_DEFAULTS,
+    assert_same_trajectory_as_one_rank,
+)
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+SAMPLES = 96
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Digits in shards, made by one rank for all."""
+    made = [None]
+    with tempfile.TemporaryDirectory() as directory:
+        if Utils.rank == 0:
+            made = [Path(directory) / "digits"]
+            make_digits(made[0], samples=SAMPLES, seed=2)
+            survey(made[0])
+        if Utils.world_size > 1:
+            Utils.initialize_distributed()
+            dist.broadcast_object_list(made, 0)
+        yield made[0]
+        if Utils.world_size > 1:
+            dist.barrier()
+
+
+class TestTrajectory:
+    @requires_world_size(4)
+    @pytest.mark.parametrize(
+        ("encoder", "language", "more"),
+        [
+            pytest.param("dp=4", "cp=2,pp=2,dp=1,ep=2", ("--num-workers", "4"), id="cp-2-pp-2"),
+            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", (), id="tp-2-ep-2"),
+        ],
+    )
+    def test_packed_trajectory_equals_one_rank(self, data, encoder, language, more):
+        packed = ("--pack", "--seq-length", "64", "--pack-window", "32", "--micro-batch-size", "1")
+        of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
+        assert_same_trajectory_as_one_rank(
+            encoder, language, *more, common=(*OWN_DEFAULTS, *packed, *of), samples=8
+        )
+
+
+class TestEpoch:
+    @requires_world_size(1)
+    @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
+    def test_a_run_that_goes_on_with_another_dp_sees_each_sample_once(self, data, packing):
+        opened = source(data)
+        rows = Rows(opened, "train", 64, packing, seed=5)
+        epoch = opened.epoch_size("train")
+        assert epoch % 28 == 0
+        whole = epoch if packing is None else _rows_of(rows, epoch)
+        before = whole // 2 // 2 * 2
+        parts = [(2, 0, before), (1, before, whole - before)]
+        read = Counter()
+        for dp, first, count in parts:
+            layouts = Layouts(Layout(dp=dp), Layout(dp=dp), Batch(count, 1, 64))
+            for rank in range(dp):
+                # Opened anew, as in another process.
+                stream = Rows(source(data), "train", 64, packing, seed=5)
+                plan = StepPlan(layouts, rank, rank, row_cost=sum)
+                for take in plan.takes(stream, first, count // dp, 1):
+                    read.update(opened.name("train", n) for row in take.rows for n in row)
+        assert len(read) == epoch and set(read.values()) == {1}
+
+
+def _rows_of(rows: Rows, samples: int) -> int:
+    """Rows that hold the first samples."""
+    seen, count = 0, 0
+    while seen < samples:
+        seen += len(rows.samples(count, 1)[0])
+        count += 1
+    return count
