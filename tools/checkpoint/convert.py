@@ -26,7 +26,6 @@ def main(argv: list[str]) -> int:
     if problem := _prepare():
         return _fail(problem)
     from conversion.errors import ConversionError
-
     from examples.mimo.nemotron_vlm.errors import UserError
 
     try:
@@ -89,8 +88,6 @@ def _prepare() -> str | None:
         sys.modules.pop("megatron", None)
         if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
             return "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     from megatron.core import cpu_runtime
 
     cpu_runtime.install()
@@ -120,7 +117,7 @@ def _to_megatron(options: argparse.Namespace) -> None:
         seed=options.seed,
     )
     _list("not in our model, left out", dropped)
-    _list("in no file, initial weights", initial)
+    _list(f"initial weights of seed {options.seed}", initial)
     print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")
 
 
@@ -133,7 +130,6 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
 
 def _base(options: argparse.Namespace):
     from conversion.errors import ConversionError
-
     from examples.mimo.nemotron_vlm.presets import find_preset
 
     try:
@@ -153,4 +149,6 @@ def _fail(reason: str) -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -13,9 +13,10 @@ import torch
 
 from conversion.errors import ConversionError
 from conversion.program_model import Part, program_model, saved_key
-from conversion.rows import check
+from conversion.rows import differences, refuse
 from conversion.sources import (
     OURS,
+    PARTS,
     Source,
     check_sources,
     matching,
@@ -77,7 +78,7 @@ def to_megatron(
         seed: of the initial weights of parts that there is no source for.
 
     Returns:
-        Names of the tensors that were not converted, and of ours that have their initial weights.
+        Names of the tensors that were not converted, and the parts that have initial weights.
 
     Raises:
         ConversionError: nothing is written then.
@@ -92,7 +93,6 @@ def to_megatron(
             for source, translation in zip(sources, translations, strict=True)
             for name in translation.of_ours
         }
-        initial = [name for name in program.parts if name not in origin]
 
         def dtype(name: str) -> torch.dtype:
             if name not in origin:
@@ -110,7 +110,8 @@ def to_megatron(
         with whole_directory(out) as directory:
             write_preset(preset, directory / MODEL)
             write_checkpoint(directory, program.parts.values(), dtypes, program.objects, make)
-    return dropped, initial
+    given = {source.part for source in sources}
+    return dropped, [part for part in PARTS if part not in given]
 
 
 def to_hugging_face(
@@ -174,4 +175,4 @@ def _check_saved(saved: Checkpoint, sources: list[Source], parts: list[Part]) ->
     held = tuple(saved_key(OURS[source.part]) for source in sources)
     wanted = {part.key: part.global_shape for part in parts if part.key.startswith(held)}
     found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}
-    check(wanted, found, str(saved.directory))
+    refuse(differences(wanted, found, saved.directory))

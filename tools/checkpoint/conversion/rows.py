@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -97,12 +98,8 @@ def translate(table: Table, shapes: Mapping[str, Shape]) -> Translation:
     return made
 
 
-def check(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: str) -> None:
-    """Compare names and shapes.
-
-    Raises:
-        ConversionError: lists every tensor that is missing, surplus or has another shape.
-    """
+def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> list[str]:
+    """A line for every tensor that is missing, surplus or has another shape."""
     lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
     lines += [f"surplus: {name} {list(found[name])}" for name in found if name not in wanted]
     lines += [
@@ -110,5 +107,10 @@ def check(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: str) -
         for name, shape in wanted.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
+    return [f"{where}: {line}" for line in lines]
+
+
+def refuse(lines: list[str]) -> None:
+    """Raise ConversionError with the lines, if there are any."""
     if lines:
-        raise ConversionError(f"{where} does not fit:\n  " + "\n  ".join(lines))
+        raise ConversionError("the tensors do not fit\n  " + "\n  ".join(lines))

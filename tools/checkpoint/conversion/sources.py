@@ -12,7 +12,7 @@ from typing import Any
 
 from conversion import nemotron_h, projector, radio
 from conversion.errors import ConversionError
-from conversion.rows import Shape, Table, Translation, check, translate
+from conversion.rows import Shape, Table, Translation, differences, refuse, translate
 from conversion.tensor_files import TensorFiles
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 
@@ -37,13 +37,15 @@ CONFIGS = {"nemotron_h": (LANGUAGE,), "radio": (ENCODER,), "nemotron_h_omni": PA
 class Source:
     """A part of the model in a directory.
 
-    prefix: of its names there. config: transformers' own class; None for a projector.
+    prefix: of its names there. config: transformers' own class; None for a projector. beside: all
+    parts that the directory has.
     """
 
     part: str
     files: TensorFiles
     prefix: str
     config: Any
+    beside: tuple[str, ...]
 
     @property
     def outer(self) -> str:
@@ -96,7 +98,7 @@ def sources_of(directory: Path, wanted: Iterable[str] = PARTS) -> list[Source]:
     if not (directory / "config.json").exists():
         if not any(name.startswith(projector.THEIRS) for name in files.shapes):
             raise ConversionError(f"{directory}: no config.json")
-        found = [Source(PROJECTOR, files, ALONE[PROJECTOR], None)]
+        found = [Source(PROJECTOR, files, ALONE[PROJECTOR], None, (PROJECTOR,))]
     else:
         found = _configured(files)
     chosen = [source for source in found if source.part in wanted]
@@ -119,10 +121,10 @@ def _configured(files: TensorFiles) -> list[Source]:
             f"{files.directory}/config.json: model_type is {config.model_type}, wanted {names}"
         )
     if len(parts) == 1:
-        return [Source(parts[0], files, ALONE[parts[0]], config)]
+        return [Source(parts[0], files, ALONE[parts[0]], config, parts)]
     _check_omni(config)
     configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: None}
-    return [Source(part, files, IN_VLM[part], configs[part]) for part in parts]
+    return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
 
 
 def _check_omni(config: Any) -> None:
@@ -152,9 +154,7 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
     return preset
 
 
-def translate_source(
-    source: Source, preset: VLMPreset, ours: Mapping[str, Shape]
-) -> Translation:
+def translate_source(source: Source, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
     """A part's translation; ``ours`` are the shapes of our whole model."""
     prefix = OURS[source.part]
     held = {name: shape for name, shape in ours.items() if name.startswith(prefix)}
@@ -175,22 +175,23 @@ def check_sources(
     Raises:
         ConversionError: lists all that is missing, surplus or misshapen.
     """
-    wanted: dict[str, Shape] = {}
-    found: dict[str, Shape] = {}
-    dropped = []
-    for source, translation in zip(sources, translations, strict=True):
-        wanted |= translation.shapes
-        dropped += source.not_held()
-    for files in {id(source.files): source.files for source in sources}.values():
-        found |= files.shapes
-        dropped += matching(files.shapes, leave_out)
-    if set(dropped) & wanted.keys():
-        names = ", ".join(sorted(set(dropped) & wanted.keys()))
-        raise ConversionError(f"--leave-out fits tensors that the model has: {names}")
-    found = {name: shape for name, shape in found.items() if name not in set(dropped)}
-    parts = {source.part for source in sources}
-    if len(sources) == 1 and sources[0].prefix in IN_VLM.values():  # one part of a whole VLM
-        prefix = sources[0].prefix
-        found = {name: shape for name, shape in found.items() if name.startswith(prefix)}
-    check(wanted, found, " and ".join(f"the {part}" for part in PARTS if part in parts))
-    return sorted(set(dropped))
+    problems, left_out = [], set()
+    for directory in dict.fromkeys(source.files.directory for source in sources):
+        wanted: dict[str, Shape] = {}
+        here = []
+        for source, translation in zip(sources, translations, strict=True):
+            if source.files.directory == directory:
+                wanted |= translation.shapes
+                here.append(source)
+        found = dict(here[0].files.shapes)
+        if {source.part for source in here} < set(here[0].beside):
+            prefixes = tuple(source.prefix for source in here)
+            found = {name: shape for name, shape in found.items() if name.startswith(prefixes)}
+        dropped = {*matching(found, leave_out)}.union(*(source.not_held() for source in here))
+        if needed := sorted(dropped & wanted.keys()):
+            raise ConversionError(f"--leave-out fits what the model has: {', '.join(needed)}")
+        left_out |= dropped
+        found = {name: shape for name, shape in found.items() if name not in dropped}
+        problems += differences(wanted, found, directory)
+    refuse(problems)
+    return sorted(left_out)

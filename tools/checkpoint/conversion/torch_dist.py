@@ -140,7 +140,9 @@ class _LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         key = read_item.dest_index.fqn, tuple(read_item.dest_index.offset)
         box = self._into[key]
-        for dim, (at, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (at, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             box = box.narrow(dim, at, size)
         return box
 
