@@ -205,7 +205,10 @@ def find_preset(model: str) -> VLMPreset:
             name: tuple(value) if isinstance(value, list) else value
             for name, value in read["encoder"].items()
         }
-        parts = {"encoder": EncoderPreset(**encoder), "language": LanguagePreset(**read["language"])}
+        parts = {
+            "encoder": EncoderPreset(**encoder),
+            "language": LanguagePreset(**read["language"]),
+        }
         return VLMPreset(**read | parts)
     except OSError as error:
         names = ", ".join(sorted(PRESETS))

@@ -43,9 +43,14 @@ class RandomText:
         return Sample(tiles, ids, ids.roll(-1), torch.ones(LENGTH))
 
 
-def program_logits(load: Path, *options: str, source: RandomText) -> torch.Tensor:
+def loading(directory: Path) -> tuple[str, ...]:
+    """Options that load a converted checkpoint."""
+    model = ("--model", str(directory / "model.json"))
+    return (*model, "--pretrained-checkpoint", str(directory))
+
+
+def program_logits(*options: str, source: RandomText) -> torch.Tensor:
     """The logits [samples, tokens, vocabulary] of all samples, on every rank."""
-    model = ("--model", str(load / "model.json"), "--pretrained-checkpoint", str(load))
     rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def step(microbatches, model):
@@ -62,7 +67,7 @@ def program_logits(load: Path, *options: str, source: RandomText) -> torch.Tenso
 
         return output, counted
 
-    with trainer(*model, *BATCH, *options, source=source) as run:
+    with trainer(*BATCH, *options, source=source) as run:
         batches = RerunDataIterator(held_out(run.args, run.plan, run))
         loop.evaluate(
             step,

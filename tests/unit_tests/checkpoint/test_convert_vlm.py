@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copyfile
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from tests.unit_tests.checkpoint.program_logits import (
     SAMPLES,
     TILE,
     RandomText,
+    loading,
     program_logits,
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
@@ -62,7 +64,7 @@ def converted(path: Path) -> Path:
 
 
 def assert_same_logits(directory: Path, *layouts: str) -> None:
-    ours = program_logits(directory, *layouts, source=IMAGES_AND_TEXT)
+    ours = program_logits(*loading(directory), *layouts, source=IMAGES_AND_TEXT)
     assert (ours - their_logits()).abs().max() <= TOLERANCE
 
 
@@ -104,6 +106,15 @@ class TestOneRank:
         said = convert("megatron-to-hf", directory, *back)
         assert "video_embedder.weight" in said  # which ours does not have
         assert_same_bits(shared_path / "back", shared_path / "theirs")
+
+        (shared_path / "config").mkdir()
+        copyfile(shared_path / "theirs" / "config.json", shared_path / "config" / "config.json")
+        like = ("--like", shared_path / "config", "--out", shared_path / "ours-only")
+        convert("megatron-to-hf", directory, *like)
+        theirs, ours = (tensors_of(shared_path / name) for name in ("theirs", "ours-only"))
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        lacking = {name.rpartition(".")[2] for name in theirs.keys() - ours.keys()}
+        assert lacking == {"lambda1", "summary_idxs", "weight"}  # the last is the video embedder's
 
     @requires_world_size(1)
     def test_parts_that_are_not_given_begin_as_the_program_would(self, shared_path):

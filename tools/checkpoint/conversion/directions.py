@@ -121,8 +121,8 @@ def to_hugging_face(
 
     Args:
         checkpoint: of the program.
-        like: the directory of a model of the same sizes. Its configuration and other files are
-            copied, and so are the tensors that our model does not have.
+        like: the directory of a model of the same sizes, with or without its tensors. Its
+            configuration and other files are copied, and so are tensors that our model lacks.
         base: sizes of the parts that ``like`` does not have.
         out: the new directory.
         limit: bytes of a file.
@@ -134,7 +134,7 @@ def to_hugging_face(
         ConversionError: nothing is written then.
     """
     saved = Checkpoint(checkpoint)
-    sources = sources_of(like)
+    sources = sources_of(like, may_lack_tensors=True)
     preset = preset_of(sources, base, None)
     with program_model(preset) as program:
         parts = program.parts

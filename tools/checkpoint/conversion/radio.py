@@ -62,6 +62,8 @@ and it has neither a summary nor videos."""
 
 def outer_name(files: TensorFiles, prefix: str) -> str:
     """What the encoder's names in a file begin with, after ``prefix``."""
+    if not files.shapes:
+        return "radio_model."
     found = [name for name in files.shapes if name.startswith(prefix) and name.endswith(EMBEDDER)]
     if len(found) != 1:
         raise ConversionError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")

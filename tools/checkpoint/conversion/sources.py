@@ -37,8 +37,8 @@ CONFIGS = {"nemotron_h": (LANGUAGE,), "radio": (ENCODER,), "nemotron_h_omni": PA
 class Source:
     """A part of the model in a directory.
 
-    prefix: of its names there. config: transformers' own class; None for a projector. beside: all
-    parts that the directory has.
+    prefix: of its names there. config: transformers' own class, for a projector the whole VLM's or
+    None. beside: all parts that the directory has.
     """
 
     part: str
@@ -88,13 +88,15 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
 
-def sources_of(directory: Path, wanted: Iterable[str] = PARTS) -> list[Source]:
+def sources_of(
+    directory: Path, wanted: Iterable[str] = PARTS, may_lack_tensors: bool = False
+) -> list[Source]:
     """The parts in a directory, of those wanted.
 
     Raises:
         ConversionError: it has none of them, or no configuration where one is needed.
     """
-    files = TensorFiles(directory)
+    files = TensorFiles(directory, may_lack_tensors)
     if not (directory / "config.json").exists():
         if not any(name.startswith(projector.THEIRS) for name in files.shapes):
             raise ConversionError(f"{directory}: no config.json")
@@ -123,7 +125,7 @@ def _configured(files: TensorFiles) -> list[Source]:
     if len(parts) == 1:
         return [Source(parts[0], files, ALONE[parts[0]], config, parts)]
     _check_omni(config)
-    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: None}
+    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: config}
     return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
 
 
@@ -149,6 +151,8 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
             encoder = radio.encoder_preset(source.config, base.encoder, tile)
             encoder = radio.with_pixels_of(source.files, source.outer, encoder)
             preset = replace(preset, encoder=encoder)
+        elif source.config:
+            preset = replace(preset, projector_ffn=source.config.projector_hidden_size)
         elif inner := source.files.shapes.get(source.prefix + projector.INNER):
             preset = replace(preset, projector_ffn=inner[0])
     return preset

@@ -24,17 +24,18 @@ class TensorFiles:
 
     Args:
         directory: with one or several ``.safetensors`` files.
+        may_be_none: there need not be any.
 
     Raises:
         ConversionError: there is none, one is damaged, or two have a tensor of the same name.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, may_be_none: bool = False) -> None:
         self.directory = directory
         self._files: dict[str, safe_open] = {}
         self.shapes: dict[str, Shape] = {}
         paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
+        if not paths and not may_be_none:
             raise ConversionError(f"{directory}: no .safetensors files")
         for path in paths:
             try:
@@ -86,6 +87,7 @@ def write_files(
         file = ONE_FILE if len(groups) == 1 else of
         made = {name: tensor.contiguous() for name, tensor in make(names).items()}
         save_file(made, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # it is the owner's alone
         places |= dict.fromkeys(names, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
