@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import convert
+from examples.mimo.nemotron_vlm.presets import find_preset
 from tests.unit_tests.checkpoint.conversions import tensors_of
 from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save
 from tests.unit_tests.test_utilities import Utils
@@ -92,6 +93,25 @@ def test_scales_of_the_encoder_must_be_one(tmp_path, capsys):
     source = changed(tmp_path / "encoder", tmp_path / "scaled", {name: torch.full((32,), 0.5)})
     said = refusal(capsys, "hf-to-megatron", "--vision", source, "--out", tmp_path / "out")
     assert f"the encoder has factors that ours lacks: {name}" in said
+
+
+def test_a_tile_is_of_whole_tokens_and_within_the_positions(tmp_path, capsys):
+    source = save(encoder(), tmp_path / "encoder")
+    given = ("hf-to-megatron", "--vision", source, "--model", "tiny", "--tile")
+    for tile in (20, 40):
+        said = refusal(capsys, *given, tile, "--out", tmp_path / "out")
+        assert f"--tile {tile}: give a multiple of 8 up to 32" in said
+    assert convert.main([*map(str, given), "24", "--out", str(tmp_path / "out")]) == 0
+    assert find_preset(str(tmp_path / "out" / "model.json")).encoder.tile == 24
+
+
+def test_sizes_that_are_none_are_refused(tmp_path, capsys):
+    (tmp_path / "model.json").write_text('{"encoder": {}}')
+    source = save(encoder(), tmp_path / "encoder")
+    given = ("hf-to-megatron", "--vision", source, "--model")
+    for model, reason in ((tmp_path / "model.json", "not a file of model"), ("big", "no preset")):
+        said = refusal(capsys, *given, model, "--out", tmp_path / "out")
+        assert f"--model {model}: {reason}" in said
 
 
 def test_a_checkpoint_of_another_size_is_refused_by_name(language, tmp_path, capsys):

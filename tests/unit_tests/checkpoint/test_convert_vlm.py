@@ -9,6 +9,7 @@ from shutil import copyfile
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from examples.mimo.nemotron_vlm.model import IMAGES
 from examples.mimo.nemotron_vlm.radio_encoder import pixel_shuffle
@@ -132,17 +133,25 @@ class TestOneRank:
     def test_parts_from_several_places(self, shared_path):
         save(language_model(), shared_path / "language")
         save(whole_vlm(), shared_path / "vlm")
-        sources = ("--language", shared_path / "language", "--vlm", shared_path / "vlm")
+        projector = {
+            name: tensor + 1
+            for name, tensor in tensors_of(shared_path / "vlm").items()
+            if name.startswith("mlp1.")
+        }
+        (shared_path / "projector").mkdir()
+        save_file(projector, shared_path / "projector" / "a.safetensors")
+        given = ("language", "projector", "vlm")
+        sources = [word for part in given for word in (f"--{part}", shared_path / part)]
         convert("hf-to-megatron", *sources, "--out", shared_path / "ours")
         for like in ("language", "vlm"):
             back = ("--like", shared_path / like, "--out", shared_path / f"{like}-back")
             convert("megatron-to-hf", shared_path / "ours", *back)
         assert_same_bits(shared_path / "language-back", shared_path / "language")
-        language = tensors_of(shared_path / "language")
+        language = tensors_of(shared_path / "language").items()
+        wanted = tensors_of(shared_path / "vlm") | projector
+        wanted |= {f"language_model.{name}": tensor for name, tensor in language}
         for name, tensor in tensors_of(shared_path / "vlm-back").items():
-            part, _, rest = name.partition(".")
-            wanted = language if part == "language_model" else tensors_of(shared_path / "vlm")
-            assert torch.equal(tensor, wanted[rest if part == "language_model" else name])
+            assert torch.equal(tensor, wanted[name]), name
 
 
 class TestEightRanks:
