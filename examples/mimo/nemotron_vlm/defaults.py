@@ -23,7 +23,6 @@ MODEL = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
     "moe_router_enable_expert_bias": True,
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "seq_aux_loss",

@@ -47,11 +47,11 @@ def dry_run(argv: list[str], ranks: int) -> str:
     set_global_variables(options.args, build_tokenizer=False)
     try:
         if ranks == 1:
-            with _stages(options, 0) as (model,):
+            with stages_on_meta(options, 0) as (model,):
                 return format_table(count_parameters(model, options.preset))
         counts = {}
         for first, after in _alike(options.layouts):
-            with _stages(options, first) as stages:
+            with stages_on_meta(options, first) as stages:
                 counts[first, after - 1] = count_by_module(stages)
         return format_ranks(counts)
     finally:
@@ -74,8 +74,8 @@ def _alike(layouts: Layouts) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _stages(options: Options, rank: int) -> Iterator[list[MimoModel]]:
-    """The model's virtual stages on a rank, on the meta device."""
+def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
+    """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
     args, layouts = options.args, options.layouts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     modules = make_modules(

@@ -127,12 +127,31 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None = None) ->
     """
     state = model.sharded_state_dict()
     apply_factories(state)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here)) as pool:
+    with _threads() as pool:
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
-                own = std if part.key.startswith("language_model.") else None
-                _fill(part, seed, _rules(_depth(model, part.key), own), pool)
+                part.data.copy_(_drawn(part, seed, _rules_of(model, part.key, std), pool))
+
+
+def initial_weights(
+    model: MimoModel, part: ShardedTensor, seed: int, std: float | None = None
+) -> torch.Tensor:
+    """What ``initialize_weights`` fills a part with, in fp32; the model may be on the meta device.
+
+    Args:
+        part: of the bare model's state, its factories applied.
+    """
+    with _threads() as pool:
+        return _drawn(part, seed, _rules_of(model, part.key, std), pool)
+
+
+def _threads() -> ThreadPoolExecutor:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here))
+
+
+def _rules_of(model: MimoModel, key: str, std: float | None) -> list[tuple[str, Draw]]:
+    return _rules(_depth(model, key), std if key.startswith("language_model.") else None)
 
 
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,9 +164,9 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(sides))
 
 
-def _fill(
+def _drawn(
     part: ShardedTensor, seed: int, rules: list[tuple[str, Draw]], pool: ThreadPoolExecutor
-) -> None:
+) -> torch.Tensor:
     draw = next((draw for name, draw in rules if fnmatch(part.key, name)), None)
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
@@ -173,4 +192,4 @@ def _fill(
         for start, held, side in zip(starts, part.local_shape, tile, strict=True)
     )
     list(pool.map(fill, itertools.product(*touched)))
-    part.data.copy_(own)
+    return own

@@ -85,15 +85,14 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
 
 def _newest(args: Namespace) -> str | None:
     """The directory that Megatron will load; None where there is none."""
-    if args.load is None:
-        return None
-    tracker = checkpointing.get_checkpoint_tracker_filename(args.load)
-    if not os.path.isfile(tracker):
-        return None
-    iteration, release = checkpointing.read_metadata(tracker)
-    return checkpointing.get_checkpoint_name(
-        args.load, args.ckpt_step or iteration, release, return_base_dir=True
-    )
+    for source in filter(None, (args.load, args.pretrained_checkpoint)):
+        tracker = checkpointing.get_checkpoint_tracker_filename(source)
+        if os.path.isfile(tracker):
+            iteration, release = checkpointing.read_metadata(tracker)
+            return checkpointing.get_checkpoint_name(
+                source, args.ckpt_step or iteration, release, return_base_dir=True
+            )
+    return None
 
 
 def _check_data(args: Namespace, directory: str) -> None:

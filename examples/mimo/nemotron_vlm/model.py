@@ -91,6 +91,7 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
             num_attention_heads=sizes.heads,
             ffn_hidden_size=sizes.ffn,
             normalization="LayerNorm",
+            layernorm_epsilon=sizes.norm_epsilon,
             activation_func=F.gelu,
             add_bias_linear=True,
             **shared,

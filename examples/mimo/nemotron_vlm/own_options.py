@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS
-from examples.mimo.nemotron_vlm.presets import PRESETS
+from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset, find_preset
 
 PARTS = ("encoder", "projector", "language")
 """Of the model, as ``--freeze`` names them."""
@@ -37,7 +37,13 @@ class OwnParser(argparse.ArgumentParser):
 def add_own_options(parser: argparse.ArgumentParser) -> None:
     """Options of this program; all others are Megatron's."""
     add = parser.add_argument_group("Nemotron VLM").add_argument
-    add("--model", choices=sorted(PRESETS), default="tiny", help="sizes, which options override")
+    add(
+        "--model",
+        default="tiny",
+        metavar="NAME|FILE",
+        help=f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the model.json of a "
+        "converted checkpoint",
+    )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks compute")
     add(
         "--placement",
@@ -136,3 +142,15 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     parser = OwnParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
     return parser.parse_known_args(argv)[0]
+
+
+def preset_of(own: argparse.Namespace) -> VLMPreset:
+    """The sizes that ``--model`` names.
+
+    Raises:
+        UserError: it names none.
+    """
+    try:
+        return find_preset(own.model)
+    except ValueError as error:
+        raise UserError(f"--model {own.model}: {error}") from error

@@ -2,20 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model sizes of the Nemotron VLM: RADIO ViT, projector and hybrid language model.
 
-A preset is plain data, made by a function, and knows nothing of ranks or devices.
+A preset is plain data, made by a function or read from a file, and knows nothing of ranks or
+devices.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from megatron.core.models.mimo.flops import mlp_flops, vit_flops
 
 
 @dataclass(frozen=True)
 class EncoderPreset:
-    """RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels."""
+    """RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
+
+    pixel_mean, pixel_std: of each channel of pixels in [0, 1], by which they are normalized.
+    """
 
     layers: int
     hidden: int
@@ -26,6 +32,9 @@ class EncoderPreset:
     max_tile: int
     class_tokens: int = 8
     pixel_shuffle: int = 2
+    norm_epsilon: float = 1e-5
+    pixel_mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    pixel_std: tuple[float, ...] = (1.0, 1.0, 1.0)
 
     @property
     def tokens_per_tile(self) -> int:
@@ -40,9 +49,9 @@ class EncoderPreset:
 
 @dataclass(frozen=True)
 class LanguagePreset:
-    """Hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention (``*``), MoE
-    (``E``). Fields are options of Megatron; the sizes of a kind of layer that the pattern lacks do
-    not matter.
+    """Hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention (``*``), MLP
+    (``-``), MoE (``E``). Fields are options of Megatron; the sizes of a kind of layer that the
+    pattern lacks do not matter.
     """
 
     hybrid_layer_pattern: str
@@ -63,6 +72,9 @@ class LanguagePreset:
     linear_num_value_heads: int = 32
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
+    ffn_hidden_size: int | None = None
+    moe_router_topk_scaling_factor: float = 2.5
+    layernorm_epsilon: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -177,3 +189,34 @@ PRESETS: dict[str, Callable[[], VLMPreset]] = {
     "nano-vl-30b-a3b": nano_vl_30b_a3b,
     "nano-vl-30b-a3b-gdn": nano_vl_30b_a3b_gdn,
 }
+
+
+def find_preset(model: str) -> VLMPreset:
+    """A preset by its name, or by the path of a file that ``write_preset`` wrote.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if model in PRESETS:
+        return PRESETS[model]()
+    try:
+        read = json.loads(Path(model).read_text())
+        encoder = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in read["encoder"].items()
+        }
+        parts = {
+            "encoder": EncoderPreset(**encoder),
+            "language": LanguagePreset(**read["language"]),
+        }
+        return VLMPreset(**read | parts)
+    except OSError as error:
+        names = ", ".join(sorted(PRESETS))
+        raise ValueError(f"no preset and no file; choose from {names}, or a model.json") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a file of model sizes: {error}") from error
+
+
+def write_preset(preset: VLMPreset, path: Path) -> None:
+    """Write a preset, as JSON."""
+    path.write_text(json.dumps(asdict(preset), indent=2) + "\n")

@@ -29,6 +29,16 @@ def pixel_shuffle(features: torch.Tensor, rows: int, factor: int) -> torch.Tenso
     )
 
 
+def normalize(tiles: torch.Tensor, preset: EncoderPreset) -> torch.Tensor:
+    """Pixels in 0 … 255 to [0, 1], minus the mean of a channel, over its deviation, in fp32.
+
+    Args:
+        tiles: [n, 3, H, W].
+    """
+    channels = zip(tiles.unbind(1), preset.pixel_mean, preset.pixel_std, strict=True)
+    return torch.stack([(channel / 255 - mean) / std for channel, mean, std in channels], dim=1)
+
+
 class RADIOEncoderWrapper(MegatronModule):
     """RADIO ViT without its class tokens, pixel-shuffled.
 
@@ -88,7 +98,8 @@ class RADIOEncoderWrapper(MegatronModule):
         """
         if self.is_first_stage:
             encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
-            features = self.radio(encoded.to(self.config.params_dtype) / 255)
+            pixels = normalize(encoded, self.preset)
+            features = self.radio(pixels.to(self.config.params_dtype))
         else:
             self.radio.decoder.set_input_tensor(hidden_states.transpose(0, 1).contiguous())
             features = self.radio.decoder(None, attention_mask=None).transpose(0, 1)

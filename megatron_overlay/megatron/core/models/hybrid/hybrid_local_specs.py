@@ -3,8 +3,8 @@
 """Layer specs of the hybrid language model and of its ViT encoder without Transformer Engine.
 
 The layers are Megatron's own. Transformer Engine fuses the norm before a projection into it; here
-each norm is a module of its own, so the parameter names differ: `mixer.in_proj.layer_norm_weight`
-there is `norm.weight` here.
+each norm is a module of its own. In checkpoints both have Transformer Engine's names:
+`mixer.in_proj.layer_norm_weight` is the parameter `norm.weight` here.
 """
 
 from functools import partial
@@ -31,6 +31,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+FUSED_NORMS = {
+    "mamba": {"norm.": "mixer.in_proj.layer_norm_"},
+    "gdn": {"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+    "attention": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    "mlp": {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+}
+"""Names in checkpoints of the norms that Transformer Engine fuses; that before experts is none."""
+
 
 def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
     """The stack for the layer symbols `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-`
@@ -56,6 +64,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                         ),
                     ),
                     self_attn_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map=FUSED_NORMS["gdn"],
                 ),
             ),
             attention_layer=ModuleSpec(
@@ -64,6 +73,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                     input_layernorm=SequenceParallelNorm,
                     self_attention=_self_attention(AttnMaskType.causal, core_attention),
                     self_attn_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map=FUSED_NORMS["attention"],
                 ),
             ),
             mlp_layer=ModuleSpec(
@@ -72,6 +82,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                     pre_mlp_layernorm=SequenceParallelNorm,
                     mlp=_dense_mlp(),
                     mlp_bda=get_bias_dropout_add,
+                    sharded_state_dict_keys_map=FUSED_NORMS["mlp"],
                 ),
             ),
             moe_layer=ModuleSpec(
@@ -99,6 +110,7 @@ def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSp
             pre_mlp_layernorm=SequenceParallelNorm,
             mlp=_dense_mlp(),
             mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=FUSED_NORMS["attention"] | FUSED_NORMS["mlp"],
         ),
     )
 
@@ -115,6 +127,7 @@ def _mamba_layer() -> ModuleSpec:
                 ),
             ),
             mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=FUSED_NORMS["mamba"],
         ),
     )
 

@@ -1,0 +1,112 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Small random Hugging Face models, of transformers' own classes, written as they are published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+    RadioConfig,
+    RadioModel,
+)
+
+SHARD = "20KB"
+"""Of a file: there are several."""
+
+
+def language_config(**changes) -> NemotronHConfig:
+    """Two layers of each kind; tp=2, pp=2 and ep=2 divide it."""
+    sizes = {
+        "hybrid_override_pattern": "ME*-ME*-",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 4,
+        "n_groups": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 2.5,
+    }
+    return NemotronHConfig(**sizes | changes)
+
+
+def encoder_config(**changes) -> RadioConfig:
+    """Tiles of 4 by 4 patches, and positions for 8 by 8."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "mlp_ratio": 2.0,
+        "patch_size": 4,
+        "image_size": 16,
+        "max_img_size": 32,
+        "num_cls_tokens": 2,
+        "num_registers": 3,
+    }
+    return RadioConfig(**sizes | changes)
+
+
+def randomized(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """Fill all weights so that every one matters to an output of the size of one."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("norm_mean", "norm_std", "summary_idxs", "lambda1")):
+                continue
+            noise = torch.randn(tensor.shape, generator=rng)
+            if name.endswith("e_score_correction_bias"):
+                tensor.copy_(noise * 0.1)
+            elif name.endswith("A_log"):
+                tensor.copy_(noise.abs())
+            elif tensor.ndim > 1 and "position" not in name:
+                tensor.copy_(noise * 0.7 * tensor[0].numel() ** -0.5)
+            else:
+                is_scale = "norm" in name and name.endswith("weight")
+                tensor.copy_(noise * 0.3 + is_scale)
+    return model.eval()
+
+
+def language_model(**changes) -> NemotronHForCausalLM:
+    """A random NemotronH."""
+    return randomized(NemotronHForCausalLM(language_config(**changes)))
+
+
+def encoder(**changes) -> RadioModel:
+    """A random RADIO."""
+    return randomized(RadioModel(encoder_config(**changes)))
+
+
+def whole_vlm():
+    """A random model of the published VLM's class, without its audio encoder."""
+    from transformers.models.nemotron_h_omni import (
+        NemotronH_Omni_Reasoning_V3,
+        NemotronH_Omni_Reasoning_V3_Config,
+    )
+
+    config = NemotronH_Omni_Reasoning_V3_Config(
+        vision_config=encoder_config(video_temporal_patch_size=2),
+        text_config=language_config(),
+        vision_hidden_size=32,
+        projector_hidden_size=48,
+        image_token_id=3,
+    )
+    return randomized(NemotronH_Omni_Reasoning_V3(config))
+
+
+def save(model: nn.Module, directory: Path) -> Path:
+    """Write a model in several files."""
+    model.save_pretrained(directory, max_shard_size=SHARD)
+    return directory

@@ -1,0 +1,86 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of the program, with a checkpoint that it has loaded, in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource
+from examples.mimo.nemotron_vlm.forward_step import forward_step, gather_answer_logits
+from examples.mimo.nemotron_vlm.text import Text
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.training import training as loop
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+
+LENGTH, SAMPLES = 24, 4
+
+BATCH = (
+    *("--seq-length", str(LENGTH), "--global-batch-size", str(SAMPLES), "--micro-batch-size", "1"),
+    *("--train-iters", "1", "--eval-iters", "1"),
+)
+
+TILE = 16
+
+
+class RandomText(SampleSource):
+    """Random tokens; each sample has ``tiles`` tiles of ``tokens`` image tokens each."""
+
+    def __init__(self, tiles: int = 0, tokens: int = 4) -> None:
+        self.tiles_per_sample = float(tiles)
+        self._tiles, self._tokens = tiles, tokens
+
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`."""
+        rng = torch.Generator().manual_seed(number)
+        ids = torch.randint(4, 64, (LENGTH,), generator=rng)
+        ids[2 : 2 + self._tiles * self._tokens] = IMAGE
+        return Text(ids, ids.roll(-1), torch.ones(LENGTH))
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """See `SampleSource`."""
+        rng, shape = torch.Generator().manual_seed(number), (self._tiles, 3, TILE, TILE)
+        return torch.randint(256, shape, generator=rng, dtype=torch.uint8)
+
+
+def loading(directory: Path) -> tuple[str, ...]:
+    """Options that load a converted checkpoint."""
+    model = ("--model", str(directory / "model.json"))
+    return (*model, "--pretrained-checkpoint", str(directory))
+
+
+def program_logits(*options: str, source: RandomText) -> torch.Tensor:
+    """The logits [samples, tokens, vocabulary] of all samples, on every rank."""
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def step(microbatches, model):
+        output, count = forward_step(microbatches, model)
+
+        def counted(logits):
+            asked = count.keywords["asked"]
+            found = gather_answer_logits(logits, asked.mask, model.pg_collection.tp)
+            samples = [asked.samples[place] for place in asked.places[asked.mask].tolist()]
+            places = zip(samples, asked.positions[asked.mask].tolist(), strict=True)
+            rows.update(zip(places, found, strict=True))
+            return count(logits)
+
+        return output, counted
+
+    with trainer(*BATCH, *options, source=source) as run:
+        batches = RerunDataIterator(run.loading.held_out())
+        loop.evaluate(
+            step,
+            batches,
+            run.stages,
+            None,
+            run.config,
+            pg_collection=run.collection,
+            p2p_communicator=run.session.communicator,
+        )
+        everywhere: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everywhere, rows)
+    whole = {place: row for part in everywhere for place, row in part.items()}
+    return torch.stack([whole[place] for place in sorted(whole)]).view(SAMPLES, LENGTH, -1)

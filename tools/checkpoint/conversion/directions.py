@@ -1,0 +1,178 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The two conversions. What they write appears whole, under its name, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from conversion.errors import ConversionError
+from conversion.program_model import Part, program_model, saved_key
+from conversion.rows import differences, refuse
+from conversion.sources import (
+    OURS,
+    PARTS,
+    Source,
+    check_sources,
+    matching,
+    preset_of,
+    sources_of,
+    translate_source,
+)
+from conversion.tensor_files import write_files
+from conversion.torch_dist import Checkpoint, write_checkpoint
+from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
+
+MODEL = "model.json"
+"""The sizes, in a converted checkpoint; ``--model`` takes its path."""
+
+FILE_BYTES = 4 * 1000**3
+"""Of a safetensors file; about twice as much is in memory."""
+
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
+"""Files of a Hugging Face directory beside its tensors."""
+
+
+@contextlib.contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A directory to write to, which gets the name ``out`` at the end.
+
+    Raises:
+        ConversionError: there is something of that name.
+    """
+    if out.exists():
+        raise ConversionError(f"--out {out} exists already")
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)
+    except OSError as error:
+        raise ConversionError(f"--out {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def to_megatron(
+    sources: list[Source],
+    base: VLMPreset,
+    out: Path,
+    tile: int | None = None,
+    leave_out: tuple[str, ...] = (),
+    seed: int = 1234,
+) -> tuple[list[str], list[str]]:
+    """Write a checkpoint of the program.
+
+    Args:
+        sources: parts of the model, each once.
+        base: sizes of the parts that there is no source for.
+        out: the new directory.
+        tile: pixels of a tile's side, by default the encoder's configuration's.
+        leave_out: patterns of tensors that are not converted.
+        seed: of the initial weights of parts that there is no source for.
+
+    Returns:
+        Names of the tensors that were not converted, and the parts that have initial weights.
+
+    Raises:
+        ConversionError: nothing is written then.
+    """
+    preset = preset_of(sources, base, tile)
+    with program_model(preset) as program:
+        shapes = {name: part.shape for name, part in program.parts.items()}
+        translations = [translate_source(source, preset, shapes) for source in sources]
+        dropped = check_sources(sources, translations, list(leave_out))
+        origin = {
+            name: (source, translation)
+            for source, translation in zip(sources, translations, strict=True)
+            for name in translation.of_ours
+        }
+
+        def dtype(name: str) -> torch.dtype:
+            if name not in origin:
+                return torch.float32
+            source, translation = origin[name]
+            return source.files.dtype(translation.of_ours[name][0].theirs)
+
+        def make(part: Part) -> torch.Tensor:
+            if part.name not in origin:
+                return program.initial(part, seed).view(part.sizes)
+            source, translation = origin[part.name]
+            return translation.join(part.name, source.files.rows).view(part.sizes)
+
+        dtypes = {name: dtype(name) for name in program.parts}
+        with whole_directory(out) as directory:
+            write_preset(preset, directory / MODEL)
+            write_checkpoint(directory, program.parts.values(), dtypes, program.objects, make)
+    given = {source.part for source in sources}
+    return dropped, [part for part in PARTS if part not in given]
+
+
+def to_hugging_face(
+    checkpoint: Path, like: Path, base: VLMPreset, out: Path, limit: int = FILE_BYTES
+) -> list[str]:
+    """Write a Hugging Face directory.
+
+    Args:
+        checkpoint: of the program.
+        like: the directory of a model of the same sizes, with or without its tensors. Its
+            configuration and other files are copied, and so are tensors that our model lacks.
+        base: sizes of the parts that ``like`` does not have.
+        out: the new directory.
+        limit: bytes of a file.
+
+    Returns:
+        Names of the tensors that were copied from ``like``.
+
+    Raises:
+        ConversionError: nothing is written then.
+    """
+    saved = Checkpoint(checkpoint)
+    sources = sources_of(like, may_lack_tensors=True)
+    preset = preset_of(sources, base, None)
+    with program_model(preset) as program:
+        parts = program.parts
+        shapes = {name: part.shape for name, part in parts.items()}
+        translations = [translate_source(source, preset, shapes) for source in sources]
+    _check_saved(saved, sources, list(parts.values()))
+    files = sources[0].files
+    made = {name: each for each in translations for name in each.of_theirs}
+    copied = [name for name in files.shapes if name not in made]
+
+    def make(names: list[str]) -> dict[str, torch.Tensor]:
+        needed = {p.ours for name in names if name in made for p in made[name].of_theirs[name]}
+        ours = saved.read(parts[name] for name in sorted(needed))
+        return {
+            name: made[name].split(name, ours) if name in made else files.read(name)
+            for name in names
+        }
+
+    sizes = {}
+    for name in sorted([*made, *copied]):
+        if name in made:
+            first = made[name].of_theirs[name][0].ours
+            dtype = saved.tensors[parts[first].key].properties.dtype
+            shape = made[name].shapes[name]
+        else:
+            dtype, shape = files.dtype(name), files.shapes[name]
+        sizes[name] = torch.Size(shape).numel() * dtype.itemsize
+    with whole_directory(out) as directory:
+        write_files(directory, sizes, limit, make)
+        for name in matching((path.name for path in like.iterdir() if path.is_file()), COPIED):
+            if not name.endswith(".safetensors.index.json"):
+                shutil.copyfile(like / name, directory / name)
+    return copied
+
+
+def _check_saved(saved: Checkpoint, sources: list[Source], parts: list[Part]) -> None:
+    """Compare the checkpoint with the model, by the checkpoint's names."""
+    held = tuple(saved_key(OURS[source.part]) for source in sources)
+    wanted = {part.key: part.global_shape for part in parts if part.key.startswith(held)}
+    found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}
+    refuse(differences(wanted, found, saved.directory))

@@ -1,0 +1,186 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The language model: Hugging Face's NemotronH."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from conversion.errors import ConversionError
+from conversion.rows import Rows, Table
+from examples.mimo.nemotron_vlm.presets import LanguagePreset
+
+PREFIX = "language_model."
+"""Of our names."""
+
+SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+EXPECTED = {
+    "conv_kernel": 4,
+    "mamba_hidden_act": "silu",
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_latent_size": None,
+    "n_group": 1,
+    "num_nextn_predict_layers": 0,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+"""Fields of a NemotronHConfig for which our model has one value."""
+
+GATED_NORM_EPSILON = 1e-5
+"""Of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
+
+TOP = {
+    "embedding.word_embeddings.weight": "backbone.embeddings.weight",
+    "decoder.final_norm.weight": "backbone.norm_f.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+LAYERS = {
+    "M": {
+        "mixer.in_proj.layer_norm_weight": "norm.weight",
+        "mixer.A_log": "mixer.A_log",
+        "mixer.D": "mixer.D",
+        "mixer.dt_bias": "mixer.dt_bias",
+        "mixer.norm.weight": "mixer.norm.weight",
+        "mixer.out_proj.weight": "mixer.out_proj.weight",
+    },
+    "*": {
+        "self_attention.linear_qkv.layer_norm_weight": "norm.weight",
+        "self_attention.linear_proj.weight": "mixer.o_proj.weight",
+    },
+    "-": {
+        "mlp.linear_fc1.layer_norm_weight": "norm.weight",
+        "mlp.linear_fc1.weight": "mixer.up_proj.weight",
+        "mlp.linear_fc2.weight": "mixer.down_proj.weight",
+    },
+    "E": {
+        "pre_mlp_layernorm.weight": "norm.weight",
+        "mlp.router.weight": "mixer.gate.weight",
+        "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
+        "mlp.shared_experts.linear_fc1.weight": "mixer.shared_experts.up_proj.weight",
+        "mlp.shared_experts.linear_fc2.weight": "mixer.shared_experts.down_proj.weight",
+    },
+}
+"""What only has another name, by the symbol of the layer; both below ``layers.N``."""
+
+EXPERTS = {
+    "mlp.experts.experts.linear_fc1.weight": "up_proj.weight",
+    "mlp.experts.experts.linear_fc2.weight": "down_proj.weight",
+}
+"""Ours has all experts of a layer under one name; theirs are below ``mixer.experts.E``."""
+
+
+def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
+    """Sizes and options for a NemotronHConfig.
+
+    Args:
+        config: transformers' own class.
+        base: where the sizes of kinds of layers that the model lacks come from.
+
+    Raises:
+        ConversionError: names every field whose value our model cannot have.
+    """
+    pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
+    expected = dict(EXPECTED)
+    if "E" in pattern:
+        # With one expert for a token, ours takes its score as it is.
+        expected["norm_topk_prob"] = config.num_experts_per_tok > 1
+    if "M" in pattern:
+        expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
+    wrong = [
+        f"{name} is {getattr(config, name)}, and ours has {value}"
+        for name, value in expected.items()
+        if getattr(config, name) != value
+    ]
+    if wrong:
+        raise ConversionError("the language model cannot be expressed:\n  " + "\n  ".join(wrong))
+    sizes = {
+        "hybrid_layer_pattern": pattern,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "ffn_hidden_size": config.intermediate_size if "-" in pattern else None,
+        "layernorm_epsilon": config.layer_norm_epsilon,
+    }
+    if "E" in pattern:
+        sizes |= {
+            "num_experts": config.n_routed_experts,
+            "moe_router_topk": config.num_experts_per_tok,
+            "moe_router_topk_scaling_factor": float(config.routed_scaling_factor),
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        }
+    if "M" in pattern:
+        sizes |= {
+            "mamba_num_heads": config.mamba_num_heads,
+            "mamba_head_dim": config.mamba_head_dim,
+            "mamba_num_groups": config.n_groups,
+            "mamba_state_dim": config.ssm_state_size,
+        }
+    return replace(base, **sizes)
+
+
+def language_table(sizes: LanguagePreset) -> Table:
+    """The language model's tensors, without ``PREFIX``."""
+    table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
+    for number, symbol in enumerate(sizes.hybrid_layer_pattern):
+        ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
+        for name, other in LAYERS[symbol].items():
+            table[ours + name] = (Rows(theirs + other),)
+        if symbol == "M":
+            table |= _mamba(sizes, ours + "mixer.", theirs + "mixer.")
+        elif symbol == "*":
+            heads = (sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels)
+            names = tuple(f"{theirs}mixer.{each}_proj.weight" for each in "qkv")
+            qkv = interleaved([Rows(name) for name in names], *heads)
+            table[ours + "self_attention.linear_qkv.weight"] = qkv
+        elif symbol == "E":
+            for name, other in EXPERTS.items():
+                for expert in range(sizes.num_experts):
+                    source = f"{theirs}mixer.experts.{expert}.{other}"
+                    table[f"{ours}{name}[{expert}]"] = (Rows(source),)
+    return table
+
+
+def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tuple[Rows, ...]:
+    """Query heads, key and value of each group by turns, as ours has them.
+
+    Args:
+        qkv: where the queries, keys and values of all heads begin.
+        heads, groups: query heads, and the key-value heads that they share.
+        channels: rows of a head.
+    """
+    query = heads // groups * channels
+    rows = []
+    for group in range(groups):
+        for source, count in zip(qkv, (query, channels, channels), strict=True):
+            rows.append(Rows(source.name, source.start + group * count, count))
+    return tuple(rows)
+
+
+def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:
+    """Ours saves gate, values, B, C and time steps apart: TP splits each of them."""
+    inner = sizes.mamba_num_heads * sizes.mamba_head_dim
+    state = sizes.mamba_num_groups * sizes.mamba_state_dim
+    projected = {"z": inner, "x": inner, "B": state, "C": state, "dt": sizes.mamba_num_heads}
+    convolved = {"x": inner, "B": state, "C": state}
+    table = {}
+    for name, counts in (
+        ("in_proj.weight", projected),
+        ("conv1d.weight", convolved),
+        ("conv1d.bias", convolved),
+    ):
+        start = 0
+        for part, count in counts.items():
+            table[f"{ours}{name}.{part}"] = (Rows(theirs + name, start, count),)
+            start += count
+    return table

@@ -1,0 +1,118 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program's own model, on the meta device: names and shapes of all that a checkpoint holds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
+from examples.mimo.nemotron_vlm.initialization import initial_weights
+from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+)
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.training.global_vars import set_global_variables, unset_global_variables
+
+WRAPPED = {
+    "language_model.": "language_model.module.",
+    "modality_submodules.images.": "modality_submodules.images.module.",
+}
+"""The program saves modules in the wrapper of their data parallelism."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a module, which may be one of several under a key of the checkpoint.
+
+    name: the key without wrappers, and the number of the expert or layer. key, global_shape: in the
+    checkpoint. offset, sizes: its place there. shape: its own, without the dims that number it.
+    """
+
+    name: str
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    sharded: ShardedTensor
+
+
+@dataclass(frozen=True)
+class ProgramModel:
+    """parts: all tensors, by name. objects: keys of what Transformer Engine's layers keep."""
+
+    model: MimoModel
+    parts: dict[str, Part]
+    objects: list[str]
+
+    def initial(self, part: Part, seed: int) -> torch.Tensor:
+        """A part's initial weights in the program."""
+        return initial_weights(self.model, part.sharded, seed)
+
+
+@contextlib.contextmanager
+def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
+    """Build the model of a preset, which takes no memory; in a process of its own rank."""
+    before = dict(os.environ)
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    try:
+        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
+            path = Path(directory) / "model.json"
+            write_preset(preset, path)
+            options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
+            set_global_variables(options.args, build_tokenizer=False)
+            try:
+                with stages_on_meta(options, 0) as (model,):
+                    yield _described(model)
+            finally:
+                unset_global_variables()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _described(model: MimoModel) -> ProgramModel:
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    parts, objects = {}, []
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor):
+            part = _part(value)
+            parts[part.name] = part
+        elif isinstance(value, ShardedObject):
+            objects.append(saved_key(value.unique_key))
+    return ProgramModel(model, parts, objects)
+
+
+def _part(sharded: ShardedTensor) -> Part:
+    numbered = sharded.prepend_axis_num
+    numbers = sharded.global_offset[:numbered]
+    return Part(
+        name=sharded.key + "".join(f"[{number}]" for number in numbers),
+        key=saved_key(sharded.key),
+        global_shape=tuple(sharded.global_shape),
+        offset=tuple(sharded.global_offset),
+        sizes=(1,) * numbered + tuple(sharded.local_shape),
+        shape=tuple(sharded.local_shape),
+        sharded=sharded,
+    )
+
+
+def saved_key(key: str) -> str:
+    """What a key of the bare model is in a checkpoint."""
+    (bare,) = (prefix for prefix in WRAPPED if key.startswith(prefix))
+    return WRAPPED[bare] + key.removeprefix(bare)

@@ -1,0 +1,142 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder: a RADIO ViT, with the names that timm's blocks have, as C-RADIO is published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conversion.errors import ConversionError
+from conversion.nemotron_h import interleaved
+from conversion.rows import Rows, Table
+from conversion.tensor_files import TensorFiles
+from examples.mimo.nemotron_vlm.presets import EncoderPreset
+
+PREFIX = "modality_submodules.images.encoders.radio.radio."
+"""Of our names."""
+
+EMBEDDER = "model.patch_generator.embedder.weight"
+"""Begins with whatever the names of a file begin with, mostly ``radio_model.``."""
+
+EXPECTED = {
+    "hidden_act": "gelu",
+    "layerscale_value": 1.0,
+    "num_channels": 3,
+    "qkv_bias": True,
+    "use_swiglu_ffn": False,
+}
+"""Fields of a RadioConfig for which our model has one value."""
+
+TOP = {
+    "class_token": "model.patch_generator.cls_token.token",
+    "position_embeddings": "model.patch_generator.pos_embed",
+    "embedder.weight": EMBEDDER,
+}
+
+BLOCK = {
+    "self_attention.linear_qkv.layer_norm_weight": "norm1.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "norm1.bias",
+    "self_attention.linear_proj.weight": "attn.proj.weight",
+    "self_attention.linear_proj.bias": "attn.proj.bias",
+    "mlp.linear_fc1.layer_norm_weight": "norm2.weight",
+    "mlp.linear_fc1.layer_norm_bias": "norm2.bias",
+    "mlp.linear_fc1.weight": "mlp.fc1.weight",
+    "mlp.linear_fc1.bias": "mlp.fc1.bias",
+    "mlp.linear_fc2.weight": "mlp.fc2.weight",
+    "mlp.linear_fc2.bias": "mlp.fc2.bias",
+}
+"""What only has another name. Ours has all layers under one; theirs are below ``blocks.N``."""
+
+MEAN, STD = "input_conditioner.norm_mean", "input_conditioner.norm_std"
+
+SCALES = "model.blocks.*.layer_scale?.lambda1"
+"""Factors that our model does not have: they must all be 1."""
+
+NOT_HELD = (MEAN, STD, SCALES, "summary_idxs", "model.patch_generator.video_embedder.weight")
+"""Patterns of tensors that our model does not have: pixels are normalized by sizes of the model,
+and it has neither a summary nor videos."""
+
+
+def outer_name(files: TensorFiles, prefix: str) -> str:
+    """What the encoder's names in a file begin with, after ``prefix``."""
+    if not files.shapes:
+        return "radio_model."
+    found = [name for name in files.shapes if name.startswith(prefix) and name.endswith(EMBEDDER)]
+    if len(found) != 1:
+        raise ConversionError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")
+    return found[0].removeprefix(prefix).removesuffix(EMBEDDER)
+
+
+def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> EncoderPreset:
+    """Sizes for a RadioConfig.
+
+    Args:
+        config: transformers' own class.
+        base: what the configuration does not say.
+        tile: pixels of a tile's side, where it is not the configuration's.
+
+    Raises:
+        ConversionError: names every field whose value our model cannot have.
+    """
+    wrong = [
+        f"{name} is {getattr(config, name)}, and ours has {value}"
+        for name, value in EXPECTED.items()
+        if getattr(config, name) != value
+    ]
+    if wrong:
+        raise ConversionError("the encoder cannot be expressed:\n  " + "\n  ".join(wrong))
+    tile = tile or config.image_size
+    if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
+        raise ConversionError(
+            f"--tile {tile}: give a multiple of {config.patch_size * base.pixel_shuffle} up to "
+            f"{config.max_img_size}"
+        )
+    return replace(
+        base,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        ffn=int(config.hidden_size * config.mlp_ratio),
+        patch=config.patch_size,
+        tile=tile,
+        max_tile=config.max_img_size,
+        class_tokens=config.num_cls_tokens + config.num_registers,
+        norm_epsilon=config.layer_norm_eps,
+        pixel_mean=tuple(config.norm_mean),
+        pixel_std=tuple(config.norm_std),
+    )
+
+
+def with_pixels_of(files: TensorFiles, outer: str, preset: EncoderPreset) -> EncoderPreset:
+    """The sizes with mean and deviation of pixels as a file has them, if it does."""
+    found = {
+        field: tuple(files.read(outer + name).flatten().tolist())
+        for field, name in (("pixel_mean", MEAN), ("pixel_std", STD))
+        if outer + name in files.shapes
+    }
+    return replace(preset, **found)
+
+
+def check_scales(files: TensorFiles, names: list[str]) -> None:
+    """Raise ConversionError for factors that are not all 1, by name."""
+    wrong = [name for name in names if not torch.all(files.read(name) == 1)]
+    if wrong:
+        raise ConversionError("the encoder has factors that ours lacks: " + ", ".join(wrong))
+
+
+def encoder_table(sizes: EncoderPreset) -> Table:
+    """The encoder's tensors, without ``PREFIX`` and what their names begin with."""
+    table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
+    for number in range(sizes.layers):
+        theirs = f"model.blocks.{number}."
+        for name, other in BLOCK.items():
+            table[f"decoder.layers.{name}[{number}]"] = (Rows(theirs + other),)
+        for kind in ("weight", "bias"):
+            qkv = [Rows(f"{theirs}attn.qkv.{kind}", start * sizes.hidden) for start in range(3)]
+            heads = (sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+            name = f"decoder.layers.self_attention.linear_qkv.{kind}[{number}]"
+            table[name] = interleaved(qkv, *heads)
+    return table

@@ -1,0 +1,116 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of which Hugging Face tensors a tensor of ours is made of: plain data, for both ways.
+
+All differences between the two formats are of this kind: a tensor under another name, several
+concatenated, one split, or, for attention, the rows of each head taken by turns. Rows are those of
+a tensor's first dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from conversion.errors import ConversionError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``start`` to ``start + count`` of the Hugging Face tensor ``name``; by default, all."""
+
+    name: str
+    start: int = 0
+    count: int | None = None
+
+
+Table = Mapping[str, tuple[Rows, ...]]
+"""For each tensor of ours the rows that, one after the other, make it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a Hugging Face tensor, and where they lie in one of ours."""
+
+    ours: str
+    our_start: int
+    theirs: str
+    their_start: int
+    count: int
+
+
+@dataclass
+class Translation:
+    """A table with its sizes.
+
+    of_ours, of_theirs: the pieces of a tensor, in the order of its rows. shapes: of their tensors.
+    """
+
+    of_ours: dict[str, list[Piece]] = field(default_factory=dict)
+    of_theirs: dict[str, list[Piece]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+
+    def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
+        """A tensor of ours; ``read`` takes a name of theirs, the first row and their count."""
+        pieces = self.of_ours[name]
+        return _joined([read(p.theirs, p.their_start, p.count) for p in pieces])
+
+    def split(self, name: str, ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A tensor of theirs, from those of ours in which its pieces lie."""
+        pieces = self.of_theirs[name]
+        return _joined([ours[p.ours].narrow(0, p.our_start, p.count) for p in pieces])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def translate(table: Table, shapes: Mapping[str, Shape]) -> Translation:
+    """Place each piece, from the shapes of our tensors.
+
+    Args:
+        table: has all names of ``shapes``, and no other.
+        shapes: of our tensors, by name.
+    """
+    assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
+    made = Translation()
+    for ours, sources in table.items():
+        at = 0
+        for rows in sources:
+            count = shapes[ours][0] if rows.count is None else rows.count
+            piece = Piece(ours, at, rows.name, rows.start, count)
+            made.of_ours.setdefault(ours, []).append(piece)
+            made.of_theirs.setdefault(rows.name, []).append(piece)
+            at += count
+        assert at == shapes[ours][0], (ours, at, shapes[ours])
+    for name, pieces in made.of_theirs.items():
+        pieces.sort(key=lambda piece: piece.their_start)
+        end = 0
+        for piece in pieces:
+            assert piece.their_start == end, (name, piece)
+            end += piece.count
+        made.shapes[name] = (end, *shapes[pieces[0].ours][1:])
+    return made
+
+
+def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> list[str]:
+    """A line for every tensor that is missing, surplus or has another shape."""
+    lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
+    lines += [f"surplus: {name} {list(found[name])}" for name in found if name not in wanted]
+    lines += [
+        f"misshapen: {name} {list(found[name])}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    return [f"{where}: {line}" for line in lines]
+
+
+def refuse(lines: list[str]) -> None:
+    """Raise ConversionError with the lines, if there are any."""
+    if lines:
+        raise ConversionError("the tensors do not fit\n  " + "\n  ".join(lines))

@@ -1,0 +1,201 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face directories: which parts of the model they have, and their sizes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conversion import nemotron_h, projector, radio
+from conversion.errors import ConversionError
+from conversion.rows import Shape, Table, Translation, differences, refuse, translate
+from conversion.tensor_files import TensorFiles
+from examples.mimo.nemotron_vlm.presets import VLMPreset
+
+LANGUAGE, ENCODER, PROJECTOR = PARTS = ("language", "encoder", "projector")
+
+OURS = {
+    LANGUAGE: nemotron_h.PREFIX,
+    ENCODER: radio.PREFIX,
+    PROJECTOR: projector.PREFIX,
+}
+
+IN_VLM = {LANGUAGE: "language_model.", ENCODER: "vision_model.", PROJECTOR: projector.THEIRS}
+"""What the names of a part begin with, in a whole VLM."""
+
+ALONE = {LANGUAGE: "", ENCODER: "", PROJECTOR: projector.THEIRS}
+
+CONFIGS = {"nemotron_h": (LANGUAGE,), "radio": (ENCODER,), "nemotron_h_omni": PARTS}
+"""Parts that a model has, by the ``model_type`` of its configuration."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of the model in a directory.
+
+    prefix: of its names there. config: transformers' own class, for a projector the whole VLM's or
+    None. beside: all parts that the directory has.
+    """
+
+    part: str
+    files: TensorFiles
+    prefix: str
+    config: Any
+    beside: tuple[str, ...]
+
+    @property
+    def outer(self) -> str:
+        """What names begin with, all in all."""
+        if self.part == ENCODER:
+            return self.prefix + radio.outer_name(self.files, self.prefix)
+        return self.prefix
+
+    def table(self, preset: VLMPreset) -> Table:
+        """With whole names on both sides."""
+        if self.part == LANGUAGE:
+            table = nemotron_h.language_table(preset.language)
+        elif self.part == ENCODER:
+            table = radio.encoder_table(preset.encoder)
+        else:
+            table = projector.projector_table()
+        outer = self.outer
+        return {
+            OURS[self.part] + name: tuple(replace(row, name=outer + row.name) for row in rows)
+            for name, rows in table.items()
+        }
+
+    def not_held(self) -> list[str]:
+        """Names of its tensors that our model does not need to have.
+
+        Raises:
+            ConversionError: it does need one.
+        """
+        if self.part != ENCODER:
+            return []
+        patterns = [self.outer + pattern for pattern in radio.NOT_HELD]
+        names = matching(self.files.shapes, patterns)
+        radio.check_scales(self.files, fnmatch.filter(names, self.outer + radio.SCALES))
+        return names
+
+
+def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that fit one of some patterns."""
+    patterns = list(patterns)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+
+
+def sources_of(
+    directory: Path, wanted: Iterable[str] = PARTS, may_lack_tensors: bool = False
+) -> list[Source]:
+    """The parts in a directory, of those wanted.
+
+    Raises:
+        ConversionError: it has none of them, or no configuration where one is needed.
+    """
+    files = TensorFiles(directory, may_lack_tensors)
+    if not (directory / "config.json").exists():
+        if not any(name.startswith(projector.THEIRS) for name in files.shapes):
+            raise ConversionError(f"{directory}: no config.json")
+        found = [Source(PROJECTOR, files, ALONE[PROJECTOR], None, (PROJECTOR,))]
+    else:
+        found = _configured(files)
+    chosen = [source for source in found if source.part in wanted]
+    if not chosen:
+        raise ConversionError(f"{directory} has no {' or '.join(wanted)}")
+    return chosen
+
+
+def _configured(files: TensorFiles) -> list[Source]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConversionError(f"{files.directory}/config.json: {error}") from error
+    parts = CONFIGS.get(config.model_type)
+    if parts is None:
+        names = ", ".join(CONFIGS)
+        raise ConversionError(
+            f"{files.directory}/config.json: model_type is {config.model_type}, wanted {names}"
+        )
+    if len(parts) == 1:
+        return [Source(parts[0], files, ALONE[parts[0]], config, parts)]
+    _check_omni(config)
+    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: config}
+    return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
+
+
+def _check_omni(config: Any) -> None:
+    if config.downsample_ratio != 0.5:
+        raise ConversionError(f"downsample_ratio is {config.downsample_ratio}, and ours has 0.5")
+    if config.force_image_size:
+        config.vision_config.image_size = config.force_image_size
+
+
+def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPreset:
+    """The sizes of the parts; those of ``base`` where there is no such part.
+
+    Raises:
+        ConversionError: names what cannot be expressed.
+    """
+    preset = replace(base, name="converted")
+    for source in sources:
+        if source.part == LANGUAGE:
+            language = nemotron_h.language_preset(source.config, base.language)
+            preset = replace(preset, language=language)
+        elif source.part == ENCODER:
+            encoder = radio.encoder_preset(source.config, base.encoder, tile)
+            encoder = radio.with_pixels_of(source.files, source.outer, encoder)
+            preset = replace(preset, encoder=encoder)
+        elif source.config:
+            preset = replace(preset, projector_ffn=source.config.projector_hidden_size)
+        elif inner := source.files.shapes.get(source.prefix + projector.INNER):
+            preset = replace(preset, projector_ffn=inner[0])
+    return preset
+
+
+def translate_source(source: Source, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
+    """A part's translation; ``ours`` are the shapes of our whole model."""
+    prefix = OURS[source.part]
+    held = {name: shape for name, shape in ours.items() if name.startswith(prefix)}
+    return translate(source.table(preset), held)
+
+
+def check_sources(
+    sources: list[Source], translations: list[Translation], leave_out: list[str]
+) -> list[str]:
+    """Compare the files with what the model needs.
+
+    Args:
+        leave_out: patterns of names that are not converted.
+
+    Returns:
+        Names of tensors that the model does not have.
+
+    Raises:
+        ConversionError: lists all that is missing, surplus or misshapen.
+    """
+    problems, left_out = [], set()
+    for directory in dict.fromkeys(source.files.directory for source in sources):
+        wanted: dict[str, Shape] = {}
+        here = []
+        for source, translation in zip(sources, translations, strict=True):
+            if source.files.directory == directory:
+                wanted |= translation.shapes
+                here.append(source)
+        found = dict(here[0].files.shapes)
+        if {source.part for source in here} < set(here[0].beside):
+            prefixes = tuple(source.prefix for source in here)
+            found = {name: shape for name, shape in found.items() if name.startswith(prefixes)}
+        dropped = {*matching(found, leave_out)}.union(*(source.not_held() for source in here))
+        if needed := sorted(dropped & wanted.keys()):
+            raise ConversionError(f"--leave-out fits what the model has: {', '.join(needed)}")
+        left_out |= dropped
+        found = {name: shape for name, shape in found.items() if name not in dropped}
+        problems += differences(wanted, found, directory)
+    refuse(problems)
+    return sorted(left_out)

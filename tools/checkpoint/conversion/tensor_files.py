@@ -1,0 +1,94 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face directory: its safetensors files, read by rows, and written by the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from conversion.errors import ConversionError
+from conversion.rows import Shape
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+
+
+class TensorFiles:
+    """The tensors of a directory; only what is asked for is read.
+
+    Args:
+        directory: with one or several ``.safetensors`` files.
+        may_be_none: there need not be any.
+
+    Raises:
+        ConversionError: there is none, one is damaged, or two have a tensor of the same name.
+    """
+
+    def __init__(self, directory: Path, may_be_none: bool = False) -> None:
+        self.directory = directory
+        self._files: dict[str, safe_open] = {}
+        self.shapes: dict[str, Shape] = {}
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths and not may_be_none:
+            raise ConversionError(f"{directory}: no .safetensors files")
+        for path in paths:
+            try:
+                file = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ConversionError(f"{path}: {error}") from error
+            for name in file.keys():
+                if name in self._files:
+                    raise ConversionError(f"{path}: {name} is in another file as well")
+                self._files[name] = file
+                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor."""
+        first = self._files[name].get_slice(name)
+        return first[:0].dtype if self.shapes[name] else self.read(name).dtype
+
+    def rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows of a tensor."""
+        return self._files[name].get_slice(name)[start : start + count]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._files[name].get_tensor(name)
+
+
+def write_files(
+    directory: Path, sizes: Mapping[str, int], limit: int, make: Callable[[list[str]], dict]
+) -> None:
+    """Write tensors to files, one file after the other.
+
+    Args:
+        directory: to write to.
+        sizes: bytes of each tensor, by name.
+        limit: of a file's bytes; a larger tensor has a file of its own.
+        make: tensors of some names, by name; called once for a file.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    places = {}
+    for number, names in enumerate(groups, 1):
+        of = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        file = ONE_FILE if len(groups) == 1 else of
+        made = {name: tensor.contiguous() for name, tensor in make(names).items()}
+        save_file(made, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # it is the owner's alone
+        places |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,193 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program's checkpoints, of Megatron's format ``torch_dist``, without ranks or groups.
+
+A file is written after the other, as if each were of another rank; loading reads from all of them
+what a rank needs.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from conversion.errors import ConversionError
+from conversion.program_model import Part
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+
+FILE_BYTES = 2 * 1024**3
+"""Of a file, about; so much is in memory at a time."""
+
+COMMON = "common_state/shard_0_1"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Makes each tensor when it is its turn.
+
+    Args:
+        tensor: of an index.
+        objects: by key.
+    """
+
+    def __init__(self, tensor: Callable[[MetadataIndex], torch.Tensor], objects: Mapping) -> None:
+        super().__init__()
+        self._tensor, self._objects = tensor, objects
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.SHARD:
+            return self._tensor(write_item.index)
+        buffer = io.BytesIO()
+        torch.save([self._objects[write_item.index.fqn]], buffer)
+        return buffer
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Without the path: the program refuses objects that no checkpoint needs."""
+        return StorageMeta()
+
+
+def write_checkpoint(
+    directory: Path,
+    parts: Iterable[Part],
+    dtypes: Mapping[str, torch.dtype],
+    objects: Iterable[str],
+    make: Callable[[Part], torch.Tensor],
+) -> None:
+    """Write a checkpoint of weights that the program's ``--load`` takes, as Megatron's *release*.
+
+    Args:
+        directory: which ``--load`` will name; it exists.
+        parts: what is written. dtypes: of them, by name.
+        objects: keys of objects, which are all None.
+        make: a part's tensor; called when it is its turn to be written.
+    """
+    release = directory / "release"
+    release.mkdir()
+    by_place = {(part.key, part.offset): part for part in parts}
+    kept = {COMMON: {"checkpoint_version": 3.0, "iteration": 0}, **dict.fromkeys(objects)}
+    planner = _SavePlanner(lambda index: make(by_place[index.fqn, tuple(index.offset)]), kept)
+    items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in kept]
+    plans, filled = [SavePlan(items)], 0
+    for part in by_place.values():
+        item, size = _write_item(part, dtypes[part.name])
+        if filled and filled + size > FILE_BYTES:
+            plans.append(SavePlan([]))
+            filled = 0
+        plans[-1].items.append(item)
+        filled += size
+    writer = _Writer(release)
+    writer.set_up_storage_writer(True)
+    plans, metadata = create_default_global_save_plan(plans)
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    writer.finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist", 1), str(release))
+    save_integrity_manifest(str(release))
+    (directory / TRACKER).write_text("release")
+
+
+def _write_item(part: Part, dtype: torch.dtype) -> tuple[WriteItem, int]:
+    offset = torch.Size(part.offset)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offset, torch.Size(part.sizes)),
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size(part.global_shape),
+    )
+    item = WriteItem(MetadataIndex(part.key, offset), WriteItemType.SHARD, tensor_data=data)
+    return item, data.chunk.sizes.numel() * dtype.itemsize
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads boxes of tensors into tensors that the caller has."""
+
+    def __init__(self, into: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]) -> None:
+        super().__init__()
+        self._into = into
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        key = read_item.dest_index.fqn, tuple(read_item.dest_index.offset)
+        box = self._into[key]
+        for dim, (at, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            box = box.narrow(dim, at, size)
+        return box
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class Checkpoint:
+    """A checkpoint of the program, or one that was converted.
+
+    Args:
+        directory: as ``--load`` takes it, or of one iteration.
+
+    Raises:
+        ConversionError: it is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        tracker = directory / TRACKER
+        if tracker.is_file():
+            text = tracker.read_text().strip()
+            directory /= text if text == "release" else f"iter_{int(text):07}"
+        self.directory = directory
+        self._reader = FileSystemReader(directory)
+        try:
+            with no_code_from_checkpoints():
+                self._metadata = self._reader.read_metadata()
+        except (OSError, CheckpointingException) as error:
+            raise ConversionError(f"{directory}: no checkpoint of the program: {error}") from error
+        self._reader.set_up_storage_reader(self._metadata, True)
+        self.tensors = {
+            key: value
+            for key, value in self._metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+
+    def read(self, parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+        """Tensors of parts, by name; from the files only their boxes are read."""
+        into, boxes, items = {}, {}, []
+        for part in parts:
+            stored = self.tensors[part.key]
+            box = torch.empty(part.sizes, dtype=stored.properties.dtype)
+            into[part.key, part.offset] = box
+            boxes[part.name] = box.view(part.shape)
+            chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
+            items += create_read_items_for_chunk_list(part.key, stored, [chunk])
+        self._reader.read_data(LoadPlan(items), _LoadPlanner(into)).wait()
+        return boxes

@@ -1,0 +1,154 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Convert weights: Hugging Face's NemotronH, C-RADIO or a whole VLM to a checkpoint, and back.
+
+Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
+    python tools/checkpoint/convert.py hf-to-megatron --language DIR --vision DIR --out DIR
+    python tools/checkpoint/convert.py megatron-to-hf CHECKPOINT --like DIR --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+
+
+def main(argv: list[str]) -> int:
+    """Convert; returns the exit status, 2 for what a user got wrong."""
+    options = _parser().parse_args(argv)
+    if problem := _prepare():
+        return _fail(problem)
+    from conversion.errors import ConversionError
+    from examples.mimo.nemotron_vlm.errors import UserError
+
+    try:
+        options.run(options)
+    except (ConversionError, UserError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    into = commands.add_parser("hf-to-megatron", help="write a checkpoint that --load takes")
+    into.set_defaults(run=_to_megatron)
+    for part, what in (
+        ("vlm", "a whole VLM; the others choose parts from elsewhere"),
+        ("language", "NemotronH"),
+        ("vision", "C-RADIO"),
+        ("projector", "mlp1 of a VLM"),
+    ):
+        into.add_argument(f"--{part}", type=Path, metavar="DIR", help=what)
+    into.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
+    into.add_argument("--tile", type=int, metavar="PIXELS", help="a tile's side")
+    into.add_argument("--seed", type=int, default=1234, help="of parts that are not given")
+    into.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that are not converted, e.g. 'sound_*'",
+    )
+    back = commands.add_parser("megatron-to-hf", help="write a Hugging Face directory")
+    back.set_defaults(run=_to_hugging_face)
+    back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
+    back.add_argument(
+        "--like",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face model of the same sizes, from which all but the weights is copied",
+    )
+    back.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
+    for command in (into, back):
+        command.add_argument(
+            "--model",
+            default="nano-vl-30b-a3b",
+            metavar="NAME|FILE",
+            help="sizes of parts that are not given",
+        )
+    return parser
+
+
+def _prepare() -> str | None:
+    """Make what is imported importable; returns what is missing, in a line."""
+    for package in ("safetensors", "transformers"):
+        if find_spec(package) is None:
+            return f"{package} is not installed: pip install 'transformers>=5.23'"
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        sys.path.insert(0, str(CHECKOUT))
+        sys.modules.pop("megatron", None)
+        if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
+            return "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"
+    from megatron.core import cpu_runtime
+
+    cpu_runtime.install()
+    return None
+
+
+def _to_megatron(options: argparse.Namespace) -> None:
+    from conversion.directions import MODEL, to_megatron
+    from conversion.errors import ConversionError
+    from conversion.sources import ENCODER, LANGUAGE, PARTS, PROJECTOR, sources_of
+
+    given = {LANGUAGE: options.language, ENCODER: options.vision, PROJECTOR: options.projector}
+    sources = [
+        source for part, path in given.items() if path for source in sources_of(path, [part])
+    ]
+    rest = [part for part in PARTS if not given[part]]
+    if options.vlm and rest:
+        sources += sources_of(options.vlm, rest)
+    if not sources:
+        raise ConversionError("nothing to convert: give --language, --vision, --projector or --vlm")
+    dropped, initial = to_megatron(
+        sources,
+        _base(options),
+        options.out,
+        tile=options.tile,
+        leave_out=tuple(options.leave_out),
+        seed=options.seed,
+    )
+    _list("not in our model, left out", dropped)
+    _list(f"initial weights of seed {options.seed}", initial)
+    print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")
+
+
+def _to_hugging_face(options: argparse.Namespace) -> None:
+    from conversion.directions import to_hugging_face
+
+    copied = to_hugging_face(options.checkpoint, options.like, _base(options), options.out)
+    _list(f"not in our model, copied from {options.like}", copied)
+
+
+def _base(options: argparse.Namespace):
+    from conversion.errors import ConversionError
+    from examples.mimo.nemotron_vlm.presets import find_preset
+
+    try:
+        return find_preset(options.model)
+    except ValueError as error:
+        raise ConversionError(f"--model {options.model}: {error}") from error
+
+
+def _list(what: str, names: list[str]) -> None:
+    if names:
+        print(f"{what}: " + ", ".join(names))
+
+
+def _fail(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    sys.exit(main(sys.argv[1:]))
