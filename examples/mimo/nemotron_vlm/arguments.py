@@ -23,6 +23,7 @@ from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
     PARTS,
+    PARTS_OF_IMAGES,
     SIZES,
     OwnParser,
     add_own_options,
@@ -142,6 +143,10 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
+    for part in PARTS_OF_IMAGES:
+        for name in (f"{part}_lr", f"{part}_weight_decay"):
+            if (getattr(args, name) or 0.0) < 0.0:
+                raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
     for name in ("micro_batch_size", "seq_length", "sample_multiple", "pack_window"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")

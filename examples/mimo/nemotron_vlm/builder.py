@@ -17,6 +17,7 @@ from examples.mimo.nemotron_vlm.freezing import freeze
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.model import build_vlm
+from examples.mimo.nemotron_vlm.part_settings import part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.model.base import MimoModel
@@ -77,6 +78,7 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # names stay as they are, and no gradient has a buffer
+        stages[0].optimizer_overrides = part_overrides(args)
         prepare_for_training(stages, modules, ddp_config, args.recompute_encoder or None)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 

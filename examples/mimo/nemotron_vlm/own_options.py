@@ -14,6 +14,9 @@ from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset, find_preset
 PARTS = ("encoder", "projector", "language")
 """Of the model, as ``--freeze`` names them."""
 
+PARTS_OF_IMAGES = PARTS[:2]
+"""Those with a learning rate and weight decay of their own."""
+
 SIZES = {
     "language": {
         "tp": "tensor_model_parallel_size",
@@ -76,6 +79,9 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         metavar="PART[,PART]",
         help=f"parts that are not trained, of {', '.join(PARTS)}",
     )
+    for part in PARTS_OF_IMAGES:
+        add(f"--{part}-lr", type=float, metavar="LR", help=f"of the {part}, in place of --lr")
+        add(f"--{part}-weight-decay", type=float, metavar="DECAY", help="its own, likewise")
     add("--data", default="digits", metavar="digits|mock|energon:PATH", help="samples")
     add(
         "--pack",

@@ -24,7 +24,7 @@ from megatron.core.models.mimo.optimizer_state import (
     restore_common_state,
     sharded_optimizer_state,
 )
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
@@ -224,7 +224,8 @@ def get_mimo_optimizer(
         config: of all modules.
         module_configs: of single modules, by name, in place of ``config``: learning rates, weight
             decay, betas.
-        config_overrides: of single parameters, as in ``get_megatron_optimizer``.
+        config_overrides: of single parameters, as in ``get_megatron_optimizer``; the first stage's
+            ``optimizer_overrides``, where it has them, come on top. Names are those of a module's.
 
     Raises:
         ValueError: ``module_configs`` names no module of the model.
@@ -232,6 +233,8 @@ def get_mimo_optimizer(
     models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
     grids = models[0].mimo_config.module_to_grid_map
     configs = dict(module_configs or {})
+    if own := getattr(models[0], "optimizer_overrides", None):
+        config_overrides = {**(config_overrides or get_standard_config_overrides(config)), **own}
     unknown = sorted(configs.keys() - grids.keys())
     if unknown:
         raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
