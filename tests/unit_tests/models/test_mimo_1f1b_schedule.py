@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import Sample, reading_task
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, reading_task
 from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
@@ -41,17 +41,19 @@ SIX_LAYERS = replace(
 """Language pp=2, 3 and 6 divide it, and encoder pp=2."""
 
 
-class VariedStrips:
-    """Samples of 0 to 4 tiles; the first eight of each step, two microbatches, have none."""
+class VariedStrips(SampleSource):
+    """Samples of 0 to 4 tiles; eight of each step, two microbatches, have none."""
 
-    def sample(self, split: str, number: int) -> Sample:
+    def text(self, split, number):
+        draw = np.random.default_rng([split == "test", number, 1])
+        answer, tokens = draw.integers(10, size=2).tolist(), PRESET.encoder.tokens_per_tile
+        return reading_task(len(self.tiles(split, number)), answer, tokens, SEQUENCE)
+
+    def tiles(self, split, number):
         draw = np.random.default_rng([split == "test", number])
         tiles = int(draw.integers(5)) if number % SAMPLES >= 8 else 0
         size = PRESET.encoder.tile
-        pixels = torch.from_numpy(draw.random((tiles, 3, size, size), dtype=np.float32))
-        answer = draw.integers(10, size=2).tolist()
-        tokens = PRESET.encoder.tokens_per_tile
-        return reading_task(pixels, answer, tokens, SEQUENCE)
+        return torch.from_numpy(draw.integers(256, size=(tiles, 3, size, size), dtype=np.uint8))
 
 
 def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> None:

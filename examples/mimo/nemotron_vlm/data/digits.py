@@ -59,7 +59,7 @@ class DigitStrips(DigitTask):
         """See `SampleSource`."""
         targets = self._splits[split][1]
         answer = [int(targets[i]) for i in self._chosen(split, number)]
-        return reading_task(answer, self._tokens_per_tile, self._seq_length)
+        return reading_task(len(answer), answer, self._tokens_per_tile, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """See `SampleSource`."""

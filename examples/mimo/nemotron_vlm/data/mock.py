@@ -31,7 +31,7 @@ class MockStrips(DigitTask):
         """See `SampleSource`."""
         draw = np.random.default_rng([self._seed, split == "test", number, 1])
         answer = draw.integers(10, size=self._shape[0]).tolist()
-        return reading_task(answer, self._tokens_per_tile, self._seq_length)
+        return reading_task(len(answer), answer, self._tokens_per_tile, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """See `SampleSource`."""

@@ -72,17 +72,18 @@ def reading_length(tiles: int, tokens_per_tile: int) -> int:
     return 2 + tiles * (tokens_per_tile + 1)
 
 
-def reading_task(answer: list[int], tokens_per_tile: int, seq_length: int) -> Text:
+def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length: int) -> Text:
     """Write the sequence BOS, image tokens, READ, answer digits, EOS; the loss is on the last two.
 
     Args:
-        answer: digits 0 … 9, one for each tile.
+        tiles: that the sample has.
+        answer: digits 0 … 9.
         seq_length: that it must fit.
 
     Raises:
         ValueError: if it does not; nothing is ever cut off.
     """
-    prompt = [BOS] + [IMAGE] * (len(answer) * tokens_per_tile) + [READ]
+    prompt = [BOS] + [IMAGE] * (tiles * tokens_per_tile) + [READ]
     ids = torch.tensor(prompt + [FIRST_DIGIT + digit for digit in answer] + [EOS])
     if len(ids) - 1 > seq_length:
         raise ValueError(f"{len(ids) - 1} tokens do not fit a sequence length of {seq_length}")
