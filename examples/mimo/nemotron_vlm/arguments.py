@@ -233,6 +233,8 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     if not args.eval_iters:
         return
     size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.pack and micro_size != 1:
+        raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
     try:
         batch = Batch(size, micro_size, args.seq_length)
         _resolve(args, preset, layouts.encoder, layouts.language, batch)

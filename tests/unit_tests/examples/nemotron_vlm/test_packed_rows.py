@@ -33,6 +33,10 @@ PACKED = (
     ("arguments", "text"),
     [
         (("--micro-batch-size", "2"), "--micro-batch-size must be 1"),
+        (
+            ("--eval-iters", "1", "--eval-micro-batch-size", "2"),
+            "--eval-micro-batch-size must be 1",
+        ),
         (("--sample-multiple", "24"), "--sample-multiple 24 must divide --seq-length 64"),
         (("--sample-multiple", "2", "--language", "tp=2,cp=2"), "needs a multiple of 8"),
     ],
