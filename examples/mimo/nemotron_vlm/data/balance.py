@@ -46,22 +46,19 @@ def assign_rows(
 
 def _exchange(placed: np.ndarray, tiles: np.ndarray, load: np.ndarray) -> None:
     """Swap rows of the same microbatch between the ranks of the most and the fewest tiles."""
-    for _ in range(4 * placed.size):
+    for _ in range(placed.size):
         most, least = int(load.argmax()), int(load.argmin())
         gap = int(load[most] - load[least])
-        best, swap = gap, None
-        for cell in placed:
-            moved = tiles[cell[most]][:, None] - tiles[cell[least]][None, :]
-            left = np.abs(gap - 2 * moved)
-            place = np.unravel_index(left.argmin(), left.shape)
-            if left[place] < best:
-                best, swap = int(left[place]), (cell, *place, int(moved[place]))
-        if swap is None:
+        given, taken = tiles[placed[:, most]], tiles[placed[:, least]]
+        moved = given[:, :, None] - taken[:, None, :]
+        cell, mine, theirs = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)
+        change = int(moved[cell, mine, theirs])
+        if abs(gap - 2 * change) >= gap:
             return
-        cell, mine, theirs, moved = swap
-        cell[most, mine], cell[least, theirs] = cell[least, theirs], cell[most, mine]
-        load[most] -= moved
-        load[least] += moved
+        one, other = (cell, most, mine), (cell, least, theirs)
+        placed[one], placed[other] = placed[other], placed[one]
+        load[most] -= change
+        load[least] += change
 
 
 def cut_evenly(total: int, parts: int) -> list[int]:
