@@ -28,9 +28,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if problem := _prepare():
         return _fail(problem)
-    from layout_view.text import describe
-
     from examples.mimo.nemotron_vlm.errors import UserError
+    from layout_view.text import describe
 
     os.environ["WORLD_SIZE"] = str(options.world)  # which grids are held to
     try:
@@ -58,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--gpus-per-node", type=_positive, default=8, metavar="N", help="ranks of a node")
     add("--model", default="tiny", metavar="NAME|FILE", help="sizes that the layouts must divide")
-    add("--seq-length", type=_positive, metavar="TOKENS", help="of a sample; the model's by default")
+    add(
+        "--seq-length", type=_positive, metavar="TOKENS", help="of a sample; the model's by default"
+    )
     add(
         "--microbatches",
         type=_positive,
@@ -109,11 +110,10 @@ def _prepare() -> str | None:
 
 
 def _view(options: argparse.Namespace):
-    from layout_view.modules import read_layouts
-    from layout_view.view import View
-
     from examples.mimo.nemotron_vlm.errors import UserError
     from examples.mimo.nemotron_vlm.presets import find_preset
+    from layout_view.modules import read_layouts
+    from layout_view.view import View
 
     try:
         preset = find_preset(options.model)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from layout_view.modules import Module
 
+from layout_view.modules import Module
 from megatron.core.models.mimo.comm.bridge_plan import NOBODY, Crossing, plan_block
 from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
@@ -68,7 +68,8 @@ class Bridge:
 def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
     """The bridge of colocated modules.
 
-    A row's gradient is on the CP rank that owns its token: every CP rank owns as many rows.
+    All runs of the batch have as many rows, a mean where they are no whole tiles. A row's gradient
+    is on the CP rank that owns its token: every CP rank owns as many rows.
 
     Args:
         rows: of the batch.

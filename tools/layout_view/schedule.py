@@ -136,7 +136,5 @@ def _order(stage: int, size: int, microbatches: int, vpp: int) -> list[tuple[str
     warmup = get_pp_rank_microbatches(microbatches, vpp, size, p2p_communicator=place)[2]
     forwards = [("forward", chunk, number) for number, chunk in table]
     backwards = [("backward", vpp - 1 - chunk, number) for number, chunk in table]
-    steady = [
-        step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair
-    ]
+    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]

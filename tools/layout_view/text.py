@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from examples.mimo.nemotron_vlm.placement import layout_table
 from layout_view.bridge import Flows
 from layout_view.modules import LANGUAGE, Module
 from layout_view.view import View
-
-from examples.mimo.nemotron_vlm.placement import layout_table
 
 EVERY_RANK = 64
 """Ranks up to which the rank map has all of them; of more it has the first nodes."""
@@ -55,7 +54,7 @@ def _rank_map(view: View) -> str:
     if len(shown) < view.world:
         text += f" of the first {len(shown)} ranks; the step of each axis is below"
     if topology:
-        text += f"; the batch in {_count(topology.atoms, 'equal run')} of samples"
+        text += f"; the batch in {_count(topology.atoms, 'equal run')}"
     return f"{text}\n{_table(rows)}"
 
 
@@ -82,7 +81,7 @@ def _bridge(view: View) -> str:
     sizes = sorted({len(block) for block in bridge.blocks})
     text = (
         f"bridge: {_count(len(bridge.blocks), 'block')} of "
-        f"{' or '.join(map(str, sizes))} ranks, {view.blocks_leaving} leave a node; "
+        f"{' or '.join(map(str, sizes))} ranks, of which {view.blocks_leaving} leave a node; "
         f"rows of a step, {_count(batch.global_size, 'sample')} of {view.rows_per_sample} rows"
     )
     header = ["way", "moved", "sent: most", "mean", "received: most", "mean", "leaves a node"]
