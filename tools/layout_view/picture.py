@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from PIL import Image
 
 from bench.timeline import COLOURS
 from layout_view.bridge import Flows
@@ -27,6 +29,8 @@ ARROWS = 32
 STAGES = 32
 """Stages that the timeline is drawn for."""
 EMPTY, WAITING, LEAVES = "#f0f0f0", "#d9d9d9", "#cf1322"
+COLOUR_TABLE = 128
+"""Colours of a PNG."""
 SHOWN = ("tp", "cp", "dp", "pp", "ep")
 """Coordinates that are written into a rank's cell."""
 
@@ -59,7 +63,13 @@ def draw(view: View, path: Path, kind: str) -> None:
         for axes, (name, way) in zip(next(parts).subplots(1, 2), ways.items(), strict=True):
             _bridge(axes, view, name, way)
     _timeline(next(parts).subplots(), view)
-    figure.savefig(path, dpi=100, format=kind)
+    if kind == "png":
+        with BytesIO() as full:
+            figure.savefig(full, dpi=100, format=kind)
+            image = Image.open(full).convert("RGB").quantize(COLOUR_TABLE)  # a quarter of the bytes
+            image.save(path, format=kind, optimize=True)
+    else:
+        figure.savefig(path, format=kind)
     plt.close(figure)
 
 

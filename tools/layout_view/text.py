@@ -84,6 +84,8 @@ def _bridge(view: View) -> str:
         f"{' or '.join(map(str, sizes))} ranks, of which {view.blocks_leaving} leave a node; "
         f"rows of a step, {_count(batch.global_size, 'sample')} of {view.rows_per_sample} rows"
     )
+    if view.layouts.non_colocated:
+        text += "; broadcasts within a stage are not counted"
     header = ["way", "moved", "sent: most", "mean", "received: most", "mean", "leaves a node"]
     ways = {"forward": bridge.forward, "backward": bridge.backward}
     rows = [header, *([name, *_volumes(view, way)] for name, way in ways.items())]
