@@ -1,0 +1,127 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the bridge moves in one step with equal samples, by the bridge's own plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from layout_view.modules import Module
+from megatron.core.models.mimo.comm.bridge_plan import NOBODY, Crossing, plan_block
+from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Rows that ranks send each other in one direction; arrays of one length.
+
+    Rows that stay on their rank are left out.
+
+    Attributes:
+        givers, takers: int64, global ranks.
+        rows: float64; the rows of one message.
+    """
+
+    givers: np.ndarray
+    takers: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """Rows of all messages."""
+        return float(self.rows.sum())
+
+    def sent(self, world: int) -> np.ndarray:
+        """Rows that each rank sends, float64 [world]."""
+        return np.bincount(self.givers, self.rows, minlength=world)
+
+    def received(self, world: int) -> np.ndarray:
+        """Rows that each rank receives, float64 [world]."""
+        return np.bincount(self.takers, self.rows, minlength=world)
+
+    def leaving(self, gpus_per_node: int) -> float:
+        """Share of the rows that leaves a node."""
+        leaves = self.givers // gpus_per_node != self.takers // gpus_per_node
+        return float(self.rows[leaves].sum()) / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The bridge of two modules.
+
+    Attributes:
+        topology: who encodes and consumes what; None where modules are non-colocated.
+        blocks: ranks that exchange rows among themselves only.
+        forward, backward: what a step moves.
+    """
+
+    topology: BridgeTopology | None
+    blocks: list[list[int]]
+    forward: Flows
+    backward: Flows
+
+
+def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
+    """The bridge of colocated modules.
+
+    All runs of the batch have as many rows, a mean where they are no whole tiles. A row's gradient
+    is on the CP rank that owns its token: every CP rank owns as many rows.
+
+    Args:
+        rows: of the batch.
+    """
+    topology = bridge_topology(encoder.grid, language.grid)
+    moves = {}
+    found: tuple[list, list] = ([], [])
+    for block in topology.blocks:
+        plan = plan_block(topology, block)
+        key = plan.forward.before, plan.forward.after, plan.backward.copy
+        if key not in moves:  # most blocks are alike
+            moves[key] = [_moves(way) for way in plan]
+        for way, (givers, takers, share) in zip(found, moves[key], strict=True):
+            ranks = np.array(block)
+            way.append((ranks[givers], ranks[takers], share * rows / topology.atoms))
+    forward, backward = (Flows(*map(np.concatenate, zip(*way, strict=True))) for way in found)
+    return Bridge(topology, topology.blocks, forward, backward)
+
+
+def _moves(crossing: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Giver and taker of every message, by member, and its size in atoms."""
+    members = np.arange(len(crossing.before))[:, None, None]
+    taker, atom, copy = np.nonzero((crossing.giver != NOBODY) & (crossing.giver != members))
+    pair = crossing.giver[taker, atom, copy] * len(members) + taker
+    pairs, number = np.unique(pair, return_counts=True)
+    return pairs // len(members), pairs % len(members), number / crossing.owners
+
+
+def non_colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
+    """The bridge of non-colocated modules, of Megatron: from one rank of each DP index to another.
+
+    The ranks of a stage with one DP index then get a copy each by a broadcast, which is not
+    counted.
+
+    Args:
+        rows: of the batch.
+    """
+    bridge = BridgeCommunicator.__new__(BridgeCommunicator)  # its __init__ makes process groups
+    bridge.src_grid, bridge.dest_grid = encoder.grid, language.grid
+    bridge.current_rank, bridge.comm_map = NOBODY, {}
+    senders, _ = bridge.get_leader_rank(bridge.src_grid, is_src=True)
+    receivers, _ = bridge.get_leader_rank(bridge.dest_grid, is_src=False)
+    bridge.build_comm_map(senders, receivers)
+    pairs = [(rank, to) for rank in senders for to in bridge.comm_map[rank].send_to_ranks]
+    givers, takers = np.array(pairs).T
+    each = np.full(len(pairs), rows / len(pairs))
+    blocks = sorted(_joined(pairs))
+    return Bridge(None, blocks, Flows(givers, takers, each), Flows(takers, givers, each))
+
+
+def _joined(pairs: list[tuple[int, int]]) -> Iterator[list[int]]:
+    """Ranks of pairs that share one: all of them meet in their sender, or in their receiver."""
+    side = 0 if len({giver for giver, _ in pairs}) <= len({taker for _, taker in pairs}) else 1
+    for shared in {pair[side] for pair in pairs}:
+        yield sorted({rank for pair in pairs if pair[side] == shared for rank in pair})

@@ -1,0 +1,140 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a step, from the shares of encoder and language model; nothing is measured.
+
+Times are in units of a step in which no rank waits, on all ranks: encoder E, language model L,
+E + L = 1. A backward takes twice as long as a forward, and stages have equal work, so that a step
+of colocated modules takes E + L·(1 + (p − 1)/(m·v)): p stages, m microbatches, v virtual stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from examples.mimo.nemotron_vlm.layout import Layouts
+from megatron.core.pipeline_parallel.schedules import (
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+
+FORWARD = 1 / 3
+"""Share of the forward in forward and backward."""
+
+Span = tuple[str, float, float]
+"""Phase, begin and end."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        stages: what a rank of each pipeline stage does, in order.
+        names: of the stages.
+    """
+
+    stages: list[list[Span]]
+    names: list[str]
+
+    @property
+    def total(self) -> float:
+        """Time of the step."""
+        return max(spans[-1][2] for spans in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait."""
+        return 1 - 1 / self.total
+
+
+def timeline(layouts: Layouts, encoder_share: float) -> Timeline:
+    """Simulate one step.
+
+    Args:
+        encoder_share: E, of a step in which no rank waits.
+    """
+    language, number = layouts.language, layouts.num_microbatches
+    share = {"encoder": encoder_share, "language": 1 - encoder_share}
+    names = [f"stage {stage}" for stage in range(language.pp)]
+    if layouts.non_colocated:
+        world = layouts.encoder.size + language.size
+        parts = {"encoder": layouts.encoder, "language": language}
+        modules = [name for name, part in parts.items() for _ in range(part.pp)]
+        costs = {name: share[name] * world / part.size for name, part in parts.items()}
+        stages = pipeline(modules, costs, number)
+        return Timeline(stages, [f"encoder {s}" for s in range(layouts.encoder.pp)] + names)
+    if language.pp == 1:
+        return Timeline([_without_pipeline(share, number)], ["all ranks"])
+    begin = FORWARD * share["encoder"]
+    stages = pipeline(["language"] * language.pp, share, number, language.vpp)
+    end = begin + max(spans[-1][2] for spans in stages)
+    stages = [
+        [
+            ("encoder forward", 0.0, begin),
+            *((phase, begin + start, begin + stop) for phase, start, stop in spans),
+            ("encoder backward", end, end + (1 - FORWARD) * share["encoder"]),
+        ]
+        for spans in stages
+    ]
+    return Timeline(stages, names)
+
+
+def _without_pipeline(share: dict[str, float], microbatches: int) -> list[Span]:
+    spans: list[Span] = []
+    now = 0.0
+    for _ in range(microbatches):
+        for way, order in (("forward", ("encoder", "language")), ("backward", None)):
+            for module in order or ("language", "encoder"):
+                part = FORWARD if way == "forward" else 1 - FORWARD
+                spans.append((f"{module} {way}", now, now + part * share[module] / microbatches))
+                now = spans[-1][2]
+    return spans
+
+
+def pipeline(
+    modules: list[str], costs: dict[str, float], microbatches: int, vpp: int = 1
+) -> list[list[Span]]:
+    """1F1B, interleaved with virtual stages, in the order in which Megatron runs microbatches.
+
+    Args:
+        modules: of each stage.
+        costs: time of a module's forwards and backwards of all microbatches, on one of its ranks.
+        vpp: virtual stages of each stage.
+    """
+    size = len(modules)
+    orders = [_order(stage, size, microbatches, vpp) for stage in range(size)]
+    done: dict[tuple[str, int, int], float] = {}
+    stages: list[list[Span]] = [[] for _ in modules]
+    places = [0] * size
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        for stage, (module, order) in enumerate(zip(modules, orders, strict=True)):
+            now = stages[stage][-1][2] if stages[stage] else 0.0
+            while places[stage] < len(order):
+                way, chunk, number = order[places[stage]]
+                virtual = chunk * size + stage
+                needed = virtual - 1 if way == "forward" else virtual + 1
+                at_end = needed in (-1, size * vpp)
+                if not at_end and (way, needed, number) not in done:
+                    break
+                begin = max(now, 0.0 if at_end else done[way, needed, number])
+                part = FORWARD if way == "forward" else 1 - FORWARD
+                now = begin + part * costs[module] / (microbatches * vpp)
+                done[way, virtual, number] = now
+                stages[stage].append((f"{module} {way}", begin, now))
+                places[stage] += 1
+    return stages
+
+
+def _order(stage: int, size: int, microbatches: int, vpp: int) -> list[tuple[str, int, int]]:
+    """Way, virtual stage and microbatch of all that a stage does."""
+    group = SimpleNamespace(size=lambda: size, rank=lambda: stage)
+    place = SimpleNamespace(
+        pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
+    )
+    table = get_schedule_table(microbatches, vpp, size)
+    warmup = get_pp_rank_microbatches(microbatches, vpp, size, p2p_communicator=place)[2]
+    forwards = [("forward", chunk, number) for number, chunk in table]
+    backwards = [("backward", vpp - 1 - chunk, number) for number, chunk in table]
+    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]

@@ -1,0 +1,110 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that is shown of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from examples.mimo.nemotron_vlm.layout import Layouts
+from layout_view.bridge import Bridge, colocated_bridge, non_colocated_bridge
+from layout_view.modules import Module, leaves_node, modules_of
+from layout_view.schedule import Timeline, timeline
+
+
+@dataclass(frozen=True)
+class View:
+    """A layout on nodes of some size.
+
+    Attributes:
+        rows_per_sample: embeddings of a sample; all samples have as many.
+        encoder_share: the encoder's part of a step in which no rank waits.
+    """
+
+    layouts: Layouts
+    gpus_per_node: int
+    rows_per_sample: int
+    encoder_share: float
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.layouts.language_offset + self.layouts.language.size
+
+    @cached_property
+    def modules(self) -> tuple[Module, Module]:
+        """Encoder and language model."""
+        return modules_of(self.layouts)
+
+    @cached_property
+    def bridge(self) -> Bridge:
+        """What goes between the modules in a step."""
+        make = non_colocated_bridge if self.layouts.non_colocated else colocated_bridge
+        return make(*self.modules, self.layouts.batch.global_size * self.rows_per_sample)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule of a step."""
+        return timeline(self.layouts, self.encoder_share)
+
+    def node(self, rank: int) -> int:
+        """Node of a rank."""
+        return rank // self.gpus_per_node
+
+    def coordinates(self, module: Module, rank: int) -> dict[str, int]:
+        """Place of a rank along each axis of a module; none where it does not hold the module."""
+        if rank not in module.ranks:
+            return {}
+        return {name: axis.index[rank] for name, axis in module.axes.items()}
+
+    def data(self) -> dict:
+        """All of it, for JSON."""
+        ways = {"forward": self.bridge.forward, "backward": self.bridge.backward}
+        return {
+            "world": self.world,
+            "gpus_per_node": self.gpus_per_node,
+            "placement": self.layouts.placement,
+            "batch": asdict(self.layouts.batch),
+            "modules": {
+                module.name: {
+                    "layout": asdict(module.layout),
+                    "first_rank": module.ranks.start,
+                    "coordinates": [self.coordinates(module, rank) for rank in module.ranks],
+                    "axes": {
+                        axis.name: {
+                            "groups": axis.groups,
+                            "leave_a_node": axis.leaving(self.gpus_per_node),
+                        }
+                        for axis in module.axes.values()
+                    },
+                }
+                for module in self.modules
+            },
+            "bridge": {
+                "blocks": self.bridge.blocks,
+                "blocks_that_leave_a_node": self.blocks_leaving,
+                "rows_per_sample": self.rows_per_sample,
+            }
+            | {
+                name: {
+                    "rows": way.total,
+                    "sent": way.sent(self.world).tolist(),
+                    "received": way.received(self.world).tolist(),
+                    "share_that_leaves_a_node": way.leaving(self.gpus_per_node),
+                }
+                for name, way in ways.items()
+            },
+            "timeline": {
+                "encoder_share": self.encoder_share,
+                "microbatches": self.layouts.num_microbatches,
+                "total": self.timeline.total,
+                "bubble": self.timeline.bubble,
+                "stages": dict(zip(self.timeline.names, self.timeline.stages, strict=True)),
+            },
+        }
+
+    @property
+    def blocks_leaving(self) -> int:
+        """Blocks of the bridge with ranks on several nodes."""
+        return sum(leaves_node(block, self.gpus_per_node) for block in self.bridge.blocks)
