@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
+from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     OWN_DEFAULTS,
     assert_same_trajectory_as_one_rank,
+    trainer,
 )
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -86,3 +90,34 @@ def _rows_of(rows: Rows, samples: int) -> int:
         seen += len(rows.samples(count, 1)[0])
         count += 1
     return count
+
+
+@requires_world_size(1)
+class TestResumedData:
+    RUN = ("--train-iters", "2", "--global-batch-size", "4")
+
+    def saved(self, path):
+        with trainer(*self.RUN) as run:
+            run.train_step()
+            run.save(path)
+
+    def test_goes_on_at_its_row(self, shared_path):
+        self.saved(shared_path)
+        with trainer(*self.RUN, "--load", str(shared_path)) as run:
+            batch = next(run.loading.training())
+        assert sorted(batch["samples"]) == [4, 5, 6, 7]
+
+    def test_data_that_has_changed_is_refused(self, shared_path, monkeypatch):
+        self.saved(shared_path)
+        text = "digits has other samples than when this was saved"
+
+        def changed(args, encoder):
+            source = make_source(args, encoder)
+            args.data_fingerprint = "other"
+            return source
+
+        monkeypatch.setattr(runs, "make_source", changed)
+        with pytest.raises(UserError, match=text), trainer(*self.RUN, "--load", str(shared_path)):
+            pass
+        with trainer(*self.RUN, "--load", str(shared_path), "--finetune") as run:
+            assert run.args.consumed_train_samples == 0
