@@ -256,7 +256,8 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
         args.distributed_backend,
         args.num_distributed_optimizer_instances,
     )
-    limit_waiting(timedelta(minutes=args.distributed_timeout_minutes))
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
+    limit_waiting(limit)
     slices = SampleSlices(layouts, encoder_part(modules, name), modules[LANGUAGE].groups.dp.rank())
     source = {
         split: _build_mock_vlm_dataloader(
@@ -269,7 +270,13 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     }
     stages: list[MimoModel] = []
     build = ColocatedBuildConfig(_provider=provider, _modules=modules)
-    build.post_wrap_hooks.append(lambda built: stages.extend(built) or built)
+
+    def built(made: list[MimoModel]) -> list[MimoModel]:
+        limit_waiting(limit)  # also in the groups of the bridge, which the model has made
+        stages.extend(made)
+        return made
+
+    build.post_wrap_hooks.append(built)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
         data_provider(MockLoading(args, slices, source, name)),
