@@ -103,6 +103,7 @@ def run(argv: list[str]) -> None:
 def open_session(options: Options, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
     args, layouts = options.args, options.layouts
+    args.image_token_id, args.data_fingerprint = source.image_token, source.fingerprint
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)

@@ -18,7 +18,7 @@ ENERGON = "energon:"
 
 
 def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
-    """Build the source that ``--data`` names; the model gets its image token.
+    """Build the source that ``--data`` names.
 
     Raises:
         UserError: if there is no such source, or its samples do not fit the tile, the sequence or
@@ -50,7 +50,6 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
             f"--data {name} has token ids up to {source.vocab_size - 1}: --vocab-size must be at "
             f"least {source.vocab_size}"
         )
-    args.image_token_id, args.data_fingerprint = source.image_token, source.fingerprint
     return source
 
 

@@ -113,7 +113,7 @@ class TestResumedData:
 
         def changed(args, encoder):
             source = make_source(args, encoder)
-            args.data_fingerprint = "other"
+            source.fingerprint = "other"
             return source
 
         monkeypatch.setattr(runs, "make_source", changed)
