@@ -43,7 +43,7 @@ class TestBatch:
     def test_a_planted_failure_shows_as_one_and_a_requeued_job_goes_on(
         self, cluster, out, tmp_path
     ):
-        """The planted one has other samples: it ends well, with losses that are not the reference's."""
+        """The planted one has another seed: it ends well, with losses unlike the reference's."""
         name = f'name = "{PLANTED}"'
         section = CASES.read_text().partition(name)[2]
         arguments = section.partition('arguments = "')[2].partition('"')[0]

@@ -214,9 +214,8 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     if args.list:
         for case in chosen:
-            print(
-                f"{case.name}: {case.ranks} ranks, {case.limit_s} s, {' '.join(case.arguments.split())}"
-            )
+            arguments = " ".join(case.arguments.split())
+            print(f"{case.name}: {case.ranks} ranks, {case.limit_s} s, {arguments}")
         return 0
     if args.out is None:
         parser.error("OUT is missing: a directory that all nodes see")
