@@ -102,11 +102,15 @@ class Cluster:
         wait_until(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 60)
 
     def stop(self) -> None:
-        """End all jobs, then the daemons."""
+        """End all jobs, and then the daemons."""
         for job in self.call("squeue", "-h", "-o", "%i").split():
             self.call("scancel", job)
         wait_until(lambda: not self.call("squeue", "-h"), 60)
-        pids = [*self.directory.glob("slurm*.pid"), self.directory / "munge" / "pid"]
+        self.end_daemons()
+
+    def end_daemons(self) -> None:
+        """End those that run."""
+        pids = [*self.directory.glob("slurm*.pid"), *self.directory.glob("munge/pid")]
         for path in pids:
             os.kill(int(path.read_text()), signal.SIGTERM)
         wait_until(lambda: not any(path.exists() for path in pids), 30)

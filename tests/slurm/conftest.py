@@ -20,5 +20,6 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     try:
         cluster.start()
         yield cluster
-    finally:
         cluster.stop()
+    finally:
+        cluster.end_daemons()

@@ -7,8 +7,9 @@ import re
 
 from tests.slurm.cluster import wait_until
 
-STEPS = 60
+STEPS = 30
 SAVE_INTERVAL = 10
+ENDS_IN_S = 600
 ARGUMENTS = (
     *("--encoder", "tp=2", "--language", "ep=2"),
     *("--global-batch-size", "16", "--train-iters", STEPS, "--save-interval", SAVE_INTERVAL),
@@ -29,26 +30,25 @@ def records(run) -> list[tuple]:
 
 def wait_for_step(run, step: int) -> None:
     path = run / "metrics.jsonl"
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, 120)
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, ENDS_IN_S)
 
 
 class TestRequeue:
     def test_signalled_and_requeued_equals_the_uninterrupted_run(self, cluster, tmp_path):
         whole, cut = tmp_path / "whole", tmp_path / "cut"
-        assert cluster.wait(submit(cluster, whole), 240)["JobState"] == "COMPLETED"
+        assert cluster.wait(submit(cluster, whole), ENDS_IN_S)["JobState"] == "COMPLETED"
 
         job = submit(cluster, cut)
         wait_for_step(cut, 3)
-        cluster.call(
-            "scancel", "--batch", "--signal=USR1", job
-        )  # what --signal does near the limit
-        wait_until(lambda: cluster.state(job)["Restarts"] == "1", 120)
+        cluster.call("scancel", "--batch", "--signal=USR1", job)  # as --signal near the limit
+        wait_until(lambda: cluster.state(job)["Restarts"] == "1", ENDS_IN_S)
         saved = int((cut / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-        assert 3 <= saved < STEPS and saved % SAVE_INTERVAL, "the signal led to no checkpoint"
+        assert 3 <= saved < STEPS and len(records(cut)) == saved, "a step is in no checkpoint"
+        assert "signalled: " in (tmp_path / "cut.log").read_text()
         wait_for_step(cut, saved + SAVE_INTERVAL + 2)
-        cluster.call("scontrol", "requeue", job)  # what Slurm does when a node is lost
-        wait_until(lambda: cluster.state(job)["Restarts"] == "2", 120)
-        state = cluster.wait(job, 240)
+        cluster.call("scontrol", "requeue", job)  # as when a node is lost
+        wait_until(lambda: cluster.state(job)["Restarts"] == "2", ENDS_IN_S)
+        state = cluster.wait(job, ENDS_IN_S)
 
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2")
         assert records(cut) == records(whole)
@@ -57,6 +57,6 @@ class TestRequeue:
     def test_a_failed_run_is_not_requeued(self, cluster, tmp_path):
         run = tmp_path / "run"
         bad = ("--output", f"{run}.log", "tools/slurm/train.sbatch", run, "--language", "tp=3")
-        state = cluster.wait(cluster.submit(*bad, RANKS_PER_NODE="1"), 120)
+        state = cluster.wait(cluster.submit(*bad, RANKS_PER_NODE="1"), ENDS_IN_S)
         assert (state["JobState"], state["Restarts"]) == ("FAILED", "0")
         assert re.search(r"error: .*tp=3", (tmp_path / "run.log").read_text())
