@@ -65,7 +65,7 @@ test-all: setup ## Run every row of every test
 	$(VENV)/bin/python tests/run.py
 
 test-slurm: setup ## Run the Slurm jobs on a Slurm of this host; as root, on Debian: installs it
-	command -v slurmctld slurmd munged >/dev/null || \
+	@PATH=$$PATH:/usr/sbin; { command -v munged && command -v slurmctld && command -v slurmd; } || \
 	    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y slurm-wlm munge; }
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/slurm
 
