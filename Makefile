@@ -22,7 +22,7 @@ TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(R
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
 
-.PHONY: help setup fetch apply lock train test test-all lint clean
+.PHONY: help setup fetch apply lock train test test-all test-slurm lint clean
 help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
 
@@ -63,6 +63,11 @@ test: setup ## Show every capability: each test once, with the first of its rows
 
 test-all: setup ## Run every row of every test
 	$(VENV)/bin/python tests/run.py
+
+test-slurm: setup ## Run the Slurm jobs on a Slurm of this host; as root, on Debian: installs it
+	@PATH=$$PATH:/usr/sbin; { command -v munged && command -v slurmctld && command -v slurmd; } || \
+	    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y slurm-wlm munge; }
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/slurm
 
 lint: $(VENV)/installed ## Check the style
 	$(VENV)/bin/ruff check .

@@ -36,7 +36,24 @@ class Utils:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if HAVE_CUDA else "cpu")
-    _initialisations = 0
+    _initialisations = _turns = 0
+
+    @staticmethod
+    @contextlib.contextmanager
+    def first_rank_first(minutes: float = 5.0) -> Iterator[bool]:
+        """Inside, whether this is the first rank; the others leave when it has left.
+
+        They wait longer than for a collective: for what one rank makes on a busy machine.
+        """
+        Utils.initialize_distributed()
+        Utils._turns += 1
+        key, store = f"first-rank-{Utils._turns}", Utils.store()
+        try:
+            yield Utils.rank == 0
+        finally:
+            if Utils.rank == 0:
+                store.set(key, "left")
+        store.wait([key], timedelta(minutes=minutes))
 
     @staticmethod
     def initialize_distributed() -> None:

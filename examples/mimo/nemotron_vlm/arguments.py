@@ -65,6 +65,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
         parser.error = OwnParser.error.__get__(parser)
         add_own_options(parser)
         _set_defaults(parser, defaults(preset, own.device, own.pack))
+        _mend_help(parser)
         return parser
 
     with _one_line(), _command_line(argv):
@@ -102,6 +103,16 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
             action = "store_false" if flag.const else "store_true"
             parser.add_argument(opposite, dest=flag.dest, action=action, help=f"not {name}")
             parser.set_defaults(**{flag.dest: values[flag.dest]})
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron makes texts of docstrings, and one has a per cent sign that argparse expands."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError):
+            action.help = action.help.replace("%", "%%")
 
 
 @contextmanager

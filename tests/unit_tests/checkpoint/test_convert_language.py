@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import NemotronHForCausalLM
 
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -42,11 +41,11 @@ def assert_same_logits(directory: Path, *layouts: str) -> None:
 
 def converted(path: Path) -> Path:
     """A converted language model, made by the first rank."""
-    if Utils.rank == 0:
-        save(language_model(), path / "theirs")
-        source = ("--language", path / "theirs", "--model", "tiny")
-        convert("hf-to-megatron", *source, "--out", path / "ours")
-    dist.barrier()
+    with Utils.first_rank_first() as first:
+        if first:
+            save(language_model(), path / "theirs")
+            source = ("--language", path / "theirs", "--model", "tiny")
+            convert("hf-to-megatron", *source, "--out", path / "ours")
     return path / "ours"
 
 
@@ -94,13 +93,14 @@ class TestTwoRanks:
             run.save(shared_path / "trained")
         saved = ("--model", str(directory / "model.json"), "--load", str(shared_path / "trained"))
         ours = program_logits(*saved, *layouts, source=RandomText())
-        if Utils.rank == 0:
+        with Utils.first_rank_first() as first:
+            if not first:
+                return
             back = ("--like", shared_path / "theirs", "--out", shared_path / "back")
             convert("megatron-to-hf", shared_path / "trained", *back)
             theirs = NemotronHForCausalLM.from_pretrained(shared_path / "back")
             assert (ours - their_logits(theirs)).abs().max() <= TOLERANCE
             assert (ours - their_logits(language_model())).abs().max() > 1e-3
-        dist.barrier()
 
 
 class TestEightRanks:

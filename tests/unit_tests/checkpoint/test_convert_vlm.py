@@ -8,7 +8,6 @@ from pathlib import Path
 from shutil import copyfile
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from examples.mimo.nemotron_vlm.model import IMAGES
@@ -57,10 +56,10 @@ def their_logits() -> torch.Tensor:
 
 def converted(path: Path) -> Path:
     """A converted VLM, made by the first rank."""
-    if Utils.rank == 0:
-        save(whole_vlm(), path / "theirs")
-        convert("hf-to-megatron", "--vlm", path / "theirs", "--out", path / "ours")
-    dist.barrier()
+    with Utils.first_rank_first() as first:
+        if first:
+            save(whole_vlm(), path / "theirs")
+            convert("hf-to-megatron", "--vlm", path / "theirs", "--out", path / "ours")
     return path / "ours"
 
 

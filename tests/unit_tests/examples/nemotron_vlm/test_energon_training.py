@@ -31,16 +31,14 @@ def data():
     """Digits in shards, made by one rank for all."""
     made = [None]
     with tempfile.TemporaryDirectory() as directory:
-        if Utils.rank == 0:
-            made = [Path(directory) / "digits"]
-            make_digits(made[0], samples=SAMPLES, seed=2)
-            survey(made[0])
-        if Utils.world_size > 1:
-            Utils.initialize_distributed()
-            dist.broadcast_object_list(made, 0)
+        with Utils.first_rank_first() as first:
+            if first:
+                made = [Path(directory) / "digits"]
+                make_digits(made[0], samples=SAMPLES, seed=2)
+                survey(made[0])
+        dist.broadcast_object_list(made, 0)
         yield made[0]
-        if Utils.world_size > 1:
-            dist.barrier()
+        dist.barrier()
 
 
 class TestTrajectory:

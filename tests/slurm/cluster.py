@@ -1,0 +1,168 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Slurm of two virtual nodes on this host: munged, slurmctld and two slurmd, as root."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DAEMONS = ("munged", "slurmctld", "slurmd")
+NODES = ("n1", "n2")
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge/socket,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+"""A requeued job starts once credentials have expired (cred_expire), 120 s by default."""
+
+
+def why_not() -> str:
+    """What is missing to start one; empty if nothing is."""
+    missing = [name for name in DAEMONS if not shutil.which(name, path=_path())]
+    if missing:
+        return f"{', '.join(missing)} not installed: make test-slurm installs slurm-wlm and munge"
+    return "" if os.geteuid() == 0 else "only root can start Slurm's daemons"
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class Cluster:
+    """The daemons, and the commands of a user.
+
+    Args:
+        directory: of their files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        configuration = directory / "slurm.conf"
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+        } | {"PATH": _path(), "SLURM_CONF": str(configuration)}
+        for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+            (directory / name).mkdir(mode=0o755)
+        key = directory / "munge" / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        configuration.write_text(
+            CONFIGURATION.format(
+                host=socket.gethostname().partition(".")[0],
+                ports=_three_ports(),
+                directory=directory,
+            )
+        )
+        version = tuple(map(int, re.findall(r"\d+", self.call("slurmd", "-V"))[:2]))
+        # Jobs are in no cgroup: versions before 23.2 cannot say so, and load a plugin all the same.
+        plugin = "disabled" if version >= (23, 2) else "cgroup/v1"
+        (directory / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+
+    def start(self) -> None:
+        """Start the daemons, and wait for both nodes."""
+        munge = self.directory / "munge"
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+        options = [f"--{option}={munge / name}" for option, name in files.items()]
+        self.call("munged", "--force", f"--seed-file={munge / 'seed'}", *options)
+        self.call("slurmctld", "-f", self.environment["SLURM_CONF"])
+        for node in NODES:
+            self.call("slurmd", "-N", node, "-f", self.environment["SLURM_CONF"])
+        wait_until(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 60)
+
+    def stop(self) -> None:
+        """End all jobs, and then the daemons."""
+        for job in self.call("squeue", "-h", "-o", "%i").split():
+            self.call("scancel", job)
+        wait_until(lambda: not self.call("squeue", "-h"), 60)
+        self.end_daemons()
+
+    def end_daemons(self) -> None:
+        """End those that run."""
+        pids = [*self.directory.glob("slurm*.pid"), *self.directory.glob("munge/pid")]
+        for path in pids:
+            os.kill(int(path.read_text()), signal.SIGTERM)
+        wait_until(lambda: not any(path.exists() for path in pids), 30)
+
+    def call(self, *command: object, **environment: str) -> str:
+        """Output of a command, run in the repository."""
+        ended = subprocess.run(
+            [str(part) for part in command],
+            cwd=REPOSITORY,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+    def submit(self, *command: object, **environment: str) -> str:
+        """Number of a new job on both nodes."""
+        sbatch = ("sbatch", "--parsable", "--nodes", len(NODES), *command)
+        return self.call(*sbatch, **environment).strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What ``scontrol show job`` says."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
+
+    def wait(self, job: str, timeout_s: float) -> dict[str, str]:
+        """The state of a job that has ended."""
+        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")
+        wait_until(lambda: self.state(job)["JobState"] not in going, timeout_s)
+        return self.state(job)
+
+
+def _three_ports() -> tuple[int, int, int]:
+    """One, and two that follow each other; below those that the system gives out."""
+    for port in range(20000, 30000, 3):
+        sockets = [socket.socket() for _ in range(3)]
+        try:
+            for offset, probe in enumerate(sockets):
+                probe.bind(("", port + offset))
+            return port, port + 1, port + 2
+        except OSError:
+            continue
+        finally:
+            for probe in sockets:
+                probe.close()
+    raise RuntimeError("no three ports in a row are free")
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float) -> None:
+    """Look twice a second."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.5)

@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A training run that Slurm interrupts ends with the losses of one that it leaves alone."""
+
+import json
+import re
+
+from tests.slurm.cluster import wait_until
+
+STEPS = 30
+SAVE_INTERVAL = 10
+ENDS_IN_S = 600
+ARGUMENTS = (
+    *("--encoder", "tp=2", "--language", "ep=2"),
+    *("--global-batch-size", "16", "--train-iters", STEPS, "--save-interval", SAVE_INTERVAL),
+)
+
+
+def submit(cluster, run) -> str:
+    """Start a training on two nodes, a rank on each."""
+    output = ("--output", f"{run}.log")
+    job = (*output, "tools/slurm/train.sbatch", run, *ARGUMENTS)
+    return cluster.submit(*job, RANKS_PER_NODE="1", OMP_NUM_THREADS="1")
+
+
+def records(run) -> list[tuple]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line["grad_norm"], line["num_tokens"]) for line in lines]
+
+
+def wait_for_step(run, step: int) -> None:
+    path = run / "metrics.jsonl"
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= step, ENDS_IN_S)
+
+
+class TestRequeue:
+    def test_signalled_and_requeued_equals_the_uninterrupted_run(self, cluster, tmp_path):
+        whole, cut = tmp_path / "whole", tmp_path / "cut"
+        assert cluster.wait(submit(cluster, whole), ENDS_IN_S)["JobState"] == "COMPLETED"
+
+        job = submit(cluster, cut)
+        wait_for_step(cut, 3)
+        cluster.call("scancel", "--batch", "--signal=USR1", job)  # as --signal near the limit
+        wait_until(lambda: cluster.state(job)["Restarts"] == "1", ENDS_IN_S)
+        saved = int((cut / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        assert 3 <= saved < STEPS and len(records(cut)) == saved, "a step is in no checkpoint"
+        assert "signalled: " in (tmp_path / "cut.log").read_text()
+        wait_for_step(cut, saved + SAVE_INTERVAL + 2)
+        cluster.call("scontrol", "requeue", job)  # as when a node is lost
+        wait_until(lambda: cluster.state(job)["Restarts"] == "2", ENDS_IN_S)
+        state = cluster.wait(job, ENDS_IN_S)
+
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2")
+        assert records(cut) == records(whole)
+        assert [record[0] for record in records(cut)] == list(range(1, STEPS + 1))
+
+    def test_a_failed_run_is_not_requeued(self, cluster, tmp_path):
+        run = tmp_path / "run"
+        bad = ("--output", f"{run}.log", "tools/slurm/train.sbatch", run, "--language", "tp=3")
+        state = cluster.wait(cluster.submit(*bad, RANKS_PER_NODE="1"), ENDS_IN_S)
+        assert (state["JobState"], state["Restarts"]) == ("FAILED", "0")
+        assert re.search(r"error: .*tp=3", (tmp_path / "run.log").read_text())

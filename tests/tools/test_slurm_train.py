@@ -1,0 +1,101 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The script of a Slurm training job, with commands of Slurm's that only pretend."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from mini import REPOSITORY
+
+COMMANDS = {
+    "srun": 'while [ -e going ]; do sleep 0.1; done; exit "$(cat code)"',
+    "scancel": "rm going",
+    "scontrol": ":",
+}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
+
+
+class Job:
+    """A job whose ranks end with `code` once the file `going` is gone."""
+
+    def __init__(self, directory) -> None:
+        self.directory, self.run = directory, directory / "run"
+        self.checkout = directory / "checkout"
+        (self.checkout / "examples/mimo/nemotron_vlm").mkdir(parents=True)
+        for name, text in COMMANDS.items():
+            path = directory / name
+            path.write_text(f'#!/bin/sh\ncd {directory}\necho "{name} $*" >> calls\n{text}\n')
+            path.chmod(0o755)
+
+    def start(self, *arguments: object, code: int = 0, **environment: str) -> subprocess.Popen:
+        (self.directory / "code").write_text(str(code))
+        defaults = {"PATH": f"{self.directory}:/usr/bin:/bin", "CHECKOUT": str(self.checkout)}
+        return subprocess.Popen(
+            [REPOSITORY / "tools/slurm/train.sbatch", *map(str, arguments)],
+            env=os.environ | defaults | SLURM | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def calls(self) -> str:
+        path = self.directory / "calls"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_it_ends_as_the_ranks_do(job, code):
+    output, _ = (process := job.start(job.run, "--train-iters", 5, code=code)).communicate()
+    assert process.returncode == code, output
+    assert "scontrol" not in job.calls
+    assert f"--train-iters 5 --metrics-out {job.run}/metrics.jsonl" in job.calls
+    assert f"--save {job.run}/checkpoints --load {job.run}/checkpoints" in job.calls
+    assert "--exit-signal-handler --exit-signal SIGUSR1" in job.calls
+
+
+def test_signalled_it_passes_the_signal_on_and_is_requeued(job):
+    (job.directory / "going").touch()
+    process = job.start(job.run)
+    deadline = time.monotonic() + 10
+    while "srun" not in job.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
+    assert job.calls.splitlines()[1:] == ["scancel --signal=USR1 7", "scontrol requeue 7"]
+
+
+def test_a_container_is_passed_on_to_srun(job):
+    image = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    assert job.start(job.run, RANKS_PER_NODE="8", **image).wait() == 0
+    mounts = f"{job.checkout}:{job.checkout},{job.run}:{job.run},/data:/data"
+    assert "--container-image=image.sqsh" in job.calls
+    assert f"--container-mounts={mounts}" in job.calls
+    assert f"--container-workdir={job.checkout}" in job.calls
+    assert "--nnodes 2 --nproc-per-node 8" in job.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        ([], {}, "usage: sbatch"),
+        (["run"], {"SLURM_JOB_ID": ""}, "usage: sbatch"),
+        (["run"], {"CHECKOUT": "/nowhere"}, "error: /nowhere is no checkout with the overlay"),
+    ],
+)
+def test_usage(job, arguments, environment, says):
+    output, _ = (process := job.start(*arguments, **environment)).communicate()
+    assert process.returncode == 2
+    assert output.startswith(says)
+    assert job.calls == ""

@@ -1,0 +1,114 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of a batch: read from a file, chosen, and what must hold once one has run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+DEVICES = ("cpu", "gpu")
+OTHER_CASE = re.compile(r"\{([\w-]+)\}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the program, in its own torchrun.
+
+    Attributes:
+        steps: that it records, first and last.
+        same_as: the case whose losses and gradient norms it must have.
+        tolerance: of that, relative.
+    """
+
+    name: str
+    device: str
+    ranks: int
+    limit_s: int
+    steps: tuple[int, int]
+    tolerance: float
+    arguments: str
+    same_as: str | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """The cases that must have passed before."""
+        named = OTHER_CASE.findall(self.arguments)
+        found = [self.same_as, *named] if self.same_as else named
+        return [name for name in dict.fromkeys(found) if name != self.name]
+
+    def command_line(self, directory: Path) -> list[str]:
+        """Its arguments of the program, where each case has a directory of its name."""
+        text = OTHER_CASE.sub(lambda match: shlex.quote(str(directory / match[1])), self.arguments)
+        return [*shlex.split(text), "--metrics-out", str(directory / self.name / "metrics.jsonl")]
+
+
+def read_cases(path: Path) -> list[Case]:
+    """All cases of a file, in its order.
+
+    Raises:
+        ValueError: if two have one name, or a case needs one that does not come before it.
+    """
+    content = tomllib.loads(path.read_text())
+    cases: dict[str, Case] = {}
+    for entry in content["case"]:
+        common = content[entry["device"]]
+        values = common | entry
+        values["arguments"] = f"{common['arguments']} {entry.get('arguments', '')}".strip()
+        values["steps"] = tuple(values["steps"])
+        case = Case(**values)
+        if case.name in cases:
+            raise ValueError(f"{path}: two cases are called {case.name}")
+        for name in case.needs:
+            if name not in cases:
+                raise ValueError(f"{path}: {case.name} needs {name}, which must come before it")
+        cases[case.name] = case
+    return list(cases.values())
+
+
+def choose(cases: list[Case], device: str, patterns: list[str]) -> list[Case]:
+    """The device's cases whose names fit a pattern, and all that these need.
+
+    Raises:
+        ValueError: if a pattern fits none.
+    """
+    cases = [case for case in cases if case.device == device]
+    for pattern in patterns:
+        if not any(fnmatch(case.name, pattern) for case in cases):
+            raise ValueError(f"--only {pattern}: no such {device} case; --list names them")
+    chosen: set[str] = set()
+    for case in reversed(cases):
+        if case.name in chosen or any(fnmatch(case.name, pattern) for pattern in patterns or "*"):
+            chosen.update((case.name, *case.needs))
+    return [case for case in cases if case.name in chosen]
+
+
+def what_is_wrong(case: Case, directory: Path) -> str:
+    """Why the records of a run that ended well do not hold; empty if they do."""
+    found = _records(directory / case.name)
+    first, last = case.steps
+    if sorted(found) != list(range(first, last + 1)):
+        return f"it recorded steps {sorted(found)}, not {first} to {last}"
+    if not case.same_as:
+        return ""
+    wanted = _records(directory / case.same_as)
+    for step, record in sorted(found.items()):
+        for name in ("loss", "grad_norm"):
+            one, other = record[name], wanted[step][name]
+            if one is None or other is None or abs(one - other) > case.tolerance * abs(other):
+                return (
+                    f"step {step} has {name} {one}, and {case.same_as} has {other}: "
+                    f"more than {case.tolerance:g} apart"
+                )
+    return ""
+
+
+def _records(directory: Path) -> dict[int, dict]:
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["step"]: record for record in map(json.loads, lines)}
