@@ -222,3 +222,11 @@ class TestRight:
         assert [r["num_tokens"] for r in found] == [r["num_tokens"] for r in expected]
         losses = [record["loss"] for record in expected]
         assert [record["loss"] for record in found] == pytest.approx(losses, rel=1e-4)
+
+
+def test_help_shows_own_and_stock_options(capsys):
+    """Megatron's own would fail: one of its texts has a sign that argparse expands."""
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"], world_size=1)
+    said = capsys.readouterr().out
+    assert not end.value.code and "--encoder-lr" in said and "--recompute-granularity" in said
