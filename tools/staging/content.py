@@ -31,17 +31,27 @@ class Content:
                     DIFFERS_FROM_LOCK, f"{path} differs from {version}: stage on the tag itself"
                 )
         self._original = lambda path: checkout.read(path) if digest(checkout.look(path)) else None
-        self._steps = {s.name: s for s in series.build(features.patchset.series(), self._original)}
+        patches = features.patchset.series()
+        if any(self._original(path) is None for path in lock.git_only()):
+            patches = {n: p for n, p in patches.items() if n not in lock.git_only_patches()}
+        self._steps = {step.name: step for step in series.build(patches, self._original)}
         self._tree: dict[str, bytes] = {}
         self._modules = [
             (_module(f"{TESTS}/{ours}"), _module(f"{TESTS}/{theirs}"))
             for ours, theirs in features.landing.items()
         ]
 
+    def start_again(self) -> None:
+        """Go back to upstream's files."""
+        self._tree = {}
+
     def patched(self, feature: Feature) -> dict[str, bytes]:
         """Upstream's files with the feature's patches, on top of the features before it."""
         names, paths = list(self._steps), set()
         for name in self.features.patches_of(feature):
+            if name not in self._steps:
+                what = f"{feature.name}: {name} changes what only git checkouts of the tag have"
+                raise OverlayError(FAILED, what)
             step, index = self._steps[name], names.index(name)
             before = self._steps[names[index - 1]].tree if index else {}
             for path in step.paths:

@@ -35,20 +35,18 @@ def pr_text(features: Features, feature: Feature) -> str:
 
 
 def _commands(features: Features, feature: Feature) -> list[str]:
-    """How a staged tree runs a feature's tests, without upstream's conftest, which asks for GPUs."""
+    """How to run a feature's tests, without upstream's conftest, which downloads test data."""
     files = [path for path in sorted(features.tests_of(feature)) if _is_test(path)]
     below = {path for one in features.stack(feature.name) for path in features.tests_of(one)}
     plugin = [f"-p {TESTS}.{_PLUGIN}".replace("/", ".")]
     if f"{TESTS}/{_PLUGIN}.py" not in below:
         plugin = []
     options = " ".join(["--noconftest", *plugin])
-    lines = [
-        "export PYTHONPATH=. OMP_NUM_THREADS=1 TRITON_INTERPRET=1  # the last without GPUs only"
-    ]
+    lines = ["export PYTHONPATH=. OMP_NUM_THREADS=1", "export TRITON_INTERPRET=1  # without a GPU"]
+    lines.append(f"tests=({' '.join(files)})")
     for size in feature.ranks:
         program = "python" if size == 1 else f"torchrun --nproc-per-node {size}"
-        lines.append(f"{program} -m pytest {options} \\")
-        lines.append(textwrap.indent(" \\\n".join(files), "    "))
+        lines.append(f'{program} -m pytest {options} "${{tests[@]}}"')
     return lines
 
 
