@@ -1,8 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features that are staged as upstream PRs: each file has one owner, and imports follow edges."""
+"""The features of upstream PRs: each file is of exactly one, and imports follow the graph."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ def content(tmp_path_factory) -> Content:
     return Content(FEATURES, Checkout(path))
 
 
-def own_files(feature: Feature) -> dict[str, object]:
+def own_files(feature: Feature) -> dict[str, Path]:
     """A feature's files, by the path at which the others import them."""
     tests = FEATURES.tests_of(feature).values()
     paths = {path: f"{TESTS}/{name}" for name, path in FEATURES.tests.items()}
@@ -53,8 +54,7 @@ def test_imports_between_features_follow_the_graph():
         below = {one.name for one in FEATURES.stack(feature.name)}
         for path, source in own_files(feature).items():
             if path.endswith(".py"):
-                name = name_of(REPOSITORY.joinpath(path).relative_to(REPOSITORY))
-                used = imports(source, name, set(owner))
+                used = imports(source, name_of(Path(path)), set(owner))
                 lost += [f"{path} → {u} of {owner[u]}" for u in used if owner[u] not in below]
     assert lost == []
 
@@ -72,8 +72,7 @@ def test_imports_of_patches_follow_the_graph(tmp_path):
             sides = []
             for data in (before.get(path, original(path)), step.tree[path]):
                 (tmp_path / "file.py").write_bytes(data)
-                name = name_of(tmp_path.joinpath(path).relative_to(tmp_path))
-                sides.append(imports(tmp_path / "file.py", name, set(owner)))
+                sides.append(imports(tmp_path / "file.py", name_of(Path(path)), set(owner)))
             new = sides[1] - sides[0]
             lost += [f"{step.name} → {u} of {owner[u]}" for u in new if owner[u] not in below]
         before = step.tree

@@ -25,7 +25,8 @@ class Content:
         check_version(checkout.root, checkout.version, lock.locked)
         for path, entry in lock.files.items():
             wanted = entry.before.get(checkout.version)
-            if wanted and digest(checkout.look(path)) != wanted:
+            found = digest(checkout.look(path))
+            if wanted and found != wanted and (found or not entry.git_only):
                 version = lock.versions[checkout.version].tag
                 raise OverlayError(
                     DIFFERS_FROM_LOCK, f"{path} differs from {version}: stage on the tag itself"
