@@ -101,7 +101,7 @@ def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
     assert "-p tests.unit_tests.rank_agreement" in text
     assert "Process groups from a HyperCommGrid (`grids-and-groups`)" in text
     alone = pr_text(FEATURES, FEATURES.get("expert-bias"))
-    assert "rank_agreement" not in alone
+    assert "rank_agreement" not in alone and "torchrun" not in alone
     assert "Without this change, `tests/unit_tests/transformer/test_expert_bias.py` fails" in alone
 
 

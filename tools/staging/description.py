@@ -44,7 +44,7 @@ def _commands(features: Features, feature: Feature) -> list[str]:
     options = " ".join(["--noconftest", *plugin])
     lines = ["export PYTHONPATH=. OMP_NUM_THREADS=1", "export TRITON_INTERPRET=1  # without a GPU"]
     lines.append(f"tests=({' '.join(files)})")
-    for size in feature.ranks:
+    for size in features.ranks_of(feature):
         program = "python" if size == 1 else f"torchrun --nproc-per-node {size}"
         lines.append(f'{program} -m pytest {options} "${{tests[@]}}"')
     return lines

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The features of features.toml: their graph, and which file is whose."""
 
+import re
 import tomllib
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +16,8 @@ DATA = "tools/staging/features.toml"
 TESTS = "tests/unit_tests"
 TEST_ROOTS = (TESTS, "tools/staging/fixes")
 """Folders of ours whose files land below upstream's `TESTS`."""
+
+_WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Feature:
     tests: list[str] = field(default_factory=list)
     upstream: list[str] = field(default_factory=list)
     fails: str = ""
-    ranks: list[int] = field(default_factory=lambda: [1])
+    ranks: list[int] = field(default_factory=list)
 
 
 class Features:
@@ -93,6 +96,14 @@ class Features:
             f"{TESTS}/{self.landing.get(path, path)}": self.tests[path]
             for path in _fit(self.tests, feature.tests)
         }
+
+    def ranks_of(self, feature: Feature) -> list[int]:
+        """The numbers of ranks on which a feature's tests run, as their marks say; 1 without."""
+        sizes = {1, *feature.ranks}
+        for path in self.tests_of(feature).values():
+            if path.name.startswith("test_"):
+                sizes |= {int(size) for size in _WORLD_SIZE.findall(path.read_text())}
+        return sorted(sizes)
 
     def patches_of(self, feature: Feature) -> list[str]:
         """The full names of a feature's patches."""
