@@ -97,7 +97,7 @@ def test_a_fix_has_a_test_that_fails_without_it():
 
 def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
     text = pr_text(FEATURES, FEATURES.get("cp-bridge"))
-    assert "torchrun --nproc-per-node 4 -m pytest" in text
+    assert "torchrun --nproc-per-node 2 -m pytest" in text
     assert "-p tests.unit_tests.rank_agreement" in text
     assert "Process groups from a HyperCommGrid (`grids-and-groups`)" in text
     alone = pr_text(FEATURES, FEATURES.get("expert-bias"))
