@@ -33,12 +33,13 @@ def failing(checkout: Path) -> list[str]:
     options += ["-c", os.devnull, "--rootdir", str(FIXES), *(str(FIXES / path) for path in FAILS)]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *options],
+        cwd=FIXES,
         env=os.environ | {"PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return sorted(set(re.findall(r"^FAILED (\S+?)::", done.stdout, re.MULTILINE)))
+    return sorted(set(re.findall(r"^FAILED (?:.*fixes/)?(\S+?)::", done.stdout, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("applied", [True, False])
