@@ -1,0 +1,117 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The features of upstream PRs: each file is of exactly one, and imports follow the graph."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mini import REPOSITORY
+from overlay.checkout import Checkout
+from overlay.fetch import fetch, upstream
+from overlay.patchset import PatchSet
+from overlay.series import build
+from staging.content import Content
+from staging.description import graph, pr_text
+from staging.features import TESTS, Feature, Features
+from test_import_circles import imports, name_of
+
+FEATURES = Features(PatchSet(REPOSITORY))
+DOCUMENT = REPOSITORY / "docs/upstream-prs.md"
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory) -> Content:
+    lock, path = FEATURES.patchset.lock, tmp_path_factory.mktemp("staging") / "checkout"
+    fetch(lock, REPOSITORY, path, lock.pin, None)
+    return Content(FEATURES, Checkout(path))
+
+
+def own_files(feature: Feature) -> dict[str, Path]:
+    """A feature's files, by the path at which the others import them."""
+    tests = FEATURES.tests_of(feature).values()
+    paths = {path: f"{TESTS}/{name}" for name, path in FEATURES.tests.items()}
+    return FEATURES.files_of(feature) | {paths[path]: path for path in tests}
+
+
+def owners() -> dict[str, str]:
+    """The feature of each of our modules."""
+    files = {path: f.name for f in FEATURES.all() for path in own_files(f) if path.endswith(".py")}
+    return {
+        name_of(REPOSITORY.joinpath(path).relative_to(REPOSITORY)): f for path, f in files.items()
+    }
+
+
+def test_every_file_patch_and_test_is_of_one_feature():
+    assert FEATURES.problems() == []
+
+
+def test_imports_between_features_follow_the_graph():
+    """Those within functions and of tests too; a feature works with nothing but what it needs."""
+    owner, lost = owners(), []
+    for feature in FEATURES.all():
+        below = {one.name for one in FEATURES.stack(feature.name)}
+        for path, source in own_files(feature).items():
+            if path.endswith(".py"):
+                used = imports(source, name_of(Path(path)), set(owner))
+                lost += [f"{path} → {u} of {owner[u]}" for u in used if owner[u] not in below]
+    assert lost == []
+
+
+def test_imports_of_patches_follow_the_graph(tmp_path):
+    patchset = FEATURES.patchset
+    git_only, lost, owner = patchset.lock.git_only_patches(), [], owners()
+    patches = {name: p for name, p in patchset.series().items() if name not in git_only}
+    original = upstream(patchset.lock, patchset.lock.pin, REPOSITORY).get
+    of = {name: f for f in FEATURES.all() for name in FEATURES.patches_of(f)}
+    before = {}
+    for step in build(patches, original):
+        below = {one.name for one in FEATURES.stack(of[step.name].name)}
+        for path in step.paths:
+            sides = []
+            for data in (before.get(path, original(path)), step.tree[path]):
+                (tmp_path / "file.py").write_bytes(data)
+                sides.append(imports(tmp_path / "file.py", name_of(Path(path)), set(owner)))
+            new = sides[1] - sides[0]
+            lost += [f"{step.name} → {u} of {owner[u]}" for u in new if owner[u] not in below]
+        before = step.tree
+    assert lost == []
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES.order if name != "pretrain-mimo"])
+def test_a_feature_applies_upon_what_it_needs(name, content):
+    """Nothing but that. The patch of pretrain_mimo.py needs a git checkout."""
+    content.start_again()
+    for feature in FEATURES.stack(name):
+        assert len(content.patched(feature)) >= bool(feature.patches)
+
+
+def test_a_fix_has_a_test_that_fails_without_it():
+    for feature in FEATURES.all():
+        if feature.fails:
+            assert f"{TESTS}/{feature.fails}" in FEATURES.tests_of(feature)
+    alone = [f.name for f in FEATURES.all() if f.fails and not f.needs]
+    assert len(alone) >= 10
+
+
+def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
+    text = pr_text(FEATURES, FEATURES.get("cp-bridge"))
+    assert "torchrun --nproc-per-node 2 -m pytest" in text
+    assert "-p tests.unit_tests.rank_agreement" in text
+    assert "Process groups from a HyperCommGrid (`grids-and-groups`)" in text
+    alone = pr_text(FEATURES, FEATURES.get("expert-bias"))
+    assert "rank_agreement" not in alone and "torchrun" not in alone
+    assert "Without this change, `tests/unit_tests/transformer/test_expert_bias.py` fails" in alone
+
+
+def test_the_document_shows_the_graph():
+    assert graph(FEATURES) in DOCUMENT.read_text(), (
+        "put the output of `tools/stage_upstream_pr.sh --graph` into docs/upstream-prs.md"
+    )
+
+
+def test_the_program_prints_the_graph():
+    program = REPOSITORY / "tools/stage_upstream_pr.sh"
+    done = subprocess.run([program, "--graph"], capture_output=True, text=True)
+    assert done.stdout.strip() == graph(FEATURES)

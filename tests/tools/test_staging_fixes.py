@@ -1,0 +1,51 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tests of fixes for upstream fail on upstream's tree and pass on ours."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mini import REPOSITORY, run
+from overlay.fetch import fetch
+from overlay.patchset import PatchSet
+from staging.features import Features
+
+FEATURES = Features(PatchSet(REPOSITORY))
+FIXES = REPOSITORY / "tools/staging/fixes"
+FAILS = sorted(feature.fails for feature in FEATURES.all() if feature.fails)
+
+# Upstream's training loop needs Python 3.12, but for this one name.
+PROGRAM = """
+import sys, typing, typing_extensions, pytest
+typing.override = typing_extensions.override
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def failing(checkout: Path) -> list[str]:
+    """The files of fixes' tests of which a test fails on a checkout."""
+    options = ["-q", "-rfE", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
+    options += ["-c", os.devnull, "--rootdir", str(FIXES), *(str(FIXES / path) for path in FAILS)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *options],
+        cwd=FIXES,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return sorted(set(re.findall(r"^FAILED (?:.*fixes/)?(\S+?)::", done.stdout, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_fixes_are_needed_and_work(applied, tmp_path):
+    lock, checkout = FEATURES.patchset.lock, tmp_path / "checkout"
+    fetch(lock, REPOSITORY, checkout, lock.pin, None)
+    if applied:
+        assert run("apply", checkout).code == 0
+    assert failing(checkout) == ([] if applied else FAILS)

@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hashes of a checkpoint's files, and loading that runs no code, on one rank."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, save
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.parallel_manifest import save_manifest, verify_manifest
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+
+
+@pytest.fixture
+def one_rank():
+    if dist.is_initialized():
+        pytest.skip("needs a process without groups")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def checkpoint(one_rank, tmp_path):
+    save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path))
+    return tmp_path
+
+
+def test_the_manifest_is_the_one_that_a_single_rank_makes(checkpoint):
+    save_manifest(str(checkpoint))
+    verify_manifest(str(checkpoint))
+    verify_integrity_manifest(str(checkpoint))
+
+
+def test_a_changed_file_is_named(checkpoint):
+    save_manifest(str(checkpoint))
+    (file,) = checkpoint.glob("*.distcp")
+    file.write_bytes(file.read_bytes() + b"!")
+    with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):
+        verify_manifest(str(checkpoint))
+
+
+class _Code:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_metadata_runs_no_code(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    with no_code_from_checkpoints():
+        assert isinstance(FileSystemReader(str(checkpoint)).read_metadata(), Metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Code()))
+    with no_code_from_checkpoints(), pytest.raises(CheckpointingException, match="mkdir"):
+        FileSystemReader(str(checkpoint)).read_metadata()
+    assert not os.path.exists("ran")

@@ -1,0 +1,44 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that writers of checkpoints make."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import multiprocessing, time
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+filesystem_async.get_write_results_queue()
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_the_process_of_results_ends_with_a_rank_that_is_killed():
+    rank = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    end = time.monotonic() + 10
+    while lives(child) and time.monotonic() < end:
+        time.sleep(0.2)
+    alive = lives(child)
+    if alive:
+        os.kill(child, signal.SIGKILL)
+    assert not alive
