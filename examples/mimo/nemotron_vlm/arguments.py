@@ -148,6 +148,11 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
+    for name in ("micro_batch_size", "seq_length", "sample_multiple", "pack_window"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.num_workers < 0:
+        raise UserError("--num-workers must be 0 or more")
     if args.pack and args.micro_batch_size != 1:
         raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
     if args.pack and args.seq_length % args.sample_multiple:
@@ -156,11 +161,11 @@ def _check_own(args: argparse.Namespace) -> None:
         )
     for part in PARTS_OF_IMAGES:
         for name in (f"{part}_lr", f"{part}_weight_decay"):
-            if (getattr(args, name) or 0.0) < 0.0:
-                raise UserError(f"--{name.replace('_', '-')} must be 0 or more")
-    for name in ("micro_batch_size", "seq_length", "sample_multiple", "pack_window"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
+            option, value = f"--{name.replace('_', '-')}", getattr(args, name)
+            if value is not None and not value >= 0.0:
+                raise UserError(f"{option} must be 0 or more")
+            if value is not None and part in parts:
+                raise UserError(f"{option} does nothing with --freeze {args.freeze}")
 
 
 def _check_packing(args: argparse.Namespace, language: Layout) -> None:

@@ -8,6 +8,7 @@ computed, and what the step has waited for all this is counted.
 
 from __future__ import annotations
 
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -106,24 +107,51 @@ class Loading:
             for number in range(args.eval_iters):
                 yield from self.plan.takes(rows, number * size, count, micro_size)
 
+    def _reading_ahead(self) -> dict[str, object]:
+        """How loading processes work, as a DataLoader takes it."""
+        args, language = self.args, self.layouts.language
+        count = 1
+        if language.pp > 1 and not self.layouts.non_colocated:
+            # The schedule draws all microbatches of a step when the step begins.
+            count = args.global_batch_size // (args.micro_batch_size * language.dp)
+        signal_number = args.exit_signal if args.exit_signal_handler else None
+        return {
+            "prefetch_factor": max(2, -(-count // args.num_workers) + 1),
+            "persistent_workers": True,
+            "worker_init_fn": partial(_begin_loading, signal_number),
+            "multiprocessing_context": "fork",
+        }
+
     def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
         on_gpu = self.args.device == "cuda"
-        ahead = {"prefetch_factor": 2, "persistent_workers": True} if self.args.num_workers else {}
+        ahead = self._reading_ahead() if self.args.num_workers else {}
         loader = DataLoader(
             self.reader,
             sampler=takes,
             batch_size=None,
+            collate_fn=_as_it_is,
             num_workers=self.args.num_workers,
             pin_memory=on_gpu,
             **ahead,
         )
-        batches = _checked(loader)
+        batches = map(received, loader)
         batches = _copied_ahead(batches) if on_gpu else map(to_device, batches)
         while True:
             started = time.perf_counter()
             batch = next(batches)
             self.waited_s += time.perf_counter() - started
             yield batch
+
+
+def _as_it_is(batch: Microbatch | str) -> Microbatch | str:
+    """In place of PyTorch's own, which makes tensors of arrays."""
+    return batch
+
+
+def _begin_loading(exit_signal: signal.Signals | None, _number: int) -> None:
+    """The signal that makes the run save and end goes to all its processes; these go on."""
+    if exit_signal is not None:
+        signal.signal(exit_signal, signal.SIG_IGN)
 
 
 def data_provider(loading: Loading) -> Provider:
@@ -164,11 +192,19 @@ def _batch_sizes(args: Namespace, consumed: int) -> Iterator[int]:
         consumed += size
 
 
-def _checked(loaded: Iterator[Microbatch | str]) -> Iterator[Microbatch]:
-    for batch in loaded:
-        if isinstance(batch, str):
-            raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
-        yield batch
+def received(batch: Microbatch | str) -> Microbatch:
+    """What a `Reader` has read, with tensors in place of its arrays.
+
+    Raises:
+        UserError: it says why it could not.
+    """
+    if isinstance(batch, str):
+        raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
+    if host := batch.get("host_tokens"):
+        encoded = {name: list(map(torch.from_numpy, ids)) for name, ids in host.encoded.items()}
+        consumed = list(map(torch.from_numpy, host.consumed))
+        batch["host_tokens"] = host._replace(encoded=encoded, consumed=consumed)
+    return batch
 
 
 def to_device(batch: Microbatch) -> Microbatch:
@@ -211,6 +247,8 @@ def _moved(batch: Microbatch, move: Callable[[torch.Tensor], torch.Tensor]) -> M
         for modality, encoders in batch["modality_inputs"].items()
     }
     if packing := batch.get("packing_kwargs"):
-        bounds = move(packing["cu_seqlens_q"])
-        moved["packing_kwargs"] = packing | {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        moved["packing_kwargs"] = {
+            name: move(value) if isinstance(value, torch.Tensor) else value
+            for name, value in packing.items()
+        }
     return moved

@@ -27,7 +27,10 @@ Answers = dict[tuple[int, int], int]
 """Token that was read, by sample and position."""
 
 answers: Answers = {}
-"""What this rank read in the last evaluation."""
+"""What this rank read in the last evaluation, where the run makes a report."""
+
+AT_A_TIME = 512
+"""Answer tokens whose whole logits a rank has."""
 
 Report = dict[str, torch.Tensor]
 
@@ -124,16 +127,12 @@ def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Scor
 
 
 def _count(logits, asked: Asked, groups, score: Score | None) -> tuple:
-    answer_logits = gather_answer_logits(logits, asked.mask, groups.tp)
-    read, labels, places = (
-        answer_logits.argmax(-1),
-        asked.labels[asked.mask],
-        asked.places[asked.mask],
-    )
-    numbers = [asked.samples[place] for place in places.tolist()]
-    positions = asked.positions[asked.mask].tolist()
-    answers.update(zip(zip(numbers, positions, strict=True), read.tolist(), strict=True))
-    loss = F.cross_entropy(answer_logits, labels, reduction="sum").double()
+    labels, places = asked.labels[asked.mask], asked.places[asked.mask]
+    read, loss = read_answers(logits[asked.mask], labels, groups.tp)
+    if get_args().report:
+        numbers = [asked.samples[place] for place in places.tolist()]
+        positions = asked.positions[asked.mask].tolist()
+        answers.update(zip(zip(numbers, positions, strict=True), read.tolist(), strict=True))
     exact = count_exact(read == labels, places, len(asked.samples), groups.cp)
     right = exact
     if score is not None:
@@ -144,6 +143,25 @@ def _count(logits, asked: Asked, groups, score: Score | None) -> tuple:
         EXACT: exact,
     }
     return logits.new_zeros(()), asked.mask.sum().to(torch.int), report
+
+
+def read_answers(
+    logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely tokens, int64 [n], and the sum of the labels' losses, float64.
+
+    Some tokens at a time: the whole vocabulary's logits of all answers may not fit.
+
+    Args:
+        logits: [n, V/tp].
+        labels: [n].
+    """
+    read, loss = [labels[:0]], torch.zeros((), dtype=torch.float64, device=labels.device)
+    for part, wanted in zip(logits.split(AT_A_TIME), labels.split(AT_A_TIME), strict=True):
+        whole = gather_logits(part, tp_group)
+        read.append(whole.argmax(-1))
+        loss += F.cross_entropy(whole, wanted, reduction="sum")
+    return torch.cat(read), loss
 
 
 def count_exact(
@@ -167,19 +185,9 @@ def count_exact(
     return counts if cp_group.rank() == 0 else torch.zeros_like(counts)
 
 
-def gather_answer_logits(
-    logits: torch.Tensor, asked: torch.Tensor, tp_group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Whole-vocabulary logits at the answer positions.
-
-    Args:
-        logits: [b, S, V/tp].
-        asked: [b, S] bool, n true.
-
-    Returns:
-        [n, V] float32
-    """
-    part = logits[asked].float().contiguous()
+def gather_logits(part: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Whole-vocabulary logits, float32 [n, V], of this rank's [n, V/tp]."""
+    part = part.float().contiguous()
     parts = [torch.empty_like(part) for _ in range(tp_group.size())]
     dist.all_gather(parts, part, group=tp_group)
     return torch.cat(parts, dim=-1)

@@ -13,6 +13,7 @@ import pickle
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -61,7 +62,7 @@ def _refusing(load: Callable, args: Namespace) -> Callable:
             if directory and args.verify_integrity:
                 verify_manifest(directory)  # before anything is read, which Megatron does after it
                 args.verify_integrity = False
-            if directory and not args.finetune:
+            if directory and not args.finetune and _is_below(directory, args.load):
                 _check_data(args, directory)
             if directory and not _saved_in_this_layout(args, directory):
                 args.no_load_rng = True
@@ -70,7 +71,12 @@ def _refusing(load: Callable, args: Namespace) -> Callable:
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()] or [error]
             raise _refusal(args, causes[0], args.rank) from error
-        except (CheckpointingException, pickle.UnpicklingError, AssertionError) as error:
+        except (
+            CheckpointingException,
+            pickle.UnpicklingError,
+            AssertionError,
+            ValueError,
+        ) as error:
             raise _refusal(args, error) from error
         finally:
             args.no_load_rng, args.verify_integrity = before
@@ -95,14 +101,20 @@ def _newest(args: Namespace) -> str | None:
     return None
 
 
+def _is_below(directory: str, parent: str | None) -> bool:
+    """Else it is a pretrained checkpoint's, which begins its data anew."""
+    return parent is not None and Path(parent).resolve() in Path(directory).resolve().parents
+
+
 def _check_data(args: Namespace, directory: str) -> None:
     """The run goes on in the stream that it left."""
     saved = load_common_state_dict(directory).get("args")
     kept = getattr(saved, "data", None), getattr(saved, "data_fingerprint", None)
     if kept[0] == args.data and kept[1] != args.data_fingerprint and saved.seed == args.seed:
         raise UserError(
-            f"--load {args.load}: {args.data} has other samples than when this was saved, so that "
-            "the run cannot go on where it stood; --finetune takes the weights and begins anew"
+            f"--load {args.load}: {args.data} has other samples than when this was saved, or "
+            "other rows of them, so that the run cannot go on where it stood; --finetune takes the "
+            "weights and begins anew"
         )
 
 

@@ -118,7 +118,7 @@ class _Watch:
         found = {name: float(value) for name, value in (result[0] or {}).items()}
         if self._held is not None and LOSS in found:
             names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
-            self._held |= {name: found[reported] for name, reported in names.items()}
+            self._held |= {name: _finite(found[reported]) for name, reported in names.items()}
 
     def close(self) -> None:
         self._write_held()
@@ -188,8 +188,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All whole records of a file; a last line that a kill cut short is left out."""
+    """All whole records of a file, if there is one, without a last line that a kill cut short."""
     records = []
+    if not path.exists():
+        return records
     for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))

@@ -24,7 +24,7 @@ def part_overrides(args: Namespace) -> dict[ParamKey, ParamGroupOverride]:
         lr, decay = getattr(args, f"{part}_lr"), getattr(args, f"{part}_weight_decay")
         override: ParamGroupOverride = {}
         if lr is not None:
-            override |= {"max_lr": lr, "min_lr": args.min_lr * lr / args.lr}
+            override |= {"max_lr": lr, "min_lr": args.min_lr * lr / args.lr if args.lr else 0.0}
         if decay is not None:
             override |= {"start_wd": decay, "end_wd": decay}
         if override:

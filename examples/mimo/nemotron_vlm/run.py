@@ -20,7 +20,7 @@ import torch.distributed as dist
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
-from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
@@ -103,7 +103,7 @@ def run(argv: list[str]) -> None:
 def open_session(options: Options, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
     args, layouts = options.args, options.layouts
-    args.image_token_id, args.data_fingerprint = source.image_token, source.fingerprint
+    args.image_token_id, args.data_fingerprint = source.image_token, fingerprint(source, args)
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
@@ -202,7 +202,11 @@ def _banner(options: Options) -> str:
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
     for split in ("train", "test") if args.eval_iters else ("train",):
-        if found := source.left_out(split):
+        try:
+            found = source.left_out(split)
+        except ValueError as error:
+            raise UserError(f"--data {args.data}: {error}") from error
+        if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
             _say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource
-from examples.mimo.nemotron_vlm.forward_step import forward_step, gather_answer_logits
+from examples.mimo.nemotron_vlm.forward_step import forward_step, gather_logits
 from examples.mimo.nemotron_vlm.text import Text
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training as loop
@@ -61,7 +61,7 @@ def program_logits(*options: str, source: RandomText) -> torch.Tensor:
 
         def counted(logits):
             asked = count.keywords["asked"]
-            found = gather_answer_logits(logits, asked.mask, model.pg_collection.tp)
+            found = gather_logits(logits[asked.mask], model.pg_collection.tp)
             samples = [asked.samples[place] for place in asked.places[asked.mask].tolist()]
             places = zip(samples, asked.positions[asked.mask].tolist(), strict=True)
             rows.update(zip(places, found, strict=True))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from examples.mimo.nemotron_vlm.arguments import Options
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data_provider import Loading, to_device
+from examples.mimo.nemotron_vlm.data_provider import Loading, received, to_device
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.model import IMAGES, placed
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -97,7 +97,7 @@ def microbatches(
     count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     first = step * args.global_batch_size
     takes = loading.plan.takes(loading.rows("train"), first, count, args.micro_batch_size)
-    batches = [to_device(loading.reader[take]) for take in takes]
+    batches = [to_device(received(loading.reader[take])) for take in takes]
     return [{k: v for k, v in batch.items() if not k.startswith("sample")} for batch in batches]
 
 

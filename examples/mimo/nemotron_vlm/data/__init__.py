@@ -53,6 +53,14 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
     return source
 
 
+def fingerprint(source: SampleSource, args: Namespace) -> str:
+    """Of the rows that a run reads; a run can only go on in the same ones."""
+    if not args.pack:
+        return source.fingerprint
+    packing = args.pack_window, args.sample_multiple, args.seq_length
+    return f"{source.fingerprint} packed {packing}"
+
+
 def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource  # of an extra
 

@@ -51,8 +51,9 @@ class Reader(Dataset):
             input_ids, position_ids, sample_places [b, S] int64, on ranks with a loss labels
             [b, S] int64 and loss_mask [b, S] float32; ``modality_inputs`` with the tiles
             [n, 3, H, W] uint8; ``samples``, the number of each; ``packing_kwargs``; ``host_tokens``
-            where modules are colocated. ``sample_places`` says where in ``samples`` each token's
-            is.
+            where modules are colocated, with arrays in the place of tensors: a tensor from another
+            process takes a file descriptor. ``sample_places`` says where in ``samples`` each
+            token's is.
         """
         try:
             return self._read(take)
@@ -66,15 +67,15 @@ class Reader(Dataset):
         batch["samples"] = [number for row in take.rows for number in row]
         if self.packing:
             lengths = [len(sample.input_ids) for sample in padded[0]]
-            batch["packing_kwargs"] = _bounds(lengths)
+            batch["packing_kwargs"] = _bounds(lengths, batch["sample_places"])
         images = None
         if take.pieces is not None:
             images = {self.encoder: {"tiles": self._tiles(take.split, take.pieces)}}
         batch["modality_inputs"] = {self.modality: images}
         if take.atoms is not None:
             own = take.pieces if self.needs_owners else []
-            encoded = {self.modality: [self._only(take.split, piece) for piece in own]}
-            consumed = [sample.input_ids for row in padded for sample in row]
+            encoded = {self.modality: [self._only(take.split, piece).numpy() for piece in own]}
+            consumed = [sample.input_ids.numpy() for row in padded for sample in row]
             counts = tuple([n * self.tokens_per_tile for n in part] for part in take.atoms)
             batch["host_tokens"] = HostTokens(encoded, consumed, {self.modality: counts})
         return batch
@@ -139,12 +140,13 @@ class Reader(Dataset):
         return ids
 
 
-def _bounds(lengths: list[int]) -> dict[str, object]:
+def _bounds(lengths: list[int], places: torch.Tensor) -> dict[str, object]:
+    """What PackedSeqParams takes; with ``seq_idx`` it need not make that on the device."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return {
         "cu_seqlens_q": bounds,
         "cu_seqlens_kv": bounds,
         "max_seqlen_q": max(lengths),
         "max_seqlen_kv": max(lengths),
-        "total_tokens": sum(lengths),
+        "seq_idx": places.to(torch.int32),
     }

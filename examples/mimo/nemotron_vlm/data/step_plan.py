@@ -122,7 +122,7 @@ class StepPlan:
         mine = placed[:, self.language_dp]
         sizes = [sum(int(costs[row][:, 1].sum()) for row in rows) for rows in mine]
         run_bounds = cut_evenly(sum(sizes), a_run)
-        shares = cut_evenly(sum(counts), len(placed))
+        shares = _between_samples(encoded, cut_evenly(sum(counts), len(placed)))
         ends = np.cumsum([0, *sizes])
         for number, rows in enumerate(mine):
             first, end = shares[number], shares[number + 1]
@@ -150,6 +150,12 @@ def _cut(pieces: list[Piece], first: int, end: int) -> list[Piece]:
             found.append(Piece(piece.sample, piece.first + low, piece.first + high))
         before += piece.end - piece.first
     return found
+
+
+def _between_samples(pieces: list[Piece], bounds: list[int]) -> list[int]:
+    """The bounds, each at the closest end of a piece: a sample is decoded once for a rank."""
+    ends = np.cumsum([0, *(piece.end - piece.first for piece in pieces)])
+    return [int(ends[np.abs(ends - bound).argmin()]) for bound in bounds]
 
 
 def _overlaps(bounds: Sequence[int], first: int, end: int) -> list[int]:

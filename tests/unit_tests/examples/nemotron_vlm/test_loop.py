@@ -5,6 +5,7 @@
 import gc
 import json
 
+import psutil
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,6 +32,18 @@ class TestStep:
             assert_shards_equal(run.stages, before)
             monkeypatch.undo()
             assert not run.train_step()["skipped"]
+
+    def test_the_signal_that_ends_a_run_leaves_its_loading_processes(self):
+        """It goes to all processes of a rank, and the run still reads the step that it is in."""
+        with trainer(*ONE_MICROBATCH, "--num-workers", "2", "--exit-signal-handler") as run:
+            batches = run.loading.training()
+            next(batches)
+            loading = psutil.Process().children()
+            assert len(loading) >= 2
+            for process in loading:
+                process.send_signal(run.args.exit_signal)
+            samples = [next(batches)["samples"] for _ in range(12)]
+        assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
 
     def test_a_run_that_has_ended_leaves_no_model(self):
         """With one its groups would stay, and under gloo three threads for each."""

@@ -234,7 +234,9 @@ def get_mimo_optimizer(
     grids = models[0].mimo_config.module_to_grid_map
     configs = dict(module_configs or {})
     if own := getattr(models[0], "optimizer_overrides", None):
-        config_overrides = {**(config_overrides or get_standard_config_overrides(config)), **own}
+        if config_overrides is None:
+            config_overrides = get_standard_config_overrides(config)
+        config_overrides = {**config_overrides, **own}
     unknown = sorted(configs.keys() - grids.keys())
     if unknown:
         raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
