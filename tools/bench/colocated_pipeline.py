@@ -132,7 +132,7 @@ class Bench:
 
     def _inputs(self, samples: int) -> dict[str, object]:
         size = preset().encoder.tile
-        tiles = torch.rand(samples * TILES, 3, size, size, device=self.device)
+        tiles = 255 * torch.rand(samples * TILES, 3, size, size, device=self.device)
         return {IMAGES: {"radio": {"tiles": tiles.to(next(self.model.parameters()).dtype)}}}
 
     def _tokens(self) -> dict[str, torch.Tensor]:

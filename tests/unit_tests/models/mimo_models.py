@@ -70,8 +70,8 @@ class TileMLP(NormedProjector):
     """The simplest encoder with tensor parallelism: an MLP over the pixels of a tile."""
 
     def forward(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Map [n, 3, H, W] to [n, hidden of the language model]."""
-        return super().forward(tiles.flatten(1))
+        """Map [n, 3, H, W], pixels in 0 … 255, to [n, hidden of the language model]."""
+        return super().forward(tiles.flatten(1).to(self.config.params_dtype) / 255)
 
 
 def _mimo_model(language: ModuleSpec, options: Options, modules: Modules) -> MimoModel:
@@ -91,7 +91,7 @@ def _mimo_model(language: ModuleSpec, options: Options, modules: Modules) -> Mim
     vision = ModuleSpec(
         module=VisionModalitySubmodules,
         params={"pg_collection": groups},
-        submodules={"encoders": {"radio": encoder}},  # the name that BatchPlan's batches have
+        submodules={"encoders": {"radio": encoder}},  # the name that batches have
     )
     model = MimoModel(
         MimoModelConfig(
