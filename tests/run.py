@@ -23,7 +23,7 @@ WORLDS = (2, 4, 8)
 NO_TESTS = 5
 EXAMPLES = "tests/unit_tests/examples"
 PLAIN = ((EXAMPLES,), ("tests/tools", "tests/unit_tests", f"--ignore={EXAMPLES}"))
-"""Processes of plain tests: the example's fork, which Linux refuses where others have mapped much."""
+"""Processes of plain tests: the example forks, which Linux refuses where others map much."""
 
 
 def main(arguments: list[str]) -> int:
