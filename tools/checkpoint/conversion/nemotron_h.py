@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conversion.errors import ConversionError
+from conversion.errors import check_values
 from conversion.rows import Rows, Table
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
@@ -94,13 +94,7 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
         expected["norm_topk_prob"] = config.num_experts_per_tok > 1
     if "M" in pattern:
         expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
-    wrong = [
-        f"{name} is {getattr(config, name)}, and ours has {value}"
-        for name, value in expected.items()
-        if getattr(config, name) != value
-    ]
-    if wrong:
-        raise ConversionError("the language model cannot be expressed:\n  " + "\n  ".join(wrong))
+    check_values("the language model", config, expected)
     sizes = {
         "hybrid_layer_pattern": pattern,
         "hidden_size": config.hidden_size,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conversion.errors import ConversionError
+from conversion.errors import ConversionError, check_values
 from conversion.nemotron_h import interleaved
 from conversion.rows import Rows, Table
 from conversion.tensor_files import TensorFiles
@@ -81,13 +81,7 @@ def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> Encode
     Raises:
         ConversionError: names every field whose value our model cannot have.
     """
-    wrong = [
-        f"{name} is {getattr(config, name)}, and ours has {value}"
-        for name, value in EXPECTED.items()
-        if getattr(config, name) != value
-    ]
-    if wrong:
-        raise ConversionError("the encoder cannot be expressed:\n  " + "\n  ".join(wrong))
+    check_values("the encoder", config, EXPECTED)
     tile = tile or config.image_size
     if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
         raise ConversionError(

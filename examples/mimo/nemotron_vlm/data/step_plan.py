@@ -28,7 +28,7 @@ RowCost = Callable[[Sequence[int]], float]
 
 
 class Piece(NamedTuple):
-    """Tiles ``first`` to ``end`` of a sample, which row ``row`` of the rank's DP index holds."""
+    """Tiles ``first`` to ``end`` of a sample."""
 
     sample: int
     first: int
