@@ -21,9 +21,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 WORLDS = (2, 4, 8)
 NO_TESTS = 5
-EXAMPLES = "tests/unit_tests/examples"
-PLAIN = ((EXAMPLES,), ("tests/tools", "tests/unit_tests", f"--ignore={EXAMPLES}"))
-"""Processes of plain tests: the example forks, which Linux refuses where others map much."""
 
 
 def main(arguments: list[str]) -> int:
@@ -48,8 +45,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryFile("w+") as report:
             whole_runs = start(_pytest(arguments, "tests/e2e"), stdout=report, stderr=report)
             _announce("one process")
-            for paths in PLAIN:
-                finish("one process", start(_pytest(arguments, *paths)))
+            finish("one process", start(_pytest(arguments, "tests/tools", "tests/unit_tests")))
             finish_world(WORLDS[0])
             _announce("whole runs, beside these: they mostly wait")
             finish("whole runs", whole_runs)

@@ -91,7 +91,8 @@ def test_scales_of_the_encoder_must_be_one(tmp_path, capsys):
     save(encoder(), tmp_path / "encoder")
     name = "radio_model.model.blocks.1.layer_scale2.lambda1"
     source = changed(tmp_path / "encoder", tmp_path / "scaled", {name: torch.full((32,), 0.5)})
-    said = refusal(capsys, "hf-to-megatron", "--vision", source, "--out", tmp_path / "out")
+    given = ("hf-to-megatron", "--vision", source, "--model", "tiny")
+    said = refusal(capsys, *given, "--out", tmp_path / "out")
     assert f"the encoder has factors that ours lacks: {name}" in said
 
 

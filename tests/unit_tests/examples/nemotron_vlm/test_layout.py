@@ -70,9 +70,7 @@ class TestRules:
             resolve(*arguments, linear_context_parallel="head-parallel")
         assert text in str(refusal.value)
         assert "state passing takes any" in str(refusal.value)
-        # The encoder's own rule on its samples comes later.
-        with pytest.raises(UserError, match="samples of a microbatch"):
-            resolve(*arguments, linear_context_parallel=STATE_PASSING)
+        resolve(*arguments, linear_context_parallel=STATE_PASSING)
 
     def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
         layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
@@ -80,9 +78,11 @@ class TestRules:
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
             resolve(*layouts, Batch(12, 3, 36), 24, tiny(), NON_COLOCATED)
 
-    def test_refuses_an_encoder_slice_of_part_of_a_sample(self):
+    def test_an_encoder_slice_of_part_of_a_sample_needs_colocated_modules(self):
+        layouts, batch = (Layout(dp=8), Layout(tp=4, dp=2)), Batch(32, 2, 32)
+        resolve(*layouts, batch, 8, tiny())
         with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):
-            resolved("dp=8", "tp=4,dp=2", 8, Batch(32, 2, 32))
+            resolve(*layouts, batch, 16, tiny(), NON_COLOCATED)
 
     def test_proposes_layouts_that_fit(self):
         with pytest.raises(UserError) as refusal:

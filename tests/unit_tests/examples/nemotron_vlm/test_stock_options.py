@@ -184,10 +184,10 @@ class TestRefused:
 
     def test_the_batches_of_an_evaluation_must_fit_the_encoder(self):
         sizes = ["--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]
-        layout = ["--encoder", "dp=4", "--language", "tp=4"]
-        parse([*layout, *sizes], world_size=4)
+        layout = ["--encoder", "dp=4", "--language", "tp=4", "--placement", "non-colocated"]
+        parse([*layout, *sizes], world_size=8)
         with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
-            parse([*layout, *sizes, "--eval-iters", "1"], world_size=4)
+            parse([*layout, *sizes, "--eval-iters", "1"], world_size=8)
 
 
 @requires_world_size(4)
