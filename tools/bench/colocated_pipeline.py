@@ -175,13 +175,13 @@ class Bench:
 
     def three_phases(self, recompute: int | None = None) -> None:
         """The schedule of this project."""
+        self.model.recompute_encoder_shares = recompute
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
         colocated_schedule.colocated_forward_backward_with_pp(
             data_iterator=iter([self.tokens | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
-            recompute_encoder_shares=recompute,
             **self._common(),
         )
 

@@ -148,7 +148,8 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
-    for name in ("micro_batch_size", "seq_length", "sample_multiple", "pack_window"):
+    at_least_1 = "micro_batch_size", "seq_length", "encoder_macro_batch", "sample_multiple"
+    for name in (*at_least_1, "pack_window"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
     if args.num_workers < 0:
@@ -219,10 +220,12 @@ def _asked(args: argparse.Namespace, module: str) -> Layout:
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     encoder, language = _asked(args, "encoder"), _asked(args, "language")
-    if args.recompute_encoder and (args.placement == NON_COLOCATED or language.pp == 1):
+    if args.placement == NON_COLOCATED and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    if args.encoder_macro_batch > 1 and (args.placement == NON_COLOCATED or language.pp > 1):
         raise UserError(
-            f"--recompute-encoder needs --placement {COLOCATED}, and a language model with pp of 2 "
-            "or more"
+            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1; "
+            "with a pipeline, all microbatches of a step are encoded at once"
         )
     for size in reversed(_batch_sizes(args)):
         batch = Batch(size, args.micro_batch_size, args.seq_length)

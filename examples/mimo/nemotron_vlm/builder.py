@@ -79,7 +79,9 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             for stage in stages:
                 stage.requires_grad_(False)  # names stay as they are, and no gradient has a buffer
         stages[0].optimizer_overrides = part_overrides(args)
-        prepare_for_training(stages, modules, ddp_config, args.recompute_encoder or None)
+        prepare_for_training(
+            stages, modules, ddp_config, args.recompute_encoder or None, args.encoder_macro_batch
+        )
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 
     def _build(self) -> list[MimoModel]:

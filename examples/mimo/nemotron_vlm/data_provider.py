@@ -66,6 +66,7 @@ class Loading:
             encoder_part=encoder_part(modules, IMAGES),
             language_dp=language and language.dp.rank(),
             row_cost=partial(row_cost, args) if args.balance else None,
+            macro_batch=None if layouts.language.pp > 1 else args.encoder_macro_batch,
         )
         self.reader = Reader(
             source,
@@ -110,7 +111,7 @@ class Loading:
     def _reading_ahead(self) -> dict[str, object]:
         """How loading processes work, as a DataLoader takes it."""
         args, language = self.args, self.layouts.language
-        count = 1
+        count = args.encoder_macro_batch
         if language.pp > 1 and not self.layouts.non_colocated:
             # The schedule draws all microbatches of a step when the step begins.
             count = args.global_batch_size // (args.micro_batch_size * language.dp)

@@ -18,7 +18,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
 """Names in Megatron's log, the first as in its own programs."""
@@ -44,10 +44,7 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
     Returns:
         Losses or logits, and what makes the loss, the number of tokens and the report of them.
     """
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
     batch = dict(next(microbatches))
-    timers("batch-generator").stop()
     samples, places = batch.pop("samples"), batch.pop("sample_places")
     if not torch.is_grad_enabled():
         return _read(batch, model, samples, places, score)

@@ -70,8 +70,16 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="with a pipeline, keep no encoder activations but run the encoder again in the "
-        "backward, K microbatches' worth at a time; 0 keeps them",
+        help="colocated, keep no encoder activations but run the encoder again in the backward, "
+        "K microbatches' worth at a time; 0 keeps them",
+    )
+    add(
+        "--encoder-macro-batch",
+        type=int,
+        default=1,
+        metavar="K",
+        help="colocated without a pipeline, encode the images of K microbatches at once; with a "
+        "pipeline, all of a step are",
     )
     add(
         "--freeze",

@@ -45,6 +45,7 @@ class Job:
         frozen: modules that are not trained.
         overlap: whether gradients are reduced during the backward.
         per_token: whether the loss is that of all tokens, or the mean of the ranks' means.
+        macro_batch: microbatches that are encoded at once where there is no pipeline.
     """
 
     samples: Sequence[Sample]
@@ -54,6 +55,7 @@ class Job:
     frozen: tuple[str, ...] = ()
     overlap: bool = False
     per_token: bool = True
+    macro_batch: int = 1
 
     @property
     def modalities(self) -> list[str]:
@@ -78,20 +80,17 @@ def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sampl
 
 
 def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[dict[str, object]]:
-    """This rank's microbatches: consecutive samples of each, or of the whole batch (pipeline)."""
+    """This rank's microbatches: consecutive samples of each macro-batch (of all, in a pipeline)."""
 
     language = modules[LANGUAGE]
+    at_once = job.microbatches if language.groups.pp.size() > 1 else job.macro_batch
 
     def part(name: str, number: int) -> Sequence[Sample]:
         dp = modules[name].groups.dp
         index = dp.rank() if name == LANGUAGE else encoder_part(modules, name)
-        cuts = [(number, job.microbatches), (index, dp.size())]
-        if language.groups.pp.size() > 1:
-            cuts.reverse()
-        samples = job.samples
-        for cut in cuts:
-            samples = _share(samples, *cut)
-        return samples
+        macro_batch, place = divmod(number, at_once)
+        samples = _share(job.samples, macro_batch, job.microbatches // at_once)
+        return _share(_share(samples, index, dp.size()), place, at_once)
 
     return [
         batch(
@@ -122,7 +121,7 @@ def _prepare(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> N
         encoders = [e for m in stage.modality_submodules.values() for e in m.encoders.values()]
         for part in (stage, *encoders):
             part.config.calculate_per_token_loss = job.per_token
-    prepare_for_training(stages, modules, ddp_config)
+    prepare_for_training(stages, modules, ddp_config, encoder_macro_batch=job.macro_batch)
 
 
 def train(

@@ -188,6 +188,13 @@ class TestWhatRealBatchesBring:
         check(replace(job, microbatches=2, overlap=True), language, images=dict(dp=4))
 
     @requires_world_size(4)
+    @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
+    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
+    def test_images_of_two_microbatches_at_once(self, encoder, job):
+        job = replace(job, microbatches=4, macro_batch=2, overlap=True)
+        check(job, dict(cp=2, dp=2), images=encoder)
+
+    @requires_world_size(4)
     @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
     def test_a_loss_that_is_a_mean_of_means(self, language, encoder):

@@ -3,11 +3,11 @@
 """What a rank reads of each microbatch of a step: rows of text, and tiles; plain data.
 
 The bridge wants consecutive samples on each DP rank of either module, in one order of the batch:
-here the order of the language model's DP ranks. Non-colocated, and without a pipeline, the bridge
-works once a microbatch; colocated with a pipeline once a step. Colocated, the tiles of a DP rank
-of the language model are cut into equal runs for the encoder's ranks that serve it, so that the
-tiles of one sample may lie on two of them. Non-colocated each of the encoder's ranks takes whole
-rows, as upstream's bridge asks for.
+here the order of the language model's DP ranks. Non-colocated, the bridge works once a microbatch;
+colocated once a macro-batch, which with a pipeline is the whole batch. Colocated, the tiles of a
+DP rank of the language model are cut into equal runs for the encoder's ranks that serve it, so that
+the tiles of one sample may lie on two of them. Non-colocated each of the encoder's ranks takes
+whole rows, as upstream's bridge asks for.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class StepPlan:
         encoder_part: which part of the batch this rank encodes; None if it has no encoder.
         language_dp: this rank's DP coordinate in the language model's grid, None outside of it.
         row_cost: for the balance of the language model; None leaves rows in the stream's order.
+        macro_batch: microbatches that colocated modules encode at once; None for all of a step.
     """
 
     layouts: Layouts
     encoder_part: int | None
     language_dp: int | None
     row_cost: RowCost | None = None
+    macro_batch: int | None = 1
 
     def takes(self, rows: Rows, first: int, count: int, micro_size: int) -> Iterator[Take]:
         """What this rank reads of one step, microbatch by microbatch.
@@ -83,11 +85,10 @@ class StepPlan:
         placed = self._placed(costs, count, dp)
         if self.layouts.non_colocated:
             yield from self._whole_rows(rows.split, samples, costs, placed)
-        elif self.layouts.language.pp == 1:
-            for cell in placed:
-                yield from self._colocated(rows.split, samples, costs, cell[None])
-        else:
-            yield from self._colocated(rows.split, samples, costs, placed)
+            return
+        size = self.macro_batch or count
+        for number in range(0, count, size):
+            yield from self._colocated(rows.split, samples, costs, placed[number : number + size])
 
     def _placed(self, costs: list[np.ndarray], count: int, dp: int) -> np.ndarray:
         if self.row_cost is None:

@@ -42,7 +42,7 @@ def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED
     return Layouts(Layout(dp=encoder_dp), language, Batch(rows, 1, SEQ_LENGTH), placement)
 
 
-def step(layouts, rows, count, micro_size, first=0, row_cost=None):
+def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1):
     """Takes of each of the encoder's parts and each of the language model's DP ranks."""
     parts, dp = layouts.encoder.dp, layouts.language.dp
     if layouts.non_colocated:
@@ -50,7 +50,7 @@ def step(layouts, rows, count, micro_size, first=0, row_cost=None):
     else:
         ranks = [(part, part * dp // parts) for part in range(parts)]
         ranks += [(rank * parts // dp, rank) for rank in range(dp)]
-    plans = {rank: StepPlan(layouts, *rank, row_cost) for rank in ranks}
+    plans = {rank: StepPlan(layouts, *rank, row_cost, macro_batch) for rank in ranks}
     return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
 
 
@@ -97,19 +97,25 @@ def steps(draw):
     parts = draw(st.integers(1, 6))
     if placement == NON_COLOCATED:
         parts = draw(st.sampled_from([n for n in range(1, dp * micro + 1) if dp * micro % n == 0]))
-    language = Layout(dp=dp, pp=draw(st.integers(1, 2)))
+    macro_batch = draw(st.sampled_from([1, 2, 3, None]))
     packing = draw(st.sampled_from([None, Packing(window=32, multiple=8)]))
     micro = 1 if packing and placement == COLOCATED else micro
-    layouts = layouts_of(parts, language, dp * micro * count, placement)
-    return layouts, Rows(VariedSamples(), "train", 512, packing), count, micro
+    layouts = layouts_of(parts, Layout(dp=dp), dp * micro * count, placement)
+    return layouts, Rows(VariedSamples(), "train", 512, packing), count, micro, macro_batch
+
+
+def macro_batches(count: int, size: int | None) -> list[range]:
+    """Numbers of the microbatches of each macro-batch."""
+    size = size or count
+    return [range(count)[first : first + size] for first in range(0, count, size)]
 
 
 class TestStepPlan:
     @settings(deadline=None, max_examples=60)
     @given(steps(), st.booleans())
     def test_every_row_is_read_and_every_tile_encoded_once(self, drawn, balanced):
-        layouts, rows, count, micro = drawn
-        found = step(layouts, rows, count, micro, 5, sum if balanced else None)
+        layouts, rows, count, micro, macro_batch = drawn
+        found = step(layouts, rows, count, micro, 5, sum if balanced else None, macro_batch)
         parts, dp = layouts.encoder.dp, layouts.language.dp
         samples = rows.samples(5, dp * micro * count)
         language = {lang: takes for (_, lang), takes in found.items() if lang is not None}
@@ -124,10 +130,9 @@ class TestStepPlan:
     @settings(deadline=None, max_examples=60)
     @given(steps(), st.booleans())
     def test_encoders_parts_are_consecutive_in_the_order_of_the_language_model(self, drawn, even):
-        layouts, rows, count, micro = drawn
-        found = step(layouts, rows, count, micro, 0, sum if even else None)
-        once = layouts.non_colocated or layouts.language.pp == 1
-        for batch in [[n] for n in range(count)] if once else [list(range(count))]:
+        layouts, rows, count, micro, macro_batch = drawn
+        found = step(layouts, rows, count, micro, 0, sum if even else None, macro_batch)
+        for batch in macro_batches(count, 1 if layouts.non_colocated else macro_batch):
             consumed, encoded = [], []
             for (part, lang), takes in sorted(found.items(), key=str):
                 for number in batch:
@@ -146,14 +151,13 @@ class TestStepPlan:
     @settings(deadline=None, max_examples=60)
     @given(steps())
     def test_both_sides_of_the_bridge_agree_on_the_atoms(self, drawn):
-        layouts, rows, count, micro = drawn
+        layouts, rows, count, micro, macro_batch = drawn
         if layouts.non_colocated:
             return
-        found = step(layouts, rows, count, micro, 0, sum)
+        found = step(layouts, rows, count, micro, 0, sum, macro_batch)
         parts, dp = layouts.encoder.dp, layouts.language.dp
         made = {part: takes for (part, _), takes in found.items()}
         used = {lang: takes for (_, lang), takes in found.items()}
-        whole = layouts.language.pp > 1
 
         def atoms(takes_of, side, numbers):
             return [
@@ -162,7 +166,7 @@ class TestStepPlan:
                 for n in np.sum([takes_of[rank][i].atoms[side] for i in numbers], axis=0)
             ]
 
-        for numbers in [range(count)] if whole else [[i] for i in range(count)]:
+        for numbers in macro_batches(count, macro_batch):
             assert atoms(made, 0, numbers) == atoms(used, 1, numbers)
             assert len(atoms(made, 0, numbers)) == np.lcm(parts, dp)
 
@@ -194,10 +198,10 @@ class TestBalance:
     def test_the_busiest_rank_of_either_module_has_5_percent_more_at_most(self, encoder_dp):
         """In the stream's order it has much more; packed rows, as models of 8192 tokens have."""
         rows = Rows(VariedSamples(), "train", 512, Packing(window=512, multiple=8))
-        layouts = layouts_of(encoder_dp, Layout(dp=8, pp=2, cp=1), 128)
+        layouts = layouts_of(encoder_dp, Layout(dp=8, pp=2), 128)
         worst = {}
         for cost in (lambda tokens: float((tokens**2).sum()), None):
-            found = step(layouts, rows, 16, 1, 0, cost)
+            found = step(layouts, rows, 16, 1, 0, cost, macro_batch=None)
             encoded = {part: tiles_of(t).total() for (part, _), t in found.items()}
             language = {}
             for (_, lang), takes in found.items():

@@ -13,6 +13,7 @@ from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     SAMPLES,
+    assert_same_trajectory,
     assert_same_trajectory_as_one_rank,
     one_rank_trajectory,
     trajectory,
@@ -37,8 +38,13 @@ SAME_NUMBERS = [
         + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
         FLAT,
     ),
+    ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
     (("--no-use-distributed-optimizer",), PIPELINE),
-    (("--num-distributed-optimizer-instances", "2"), "dp=4,ep=2"),
+    (
+        ("--num-distributed-optimizer-instances", "2")
+        + ("--encoder-macro-batch", "2", "--recompute-encoder", "1"),
+        "dp=4,ep=2",
+    ),
     (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
 ]
 """Options that change nothing of the numbers, several at once, each with a layout."""
@@ -127,6 +133,30 @@ class TestRefused:
         assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
         assert " is not taken here: " in str(refusal.value)
 
+    @pytest.mark.parametrize(
+        ("arguments", "texts"),
+        [
+            ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
+            ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
+            ("--placement non-colocated --encoder dp=2", ["takes 2 of 2 ranks and leaves none"]),
+            (
+                "--language cp=2 --context-parallel-size 1",
+                ["--language says cp=2", "--context-parallel-size says 1"],
+            ),
+            ("--encoder pp=2", ["takes tp and dp only", "Nearest that fit: tp=1,dp=2"]),
+            (
+                "--placement non-colocated --recompute-encoder 2",
+                ["--recompute-encoder needs --placement colocated"],
+            ),
+            ("--language pp=2 --encoder-macro-batch 2", ["--encoder-macro-batch needs", "pp=1"]),
+        ],
+    )
+    def test_names_what_does_not_go_together(self, arguments, texts):
+        with pytest.raises(UserError) as refusal:
+            parse(arguments.split(), world_size=2)
+        for text in texts:
+            assert text in str(refusal.value)
+
     def test_every_refused_option_is_megatrons(self):
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = {option for action in parser._actions for option in action.option_strings}
@@ -209,19 +239,20 @@ class TestRight:
         assert found == pytest.approx(expected, rel=PRECISIONS[precision])
 
     @pytest.mark.parametrize(
-        "options",
-        [(), ("--recompute-encoder", "1", "--overlap-grad-reduce")],
-        ids=["", "recompute"],
+        ("language", "options"),
+        [
+            (PIPELINE, ("--recompute-encoder", "1", "--overlap-grad-reduce")),
+            (FLAT, ("--encoder-macro-batch", "3", "--overlap-grad-reduce")),
+        ],
+        ids=["recompute", "macro-batches"],
     )
-    def test_the_batch_grows_alike(self, options):
-        """An encoder that runs again does so in more parts, each of which DDP sees."""
+    def test_the_batch_grows_alike(self, language, options):
+        """An encoder that runs again does so in more parts; so do more macro-batches."""
         growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
-        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
+        layout = ("--encoder", "tp=2,dp=2", "--language", language)
         found = trajectory(*layout, *growing, *options, steps=4)
         expected = one_rank_trajectory(*growing, steps=4)
-        assert [r["num_tokens"] for r in found] == [r["num_tokens"] for r in expected]
-        losses = [record["loss"] for record in expected]
-        assert [record["loss"] for record in found] == pytest.approx(losses, rel=1e-4)
+        assert_same_trajectory(found, expected)
 
 
 def test_help_shows_own_and_stock_options(capsys):

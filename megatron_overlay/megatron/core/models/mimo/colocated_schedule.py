@@ -1,18 +1,20 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a colocated MimoModel; where its language model is a pipeline, in three phases.
+"""Train a colocated MimoModel: encode, language model, back through the encoders.
 
-1. All ranks run the encoders on their part of the whole batch; the bridge hands the rows to the
+1. All ranks run the encoders on their part of a macro-batch; the bridge hands the rows to the
    ranks of the language model's first stage.
-2. The language model's pipeline (1F1B, interleaved with virtual stages) runs over microbatch views
-   of the rows, which are leaves of its graph; their gradients gather in one buffer.
-3. The bridge takes that buffer back to the ranks that own the rows, and the encoders run their
+2. The language model trains on the macro-batch's microbatches one by one.
+3. The bridge takes the gradients back to the ranks that own the rows, and the encoders run their
    backward.
 
+Where the language model is a pipeline (1F1B, interleaved with virtual stages), the macro-batch is
+the whole batch: three phases a step, which with p stages, m microbatches and E and L the ideal
+times of encoders and language model takes about E + L·(1 + (p − 1)/m). Without one, a macro-batch
+is as many microbatches as is asked for, else one.
+
 Where reductions overlap the backward, the language model's begin in its last one and go on beside
-the third phase, in which the encoders' begin; gradients are final after that phase. With p stages,
-m microbatches and E and L the ideal times of encoders and language model a step takes about
-E + L·(1 + (p − 1)/m).
+the last third phase, in which the encoders' begin; gradients are final after that phase.
 """
 
 from __future__ import annotations
@@ -22,26 +24,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.encoding import communicate, encode
-from megatron.core.models.mimo.modality_rows import Tokens, row_counts
+from megatron.core.models.mimo.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    get_forward_backward_func,
-)
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
 )
 from megatron.core.utils import get_model_config
-
-Microbatch = dict[str, object]
 
 
 def colocated_forward_backward(
@@ -54,7 +47,7 @@ def colocated_forward_backward(
     decoder_seq_length: int | None = None,
     **arguments,
 ) -> list:
-    """The schedule of a colocated MimoModel, for Megatron's training loop.
+    """:func:`colocated_forward_backward_with_pp` as Megatron's training loop calls it.
 
     Args:
         data_iterator: of microbatches; of a list, one for each virtual stage, the first is read.
@@ -65,12 +58,9 @@ def colocated_forward_backward(
     if isinstance(data_iterator, list):
         data_iterator = data_iterator[0]
     groups = pg_collection.get_language_model_collection()
-    schedule = forward_backward_no_pipelining
-    if groups.pp.size() > 1:
-        schedule = colocated_forward_backward_with_pp
-        mimo = model[0] if isinstance(model, list) else model
-        arguments["recompute_encoder_shares"] = getattr(mimo, "recompute_encoder_shares", None)
-    return schedule(data_iterator=data_iterator, model=model, pg_collection=groups, **arguments)
+    return colocated_forward_backward_with_pp(
+        data_iterator=data_iterator, model=model, pg_collection=groups, **arguments
+    )
 
 
 def colocated_forward_backward_with_pp(
@@ -86,7 +76,6 @@ def colocated_forward_backward_with_pp(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     force_all_reduce: bool = False,
-    recompute_encoder_shares: int | None = None,
 ) -> list:
     """Forward and backward over one batch; gradients are final on return.
 
@@ -98,42 +87,30 @@ def colocated_forward_backward_with_pp(
             in Megatron's schedules.
         data_iterator: of ``num_microbatches`` dicts with MimoModel's keyword arguments. A
             microbatch is what this rank's language model makes of it, on every stage;
-            its ``modality_inputs`` are the i-th part of what this rank *encodes* of the whole
-            batch: a DP rank encodes and consumes consecutive samples of it, so that rows lie in
-            the order of microbatches on both sides. With ``host_tokens`` (a
+            its ``modality_inputs`` are the i-th part of what this rank *encodes* of its
+            macro-batch: a DP rank encodes and consumes consecutive samples of it, so that rows lie
+            in the order of microbatches on both sides. With ``host_tokens`` (a
             :class:`HostTokens`) in each of them, nothing here waits for the device.
         model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
         num_microbatches: of a step; with virtual stages a multiple of the pipeline's size.
         seq_length: tokens of a sequence, padded to what CP and SP divide.
         micro_batch_size: sequences of a microbatch.
         pg_collection: the language model's groups.
-        recompute_encoder_shares: keep no encoder activations between phases 1 and 3; run the
-            encoders again in phase 3, this many microbatches' worth at a time. ``None`` keeps all.
 
     Returns:
         What the loss function reported of each microbatch on the last stage; else empty.
     """
     stages = model if isinstance(model, list) else [model]
-    mimo, config = stages[0], get_model_config(stages[0])
+    config = get_model_config(stages[0])
     schedule = get_forward_backward_func(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
-    microbatches = [dict(next(data_iterator)) for _ in range(num_microbatches)]
-    shares = [microbatch.pop("modality_inputs", None) for microbatch in microbatches]
-    tokens = []
-    for microbatch in microbatches:
-        host = microbatch.pop("host_tokens", None)
-        packed = packed_parameters(microbatch.get("packing_kwargs"), host)
-        microbatch["packing_kwargs"] = packed
-        tokens.append(Tokens(microbatch["input_ids"], packed, host))
-
+    pipelined = pg_collection.pp.size() > 1
+    size = num_microbatches if pipelined else getattr(stages[0], "encoder_macro_batch", 1)
     with torch.set_grad_enabled(not forward_only):
-        rows = communicate(mimo, encode(mimo, shares, recompute_encoder_shares), tokens)
-        views = [_views(mimo, name, tensor, tokens) for name, tensor in rows.items()]
-        for number, microbatch in enumerate(microbatches):
-            microbatch["encoder_embeddings"] = {
-                view.name: view.leaves[number] for view in views if view.leaves
-            }
+        encoded = MacroBatches(stages, data_iterator, num_microbatches, size)
+        # All ranks encode together, and later stages would draw their microbatches later.
+        microbatches = list(encoded) if pipelined else encoded
         with _grad_finalization_deferred(config) as deferred:
             reports = schedule(
                 forward_step_func=forward_step_func,
@@ -149,9 +126,7 @@ def colocated_forward_backward_with_pp(
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
-        trained = [(rows[view.name], view.grad) for view in views if view.grad is not None]
-        if trained:
-            torch.autograd.backward(*map(list, zip(*trained, strict=True)))
+        encoded.backward()
     if deferred.called and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             stages,
@@ -163,39 +138,11 @@ def colocated_forward_backward_with_pp(
 
 
 @dataclass
-class _Views:
-    """One modality's rows, cut into microbatches.
-
-    Attributes:
-        name: of the modality.
-        leaves: ``[rows of the microbatch, H]`` each, a view of the rows without their history;
-            empty on later stages.
-        grad: ``[rows, H]``, where the leaves' gradients gather; None if the rows need none.
-    """
-
-    name: str
-    leaves: list[Tensor]
-    grad: Tensor | None
-
-
-def _views(model: MimoModel, name: str, rows: Tensor, microbatches: list[Tokens]) -> _Views:
-    grad = torch.zeros_like(rows) if rows.requires_grad else None
-    if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
-        return _Views(name, [], grad)
-    counts = row_counts(microbatches, model.special_token_ids[name])  # the bridge gave as many
-    leaves = list(rows.detach().split(counts))
-    if grad is not None:
-        for leaf, part in zip(leaves, grad.split(counts), strict=True):
-            leaf.requires_grad_().grad = part
-    return _Views(name, leaves, grad)
-
-
-@dataclass
 class _Deferred:
     """What the pipeline would have finalized the gradients with."""
 
     called: bool = False
-    num_tokens: Tensor | None = None
+    num_tokens: torch.Tensor | None = None
 
 
 @contextlib.contextmanager

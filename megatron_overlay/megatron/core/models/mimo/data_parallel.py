@@ -21,6 +21,7 @@ def prepare_for_training(
     modules: Modules,
     ddp_config: DistributedDataParallelConfig,
     recompute_encoder_shares: int | None = None,
+    encoder_macro_batch: int = 1,
 ) -> None:
     """Wrap each module in DDP, in place, and give the schedules and the loop what they ask for.
 
@@ -32,7 +33,10 @@ def prepare_for_training(
         stages: the bare model, one for each virtual stage; the first holds the modalities.
         modules: groups of the model's modules.
         ddp_config: of all modules.
-        recompute_encoder_shares: of the three-phase schedule.
+        recompute_encoder_shares: keep no encoder activations; in the backward run the encoders
+            again, this many microbatches' worth at a time. ``None`` keeps all.
+        encoder_macro_batch: microbatches that are encoded at once where the language model has no
+            pipeline; with one, all of a step are.
     """
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
@@ -43,6 +47,7 @@ def prepare_for_training(
         stage.config.finalize_model_grads_func = finalize_mimo_grads
         stage.config.no_sync_func = partial(no_grad_sync, stages)
         stage.recompute_encoder_shares = recompute_encoder_shares
+        stage.encoder_macro_batch = encoder_macro_batch
         stage.pg_collection = own_groups(modules)
         stage.rng_state_key_prefix = "language." if stage.role.has_language_module else "encoder."
 

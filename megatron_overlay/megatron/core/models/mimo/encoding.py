@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a colocated MimoModel's encoders, and hand their output over to the language model's ranks.
 
-Both halves take one microbatch or many: the three-phase schedule encodes a whole batch at once, and
-the language model then consumes it microbatch by microbatch.
+Both halves take one microbatch or many, which the language model then consumes one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 from megatron.core import tensor_parallel
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
-from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.models.mimo.random_states import RandomStates
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
@@ -91,40 +89,15 @@ def communicate(
     return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
 
 
-def with_embeddings(model: MegatronModule, microbatch: dict[str, object]) -> dict[str, object]:
-    """MimoModel's arguments with ``encoder_embeddings`` in place of what they are made of.
-
-    The forward step of a schedule that hands over one microbatch at a time. Collective as
-    :func:`communicate`. A microbatch that has its embeddings already stays as it is, and so does
-    one of a non-colocated model.
-
-    Args:
-        model: the MimoModel.
-        microbatch: its keyword arguments; ``host_tokens`` may be among them, with which nothing
-            waits for the device.
-    """
-    batch = dict(microbatch)
-    host = batch.pop("host_tokens", None)
-    if "encoder_embeddings" in batch or not model.colocated_comms:
-        return batch
-    packed = packed_parameters(batch.get("packing_kwargs"), host)
-    rows = encode(model, [batch.pop("modality_inputs", None)])
-    tokens = Tokens(batch["input_ids"], packed, host)
-    return batch | {
-        "packing_kwargs": packed,
-        "encoder_embeddings": communicate(model, rows, [tokens]),
-    }
-
-
 def run_microbatch(
     model: MegatronModule, microbatch: dict[str, object]
 ) -> tuple[Tensor | dict[str, Tensor], Tensor | None]:
-    """The forward of one microbatch in any placement and schedule; see :func:`with_embeddings`.
+    """The forward of one microbatch in any placement and schedule.
 
     Returns:
         What MimoModel returns: losses or logits, or what the next stage takes, and the loss mask.
     """
-    output, loss_mask = model(**with_embeddings(model, microbatch))
+    output, loss_mask = model(**microbatch)
     if torch.is_grad_enabled() and isinstance(output, dict):
         for rows in output.values():
             if not rows.requires_grad:

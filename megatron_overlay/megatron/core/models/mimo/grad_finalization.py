@@ -40,7 +40,17 @@ def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParall
 
 @contextlib.contextmanager
 def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
-    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``.
+    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``."""
+    *_, language = _held_modules(model)
+    with no_encoder_grad_sync(model), contextlib.ExitStack() as stack:
+        for module in language:
+            stack.enter_context(module.no_sync())
+        yield
+
+
+@contextlib.contextmanager
+def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
+    """Hold back the encoders' gradient reduction.
 
     That of an encoder stays held back, until it is finished, unless the encoder says that it
     ``runs_on_every_rank``: on a rank without images the backward of another one does not run, and
@@ -48,7 +58,7 @@ def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
     that is run again, in as many parts as the batch has, of which DDP knows no last one.
     """
     recomputed = getattr(model[0], "recompute_encoder_shares", None)
-    *encoders, language = _held_modules(model)
+    *encoders, _ = _held_modules(model)
     with contextlib.ExitStack() as stack:
         for module in itertools.chain(*encoders):
             if getattr(unwrap_model(module), "runs_on_every_rank", False) and not recomputed:
@@ -56,8 +66,6 @@ def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
             else:
                 for group in module.bucket_groups + module.expert_parallel_bucket_groups:
                     group.is_last_microbatch = False
-        for module in language:
-            stack.enter_context(module.no_sync())
         yield
 
 

@@ -1,0 +1,118 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encode some microbatches' worth of images at once, and go back through the encoders likewise.
+
+A *macro-batch* is a run of microbatches whose inputs one forward of the encoders takes, and whose
+rows cross the bridge at once. The language model consumes the rows microbatch by microbatch: views
+of them are leaves of its graph, whose gradients gather in one buffer. When the gradients of a whole
+macro-batch are there, they cross the bridge back and the encoders run their backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.encoding import communicate, encode
+from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
+from megatron.core.models.mimo.modality_rows import Tokens, row_counts
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.partition.language_batch import packed_parameters
+
+Microbatch = dict[str, object]
+
+
+class MacroBatches:
+    """The microbatches of a step, with ``encoder_embeddings`` in place of ``modality_inputs``.
+
+    An iterator. With the first microbatch of a macro-batch it encodes that macro-batch, after the
+    encoders' backward of the one before, whose microbatches must have had theirs.
+    Collective over all ranks of the model.
+
+    Args:
+        stages: one MimoModel for each virtual stage; the first holds the encoders.
+        microbatches: dicts of MimoModel's keyword arguments.
+        count: microbatches of the step.
+        size: microbatches of a macro-batch; the last one of a step may have fewer.
+    """
+
+    def __init__(
+        self, stages: list[MimoModel], microbatches: Iterator[Microbatch], count: int, size: int
+    ) -> None:
+        self._stages, self._microbatches = stages, microbatches
+        self._left, self._size = count, size
+        self._encoded: list[_Rows] = []
+        self._ready: list[Microbatch] = []
+
+    def __iter__(self) -> MacroBatches:
+        return self
+
+    def __next__(self) -> Microbatch:
+        if not self._ready:
+            if not self._left:
+                raise StopIteration
+            with no_encoder_grad_sync(self._stages):
+                self.backward()
+            size = min(self._size, self._left)
+            self._ready = self._encode([dict(next(self._microbatches)) for _ in range(size)])
+            self._left -= size
+        return self._ready.pop(0)
+
+    def backward(self) -> None:
+        """The encoders' backward of the last macro-batch; its microbatches must have had theirs."""
+        trained = [(rows.whole, rows.grad) for rows in self._encoded if rows.grad is not None]
+        self._encoded = []
+        if trained:
+            torch.autograd.backward(*map(list, zip(*trained, strict=True)))
+
+    def _encode(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        model = self._stages[0]
+        shares = [microbatch.pop("modality_inputs", None) for microbatch in microbatches]
+        tokens = []
+        for microbatch in microbatches:
+            host = microbatch.pop("host_tokens", None)
+            packed = packed_parameters(microbatch.get("packing_kwargs"), host)
+            microbatch["packing_kwargs"] = packed
+            tokens.append(Tokens(microbatch["input_ids"], packed, host))
+        recompute = getattr(model, "recompute_encoder_shares", None)
+        rows = communicate(model, encode(model, shares, recompute), tokens)
+        self._encoded = [_cut(model, name, whole, tokens) for name, whole in rows.items()]
+        for number, microbatch in enumerate(microbatches):
+            microbatch["encoder_embeddings"] = {
+                rows.name: rows.leaves[number] for rows in self._encoded if rows.leaves
+            }
+        return microbatches
+
+
+@dataclass
+class _Rows:
+    """One modality's rows of a macro-batch, cut into microbatches.
+
+    Attributes:
+        name: of the modality.
+        whole: ``[rows, H]``, with their history.
+        leaves: ``[rows of the microbatch, H]`` each, a view of the rows without their history;
+            empty on later stages.
+        grad: ``[rows, H]``, where the leaves' gradients gather; None if the rows need none.
+    """
+
+    name: str
+    whole: Tensor
+    leaves: list[Tensor]
+    grad: Tensor | None
+
+
+def _cut(model: MimoModel, name: str, whole: Tensor, microbatches: list[Tokens]) -> _Rows:
+    grad = torch.zeros_like(whole) if whole.requires_grad else None
+    if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
+        return _Rows(name, whole, [], grad)
+    counts = row_counts(microbatches, model.special_token_ids[name])  # the bridge gave as many
+    leaves = list(whole.detach().split(counts))
+    if grad is not None:
+        for leaf, part in zip(leaves, grad.split(counts), strict=True):
+            leaf.requires_grad_().grad = part
+    return _Rows(name, whole, leaves, grad)
