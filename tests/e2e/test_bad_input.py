@@ -19,22 +19,8 @@ class TestBeforeAnyGroupIsMade:
         ("arguments", "texts"),
         [
             (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
-            (["--global-batch-size", "30"], ["global batch 30", "micro batch × dp = 4·2 = 8"]),
-            (["--language", "vpp=2"], ["vpp=2 needs pp of 2 or more"]),
-            (
-                ["--placement", "non-colocated", "--encoder", "dp=2"],
-                ["takes 2 of 2 ranks and leaves none"],
-            ),
             (["--train-iters", "many"], ["--train-iters", "--help"]),
-            (["--log-params-norm"], ["--log-params-norm is not taken here", "one model"]),
-            (["--moe-grouped-gemm"], ["--moe-grouped-gemm", "--device cuda"]),
             (["--fp16", "--bf16"], ["args.bf16"]),
-            (
-                ["--language", "cp=2", "--context-parallel-size", "1"],
-                ["--language says cp=2", "--context-parallel-size says 1"],
-            ),
-            (["--recompute-encoder", "2"], ["--recompute-encoder needs", "pp of 2 or more"]),
-            (["--encoder", "pp=2"], ["takes tp and dp only", "Nearest that fit: tp=1,dp=2"]),
         ],
     )
     def test_is_refused(self, arguments, texts, tmp_path):
