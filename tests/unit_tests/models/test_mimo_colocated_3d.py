@@ -17,31 +17,17 @@ from tests.unit_tests.test_utilities import requires_world_size
 LAYOUTS = [
     # encoder, language model
     ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2"),
-    ("tp=1,dp=8", "dp=8,ep=8"),
+    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
+    ("tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1"),
     ("tp=1,dp=8", "dp=8,ep=4,etp=2"),
     ("tp=1,dp=8", "cp=4,dp=2,ep=2"),
-    ("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
-    ("tp=1,dp=8", "pp=4,dp=2,ep=2"),
-    ("tp=1,dp=8", "pp=4,dp=2,vpp=2"),
-    ("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1"),
-    ("tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1"),
-    ("tp=1,dp=8", "tp=2,pp=2,dp=2,vpp=2"),
-    ("tp=1,dp=8", "tp=4,pp=2,dp=1,ep=4,etp=1"),
-    ("tp=2,dp=4", "tp=2,dp=4,ep=4"),
-    ("tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1"),
     ("tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,vpp=2"),
-    ("tp=2,dp=4", "tp=4,cp=2,dp=1"),
-    ("tp=4,dp=2", "tp=2,pp=2,dp=2,ep=2,etp=1,vpp=2"),
-    ("tp=4,dp=2", "tp=2,dp=4,ep=2,etp=1"),
-    ("tp=4,dp=2", "tp=2,cp=2,pp=2,dp=1,ep=2"),
-    ("tp=8,dp=1", "cp=2,dp=4,ep=4"),
-    ("tp=8,dp=1", "cp=8,dp=1,ep=8"),
-    ("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=4"),
-    ("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,vpp=2"),
-    ("tp=8,dp=1", "cp=2,pp=4,dp=1,ep=2"),
-    ("tp=8,dp=1", "pp=2,dp=4,ep=2,etp=2"),
-    ("tp=8,dp=1", "tp=2,pp=2,dp=2,ep=2"),
+    ("tp=4,dp=2", "tp=4,cp=2,dp=1"),
     ("tp=8,dp=1", "tp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"),
+    ("tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,vpp=2"),
+    ("tp=8,dp=1", "tp=2,cp=2,dp=2,ep=8,etp=1"),
+    ("tp=8,dp=1", "cp=2,pp=4,dp=1,ep=2"),
+    ("tp=8,dp=1", "cp=8,dp=1,ep=8"),
 ]
 
 KINDS = {"tp", "cp", "pp", "vpp", "ep", "etp", "fan-in", "fan-out"}
@@ -56,16 +42,18 @@ def kinds(encoder: Layout, language: Layout) -> set[str]:
 
 
 class TestColocated3D:
-    def test_the_layouts_cover_every_pair_of_kinds_and_the_triple(self):
-        found = [
-            kinds(parse_layout(encoder, "encoder"), parse_layout(language, "language"))
+    def test_the_layouts_cover_every_triple_of_kinds_and_every_size(self):
+        layouts = [
+            (parse_layout(encoder, "encoder"), parse_layout(language, "language"))
             for encoder, language in LAYOUTS
         ]
-        wanted = {frozenset(pair) for pair in itertools.combinations(KINDS, 2)}
-        wanted -= {frozenset({"fan-in", "fan-out"})}
-        wanted |= {frozenset({"cp", "pp", "ep"})}
+        found = [kinds(*pair) for pair in layouts]
+        wanted = {frozenset(triple) for triple in itertools.combinations(KINDS, 3)}
+        wanted = {triple for triple in wanted if not {"fan-in", "fan-out"} <= triple}
         assert not [sorted(group) for group in wanted if not any(group <= f for f in found)]
-        assert len(LAYOUTS) >= 24
+        assert {encoder.tp for encoder, _ in layouts} == {1, 2, 4, 8}
+        for axis, sizes in {"tp": 4, "cp": 8, "pp": 4, "ep": 8}.items():
+            assert {getattr(language, axis) for _, language in layouts} >= {1, 2, sizes}
 
     @requires_world_size(8)
     @pytest.mark.parametrize(("encoder", "language"), LAYOUTS)

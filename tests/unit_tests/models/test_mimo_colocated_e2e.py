@@ -111,90 +111,80 @@ class TestFourRanks:
             train(TOLD, made, 3, told=True, around=lambda n: no_host_sync() if n else nullcontext())
 
 
+@requires_world_size(8)
 class TestEightRanks:
-    @requires_world_size(8)
+    """Several DP ranks of both modules, which four ranks with CP and a pipeline leave no room for.
+
+    The samples differ in their number of patches.
+    """
+
     @pytest.mark.parametrize(
-        ("encoder", "language", "packed"),
+        ("encoder", "language", "job"),
         [
-            pytest.param(dict(dp=8), dict(tp=2, dp=4), False, id="fan-in"),
-            pytest.param(dict(tp=8), dict(tp=2, dp=4), False, id="fan-out"),
-            pytest.param(dict(dp=8), dict(cp=2, dp=4), False, id="fan-in-cp-2"),
-            pytest.param(dict(dp=8), dict(tp=2, cp=2, dp=2), True, id="fan-in-cp-2-tp-2-packed"),
-            pytest.param(dict(tp=4, dp=2), dict(cp=2, dp=4), False, id="fan-out-cp-2"),
-            pytest.param(dict(tp=8), dict(cp=4, dp=2), True, id="fan-out-cp-4-packed"),
+            pytest.param(dict(dp=8), dict(cp=2, pp=2, dp=2), UNEVEN, id="fan-in-cp-pp"),
+            pytest.param(dict(tp=4, dp=2), dict(pp=2, vpp=2, dp=4), UNEVEN, id="fan-out-vpp"),
+            pytest.param(dict(tp=4, dp=2), dict(cp=2, dp=4), UNEVEN, id="fan-out-cp"),
+            pytest.param(dict(dp=8), dict(tp=2, cp=2, dp=2), PACKED, id="fan-in-cp-tp-packed"),
+            pytest.param(dict(tp=8), dict(cp=4, dp=2), PACKED, id="fan-out-cp-4-packed"),
+            pytest.param(dict(tp=8), dict(tp=2, dp=4), EVEN, id="fan-out-tp"),
         ],
     )
-    def test_the_loss_falls_as_on_one_rank(self, encoder, language, packed):
-        check(replace(EVEN, packed=packed), language, images=encoder)
+    def test_the_loss_falls_as_on_one_rank(self, encoder, language, job):
+        check(job, language, images=encoder)
 
 
+FAN_IN, FAN_OUT = dict(dp=4), dict(tp=4)
+CP_2_PP_2, VPP_2 = dict(cp=2, pp=2), dict(pp=2, vpp=2, dp=2)
+LAYOUTS = [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, dict(cp=2, dp=2))]
+"""Of the encoder and the language model; pipelines come first."""
+
+
+@requires_world_size(4)
 class TestWhatRealBatchesBring:
-    """Each with a pipeline, most also without."""
+    """Each with a pipeline, most also with virtual stages and without any."""
 
-    FAN_IN, FAN_OUT = dict(dp=8), dict(tp=8)
-    CP_2_PP_2 = dict(cp=2, pp=2, dp=2)
-    VPP_2 = dict(tp=2, pp=2, vpp=2, dp=2)
-
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2, VPP_2], ids=str)
-    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
-    def test_another_number_of_patches_in_each_sample(self, encoder, language):
-        check(UNEVEN, language, images=encoder)
-
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2, VPP_2], ids=str)
-    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
     def test_a_microbatch_without_images(self, encoder, language):
         check(replace(TEXT_ONLY_PART, microbatches=4), language, images=encoder)
 
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2], ids=str)
-    def test_a_batch_without_images(self, language):
-        check(TEXT_ONLY, language, images=self.FAN_IN)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[::2], ids=str)
+    def test_a_batch_without_images(self, encoder, language):
+        check(TEXT_ONLY, language, images=encoder)
 
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [dict(tp=2, cp=2, dp=2), CP_2_PP_2, VPP_2], ids=str)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
     @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
-    def test_two_encoders_of_different_layouts(self, language, told):
-        check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=4), sounds=self.FAN_IN)
+    def test_two_encoders_of_different_layouts(self, encoder, language, told):
+        check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=2), sounds=encoder)
 
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
-    @pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
     @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
     def test_packed_samples_of_odd_lengths(self, encoder, language, told):
         check(PACKED, language, told, images=encoder)
 
-    @requires_world_size(8)
-    @pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
-    def test_tied_embeddings(self, language):
-        check(replace(UNEVEN, tied=True), language, images=self.FAN_OUT)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
+    def test_tied_embeddings(self, encoder, language):
+        check(replace(UNEVEN, tied=True), language, images=encoder)
 
-    @requires_world_size(8)
     @pytest.mark.parametrize("frozen", [IMAGES, LANGUAGE])
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=4), CP_2_PP_2, VPP_2], ids=str)
-    def test_a_frozen_module(self, language, frozen):
-        check(replace(UNEVEN, frozen=(frozen,)), language, images=self.FAN_IN)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
+    def test_a_frozen_module(self, encoder, language, frozen):
+        check(replace(UNEVEN, frozen=(frozen,)), language, images=encoder)
 
-    @requires_world_size(8)
     @pytest.mark.parametrize("microbatches", [1, 4])
     def test_fewer_microbatches_than_stages_and_more(self, microbatches):
-        check(replace(UNEVEN, microbatches=microbatches), self.CP_2_PP_2, images=self.FAN_IN)
+        check(replace(UNEVEN, microbatches=microbatches), CP_2_PP_2, images=FAN_IN)
 
-    @requires_world_size(4)
     @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
     def test_gradients_reduced_during_the_backward(self, language, job):
         check(replace(job, microbatches=2, overlap=True), language, images=dict(dp=4))
 
-    @requires_world_size(4)
     @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
     @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
     def test_images_of_two_microbatches_at_once(self, encoder, job):
         job = replace(job, microbatches=4, macro_batch=2, overlap=True)
         check(job, dict(cp=2, dp=2), images=encoder)
 
-    @requires_world_size(4)
     @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
     def test_a_loss_that_is_a_mean_of_means(self, language, encoder):

@@ -64,11 +64,15 @@ class Layout:
 
 ONE_RANK = Layout(ranks=1, micro_batch=GLOBAL_BATCH)
 LAYOUTS = [
-    Layout(tp, ep, etp, ("alltoall", "allgather")[(tp + number) % 2])
-    for tp in (2, 1)
-    for number, (ep, etp) in enumerate(((4, 2), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 1)))
+    Layout(2, 4, 2, "alltoall"),
+    Layout(2, 8, 1, "allgather"),
+    Layout(2, 2, 1, "alltoall"),
+    Layout(1, 4, 1, "allgather"),
+    Layout(1, 2, 2, "alltoall"),
+    Layout(1, 1, 2, "allgather"),
+    Layout(1, 1, 1, "alltoall"),
 ]
-"""Each dispatcher with every tp, and with every expert layout."""
+"""Each dispatcher with every tp; each expert layout once."""
 
 
 def layout_id(layout: Layout) -> str:
