@@ -38,15 +38,22 @@ ARGUMENTS = (
 FAULTS = [
     # kind, rank, iteration and what it does then
     ("kill", ENCODER, 3, "microbatch"),
+    ("kill", LANGUAGE, 3, "microbatch"),
+    ("kill", LANGUAGE, 3, "optimizer"),
+    ("kill", ENCODER, 4, "writing"),
     ("kill", LANGUAGE, 4, "writing"),
+    ("stop", ENCODER, 3, "microbatch"),
+    ("stop", LANGUAGE, 3, "microbatch"),
     ("stop", LANGUAGE, 3, "optimizer"),
+    ("stop", LANGUAGE, 4, "writing"),
     ("raise", ENCODER, 3, "optimizer"),
+    ("raise", LANGUAGE, 3, "microbatch"),
     ("raise", LANGUAGE, 3, "reading samples"),
     ("hang", ENCODER, 3, "microbatch"),
+    ("hang", LANGUAGE, 3, "microbatch"),
     ("hang", LANGUAGE, 4, "publishing"),
     ("disk", LANGUAGE, 4, "writing"),
 ]
-"""Every kind, on the ranks of either module, at each of the places where a rank may wait."""
 
 
 def fault(kind: str, rank: int, iteration: int, at: str, **more) -> tuple[str, str]:
