@@ -1,0 +1,51 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Shares of a GPU's time, from the events of a profiler's trace."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.trace_shares import shares, union
+
+
+def event(name: str, first: float, end: float, category: str = "kernel") -> dict:
+    return {"ph": "X", "name": name, "cat": category, "ts": first, "dur": end - first}
+
+
+STEPS = [
+    event("ProfilerStep#10", 0, 60, "user_annotation"),
+    event("ProfilerStep#11", 60, 100, "user_annotation"),
+]
+
+
+def test_communication_is_exposed_where_nothing_else_runs():
+    found = shares(
+        [
+            *STEPS,
+            event("gemm", 10, 40),
+            event("gemm", 30, 50),
+            event("ncclDevKernel_AllReduce", 40, 70),
+            event("Memcpy HtoD", 80, 90, "gpu_memcpy"),
+            event("mimo bridge", 40, 45, "gpu_user_annotation"),
+            event("Optimizer.step#Adam.step", 78, 90, "gpu_user_annotation"),
+            {"ph": "i", "name": "an instant", "ts": 3},
+        ]
+    )
+    assert found.idle == pytest.approx(0.30)
+    assert (found.communication, found.exposed) == pytest.approx((0.30, 0.20))
+    assert (found.bridge, found.optimizer) == pytest.approx((0.05, 0.12))
+    assert found.kernels == pytest.approx(
+        {"gemm": 0.5, "ncclDevKernel_AllReduce": 0.3, "Memcpy HtoD": 0.1}
+    )
+
+
+def test_a_trace_without_a_gpu_has_none():
+    assert shares([*STEPS, event("aten::mm", 10, 40, "cpu_op")]) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=8))
+def test_a_union_has_every_moment_once(intervals):
+    found = union(intervals, (5, 25))
+    moments = {m for first, end in intervals for m in range(first, end) if 5 <= m < 25}
+    assert sorted(m for first, end in found for m in range(first, end)) == sorted(moments)

@@ -1,0 +1,141 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train the VLM in one layout and in others, in one go, and say what each gets out of its GPUs.
+
+A row of vlm.toml names the runs. Each is the training program itself: three steps that do not
+count, ten that do, and two under PyTorch's profiler, whose trace says where the first GPU's time
+goes. Times are medians; tokens are all of the rows, text and images; TFLOP/s are Megatron's count,
+of all modules, without what is computed again.
+
+Usage, in the checkout's environment (PYTHONPATH):
+    python tools/bench/vlm.py two-gpus --json two-gpus.json
+    python tools/bench/vlm.py macro-batches --device cpu -- --seq-length 64
+What follows -- is for the program, in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from trace_shares import read
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
+ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+WARM_UP, MEASURED, PROFILED = 3, 10, 2
+"""Steps of a run."""
+
+PACKAGES = ("torch", "transformer_engine", "megatron-core", "mamba-ssm", "triton")
+
+
+def main(arguments: list[str]) -> int:
+    """Do the runs of a row, print a table and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("row", choices=ROWS["row"])
+    parser.add_argument("--device", choices=ROWS["device"], default="cuda")
+    parser.add_argument("--json", type=Path, help="where to write all that was measured")
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
+    row = ROWS["row"][own.row]
+    common = f"{ROWS['device'][own.device]['arguments']} {row['arguments']}"
+    found = []
+    for run in row["runs"]:
+        command = [*shlex.split(f"{common} {run.get('arguments', '')}"), *more]
+        found.append({"name": run["name"], **measured(run["ranks"], command)})
+        print(line(found[-1], found[0]), flush=True)
+    if own.json:
+        whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
+        own.json.write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
+    """One run's figures, by name; those of the profiler are None without a GPU."""
+    last = WARM_UP + MEASURED
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        rest = ["--train-iters", str(last + PROFILED), "--metrics-out", str(out / "metrics.jsonl")]
+        rest += ["--seed", "1", "--log-throughput", "--log-interval", "1"]
+        rest += ["--log-file", str(out / "log.txt"), "--tensorboard-dir", str(out / "tensorboard")]
+        rest += ["--profile", "--use-pytorch-profiler", "--profile-ranks", "0"]
+        rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *launch, PROGRAM, *arguments, *rest]
+        subprocess.run(
+            command,
+            check=True,
+            cwd=os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM"),
+            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TRITON_CACHE_AUTOTUNING": "1"} | os.environ,
+        )
+        records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
+        log = (out / "log.txt").read_text()
+        trace = read(out / "torch_profile" / "rank-0.json.gz")
+    counted = records[WARM_UP:last]
+    seconds = statistics.median(record["step_time_s"] for record in counted)
+    waited = sum(record["data_wait_s"] for record in counted)
+    numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
+    memory = re.findall(r"max allocated: (\S+)", log)
+    return {
+        "ranks": ranks,
+        "arguments": arguments,
+        "first_step_s": records[0]["step_time_s"],
+        "step_s": seconds,
+        "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,
+        "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
+        "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
+        "data_wait": waited / sum(record["step_time_s"] for record in counted),
+        "trace": trace and trace.as_dict(),
+    }
+
+
+def tokens_a_step(arguments: list[str]) -> int:
+    """Tokens of all rows of a global batch."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--seq-length", type=int, default=32)
+    parser.add_argument("--global-batch-size", type=int)
+    sizes, _ = parser.parse_known_args(arguments)
+    return sizes.seq_length * sizes.global_batch_size
+
+
+def line(run: dict, first: dict) -> str:
+    """A run's line of the table; the ratio is of tokens a second on a GPU."""
+    ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
+    text = (
+        f"{run['name']:20} {run['ranks']} ranks {run['step_s']:8.3f} s "
+        f"{run['tokens_per_s_per_gpu']:9.0f} tokens/s {run['tflops_per_gpu']:6.1f} TFLOP/s a GPU "
+        f"{ratio:5.2f} x, data {run['data_wait']:.1%}"
+    )
+    if run["trace"]:
+        names = ("idle", "exposed", "bridge", "optimizer")
+        text += "".join(f", {name} {run['trace'][name]:.1%}" for name in names)
+    return text
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on, and with."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return {"gpus": gpus, "cpu": platform.processor(), "versions": versions}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
