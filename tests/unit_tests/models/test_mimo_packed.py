@@ -74,10 +74,8 @@ class TestPackedSamples:
         ("encoder", "language"),
         [
             pytest.param("tp=1,dp=8", "cp=4,dp=2,ep=2", id="fan-in-4-cp-4-ep-2"),
-            pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1", id="fan-in-4-cp-2-tp-2-ep-4"),
             pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=2,etp=2", id="fan-in-4-tp-2-cp-2-ep-2"),
             pytest.param("tp=8,dp=1", "cp=2,dp=4,ep=4", id="fan-out-4-cp-2-ep-4"),
-            pytest.param("tp=4,dp=2", "tp=2,dp=4", id="fan-out-2-cp-1-tp-2"),
             pytest.param("tp=4,dp=2", "cp=4,dp=2", id="equal-cp-4"),
         ],
     )
