@@ -122,9 +122,12 @@ class Session:
         git(self.directory, *command.words[1:])
 
     def _overlay(self, arguments: list[str]) -> None:
+        """Run it in the small world, which has no other versions and patches to name."""
         options = overlay_parser().parse_args(arguments)
-        if options.command == "apply":
-            result = self.world.apply(*arguments[2:])
+        if options.command != "fetch" and not getattr(options, "into", None):
+            checkout = getattr(options, "checkout", None)
+            given = [self.world.checkout if Path(w) == checkout else w for w in arguments]
+            result = self.world.run(*given)
             assert result.code == 0, result.errors
 
     def _python(self, command: Command) -> None:
@@ -201,18 +204,23 @@ class Session:
         self._torchrun(Command({}, told.read_text().splitlines()[1:]))
 
     def _script(self, path: str, arguments: list[str]) -> None:
-        """Run a program of the repository up to where it has read its arguments."""
+        """Run a program of ours: whole if it lists, else until it has read its arguments."""
         read = argparse.ArgumentParser.parse_args
+        is_listing = "--list" in arguments
 
         def parsed(parser, *given):
-            read(parser, *given)
-            raise Parsed
+            options = read(parser, *given)
+            if not is_listing:
+                raise Parsed
+            return options
 
-        with self.monkeypatch.context() as patched, pytest.raises(Parsed):
+        ends = SystemExit if is_listing else Parsed
+        with self.monkeypatch.context() as patched, pytest.raises(ends) as end:
             patched.setattr(argparse.ArgumentParser, "parse_args", parsed)
             patched.setattr(sys, "argv", [path, *arguments])
             patched.syspath_prepend(str((REPOSITORY / path).parent))
             runpy.run_path(str(REPOSITORY / path), run_name="__main__")
+        assert not is_listing or not end.value.code
 
 
 @pytest.fixture
