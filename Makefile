@@ -73,7 +73,7 @@ lint: $(VENV)/installed ## Check the style
 	$(VENV)/bin/ruff check .
 
 docs: $(VENV)/installed ## Build the documentation into build/site; a warning is an error
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo 'open build/site/index.html'
 
 clean: ## Remove build/ and the virtual environment
