@@ -8,12 +8,14 @@ the command starts; nothing is trained.
 """
 
 import argparse
+import logging
 import os
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,7 +221,12 @@ class Session:
             return options
 
         ends = SystemExit if is_whole else Parsed
-        with self.monkeypatch.context() as patched, pytest.raises(ends) as end:
+        with (
+            self.monkeypatch.context() as patched,
+            warnings.catch_warnings(),
+            pytest.raises(ends) as end,
+        ):
+            patched.setattr(logging, "disable", lambda level: None)  # it would outlast the program
             patched.setattr(argparse.ArgumentParser, "parse_args", parsed)
             patched.setattr(sys, "argv", [path, *arguments])
             patched.syspath_prepend(str((REPOSITORY / path).parent))
