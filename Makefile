@@ -22,7 +22,7 @@ TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(R
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
 
-.PHONY: help setup fetch apply lock train test test-all test-slurm lint clean
+.PHONY: help setup fetch apply lock train test test-all test-slurm lint docs clean
 help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
 
@@ -71,6 +71,10 @@ test-slurm: setup ## Run the Slurm jobs on a Slurm of this host; as root, on Deb
 
 lint: $(VENV)/installed ## Check the style
 	$(VENV)/bin/ruff check .
+
+docs: $(VENV)/installed ## Build the documentation into build/site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo 'open build/site/index.html'
 
 clean: ## Remove build/ and the virtual environment
 	rm -rf build $(VENV) *.egg-info

@@ -106,7 +106,7 @@ class TestGroups:
 
 class TestBridge:
     def test_volumes_are_those_of_the_documentation(self):
-        """docs/colocated-pipeline.md: b·max(0, 1/L − 1/E), b·(1/E − min(1/E, 1/L)/cp), b/E."""
+        """docs/reviewer/pipeline.md: b·max(0, 1/L − 1/E), b·(1/E − min(1/E, 1/L)/cp), b/E."""
         view = view_of("dp=8", "cp=2,pp=2,dp=2", 8, microbatches=4)
         rows = view.layouts.batch.global_size * view.rows_per_sample
         forward = view.bridge.forward.received(8).tolist()

@@ -18,7 +18,7 @@ from staging.features import TESTS, Feature, Features
 from test_import_circles import imports, name_of
 
 FEATURES = Features(PatchSet(REPOSITORY))
-DOCUMENT = REPOSITORY / "docs/upstream-prs.md"
+DOCUMENT = REPOSITORY / "docs/contributor/upstream-prs.md"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
 
 def test_the_document_shows_the_graph():
     assert graph(FEATURES) in DOCUMENT.read_text(), (
-        "put the output of `tools/stage_upstream_pr.sh --graph` into docs/upstream-prs.md"
+        f"put the output of `tools/stage_upstream_pr.sh --graph` into {DOCUMENT}"
     )
 
 

@@ -14,7 +14,8 @@ from overlay.errors import FAILED, NOT_THE_PIN, OverlayError
 BY_OVERLAY = "overlay"
 _TOP = """\
 # The versions of upstream that the patch set takes, and what it does to them. `pin` and [versions]
-# are written by hand (docs/moving-the-pin.md), `locked`, [patches] and [files] by `make lock`.
+# are written by hand (docs/contributor/moving-the-pin.md), `locked`, [patches] and [files] by
+# `make lock`.
 """
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run the end-to-end cases inside a Slurm allocation, each in its own torchrun: docs/slurm.md.
+"""Run the end-to-end cases inside a Slurm allocation, each in its own torchrun: docs/user/slurm.md.
 
 Exit status: 0 all passed, 1 a case failed, 2 usage.
 """

@@ -6,7 +6,7 @@
 #SBATCH --output=mimo-e2e-%j.log
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-# Run the end-to-end cases as a Slurm job, submitted from the repository: docs/slurm.md
+# Run the end-to-end cases as a Slurm job, submitted from the repository: docs/user/slurm.md
 set -euo pipefail
 root="${SLURM_SUBMIT_DIR:-$PWD}" # Slurm runs a copy of this file
 if [ ! -x "$root/tools/slurm/e2e_batch.sh" ]; then

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/your-own-data.md, word for word, on a small folder of images."""
+"""docs/user/your-own-data.md, word for word, on a small folder of images."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from examples.mimo.nemotron_vlm.energon.__main__ import main
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import names, source
 
 REPOSITORY = Path(__file__).resolve().parents[5]
-DOCUMENT = (REPOSITORY / "docs" / "your-own-data.md").read_text()
+DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()
 
 
 def block(kind: str, containing: str) -> str:
@@ -58,12 +58,12 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch, capsys):
 
     monkeypatch.chdir(folder)
     Path("shards.py").write_text(block("python", "ShardWriter"))
-    run(block("", "python shards.py"))
-    run(block("", "energon prepare"))
-    printed = run(block("", "--max-tiles 6"))
+    run(block("bash", "python shards.py"))
+    run(block("bash", "energon prepare"))
+    printed = run(block("bash", "--max-tiles 6"))
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
-    run(block("", "tools/data/survey.py build/blend.yaml"))
+    run(block("bash", "tools/data/survey.py build/blend.yaml"))
     opened = source(Path("build/blend.yaml"), Path("build/digits/tokenizer"))
     drawn = [opened.name("train", number) for number in range(40)]
     assert sum("photos" in name for name in drawn) == 30

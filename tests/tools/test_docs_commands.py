@@ -1,0 +1,303 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every shell command of the documents runs, or is one that its program's parser takes.
+
+A document is a shell session: `cd`, `export` and what a command has made hold for those after it.
+Trainings are held against the program's own parsing, which resolves layouts for as many ranks as
+the command starts; nothing is trained.
+"""
+
+import argparse
+import logging
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from doc_commands import DOCUMENTS, LANGUAGES, NOT_TESTED, Command, blocks, commands
+
+from mini import REPOSITORY, UPSTREAM, World, git
+from overlay.cli import _parser as overlay_parser
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+from torch.distributed.run import get_args_parser  # noqa: E402
+
+import show_layout  # noqa: E402
+from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
+from examples.mimo.nemotron_vlm.presets import find_preset, write_preset  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+
+MAKEFILE = (REPOSITORY / "Makefile").read_text()
+EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
+PROGRAM = "pretrain_nemotron_vlm.py"
+
+RUN_BY = {
+    ("energon", "prepare"): "tests/unit_tests/examples/nemotron_vlm/energon/test_energon_docs.py",
+    ("python", "shards.py"): "tests/unit_tests/examples/nemotron_vlm/energon/test_energon_docs.py",
+}
+"""Commands that another test runs as the document has them."""
+
+QUICK = {"--list", "hf-to-megatron"}
+"""Arguments of programs that run as they are."""
+
+MOST_NOT_TESTED = 3
+
+
+class Parsed(Exception):
+    """A program has read its arguments, which is as far as it shall come."""
+
+
+class Session:
+    """The shell of one document.
+
+    Args:
+        directory: for what commands write.
+        world: a small upstream, with a patch set, in the place of Megatron-LM.
+    """
+
+    def __init__(self, directory: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.world, self.monkeypatch = directory, world, monkeypatch
+        self.place = REPOSITORY
+        self.rules: dict[str, Callable[[Command], None]] = {
+            "cd": self._cd,
+            "export": lambda command: None,
+            "source": self._exists,
+            "make": self._make,
+            "pip": self._pip,
+            "git": self._git,
+            "python": self._python,
+            "python3": self._python,
+            "torchrun": self._torchrun,
+            "sbatch": self._sbatch,
+            "tools/apply_overlay.sh": lambda c: self._overlay(["apply", *c.words[1:]]),
+            "tools/fetch_upstream.sh": lambda c: self._overlay(["fetch", *c.words[1:]]),
+            "tools/python.sh": self._python,
+            "tools/show_layout.py": self._python,
+            "tools/stage_upstream_pr.sh": lambda c: self._script("tools/staging", c.words[1:]),
+            "tools/upstream_tests.sh": lambda c: self._script("tools/upstream_tests", c.words[1:]),
+        }
+
+    def run(self, command: Command) -> None:
+        """Run or parse it; an `AssertionError` or an exit says what is wrong."""
+        name = command.words[0]
+        if elsewhere := RUN_BY.get(tuple(command.words[:2])):
+            assert " ".join(command.words[:2]) in (REPOSITORY / elsewhere).read_text()
+        elif name in self.rules:
+            self.rules[name](command)
+        elif "/recipes/" in name:
+            self._recipe(command)
+        else:
+            assert name.startswith("tools/"), f"no rule for {name}: add one, or title the block"
+            script = "tools/slurm/e2e_batch.py" if name.endswith("e2e_batch.sh") else name
+            self._script(script, command.words[1:])
+
+    def _cd(self, command: Command) -> None:
+        self.place = REPOSITORY / command.words[1]
+        self._exists(Command({}, ["", "."]))
+
+    def _exists(self, command: Command) -> None:
+        if command.words[1] != ".venv/bin/activate":
+            assert (self.place / command.words[1]).exists(), command.words[1]
+
+    def _make(self, command: Command) -> None:
+        for word in command.words[1:]:
+            name, is_variable, _ = word.partition("=")
+            assert f"$({name})" in MAKEFILE if is_variable else f"\n{name}:" in MAKEFILE, word
+
+    def _pip(self, command: Command) -> None:
+        _, verb, what = command.words
+        assert verb == "install" and what.startswith(".")
+        assert set(re.findall(r"\w+", what)) <= EXTRAS.keys()
+
+    def _git(self, command: Command) -> None:
+        (self.directory / "build/new").mkdir(parents=True, exist_ok=True)
+        (self.directory / "build/new/file").touch()
+        git(self.directory, *command.words[1:])
+
+    def _overlay(self, arguments: list[str]) -> None:
+        """Run it in the small world, which has no other versions and patches to name."""
+        options = overlay_parser().parse_args(arguments)
+        if options.command != "fetch" and not getattr(options, "into", None):
+            checkout = getattr(options, "checkout", None)
+            given = [self.world.checkout if Path(w) == checkout else w for w in arguments]
+            result = self.world.run(*given)
+            assert result.code == 0, result.errors
+
+    def _python(self, command: Command) -> None:
+        words = command.words if command.words[0].endswith("show_layout.py") else command.words[1:]
+        if words[0] == "-":
+            exec(compile(command.stdin, "here-document", "exec"), {})
+        elif words[0] == "-c":
+            compile(words[1], "-c", "exec")
+        elif words[0] == "-m":
+            self._module(words[1], words[2:])
+        elif words[0] == "tools/overlay":
+            self._overlay(words[1:])
+        else:
+            self._file(words[0], words[1:], ranks=1)
+
+    def _torchrun(self, command: Command) -> None:
+        options = get_args_parser().parse_args(command.words[1:])
+        ranks = int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node)
+        if options.module:
+            self._module(options.training_script, options.training_script_args)
+        else:
+            self._file(options.training_script, options.training_script_args, ranks)
+
+    def _module(self, name: str, arguments: list[str]) -> None:
+        if name == "pytest":
+            for path in arguments:
+                self._exists(Command({}, ["", path]))
+        else:
+            assert (REPOSITORY / "megatron_overlay" / name.replace(".", "/")).exists(), name
+
+    def _file(self, path: str, arguments: list[str], ranks: int) -> None:
+        assert (self.place / path).exists(), path
+        if path.endswith(PROGRAM):
+            self._train(arguments, ranks)
+        elif path.endswith("show_layout.py"):
+            assert show_layout.main(arguments) == 0
+        else:
+            self._script(path, arguments)
+
+    def _train(self, arguments: list[str], ranks: int) -> None:
+        model = self.directory / "model.json"
+        write_preset(find_preset("tiny"), model)
+        absent = [w for w in arguments if w.endswith("/model.json") and not Path(w).exists()]
+        arguments = [str(model) if w in absent else w for w in arguments]
+        try:
+            parse(arguments, own_options(arguments).dry_run or ranks)
+        except UserError as error:
+            pytest.fail(str(error))
+
+    def _sbatch(self, command: Command) -> None:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--nodes", type=int, required=True)
+        parser.add_argument("--gpus-per-node", type=int, default=1)
+        parser.add_argument("--time")
+        parser.add_argument("job", nargs=argparse.REMAINDER)
+        options = parser.parse_args(command.words[1:])
+        script, _, *arguments = options.job
+        if script == "tools/slurm/train.sbatch":
+            each = command.variables.get("RANKS_PER_NODE", options.gpus_per_node)
+            self._train(arguments, options.nodes * int(each))
+        else:
+            self.run(Command({}, options.job))
+
+    def _recipe(self, command: Command) -> None:
+        """Run the recipe with a torchrun that only tells what it was given."""
+        stand_in, told = self.directory / "python", self.directory / "told"
+        stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}\n')
+        stand_in.chmod(0o755)
+        places = dict.fromkeys(("WEIGHTS", "DATA", "TOKENIZER"), "place")
+        places |= {name: str(self.directory / "out") for name in ("OUT", "ALIGNED")}
+        assert command.variables.keys() <= places.keys() | {"LAUNCH"}
+        environment = os.environ | places | {"PATH": f"{self.directory}:{os.environ['PATH']}"}
+        script = ["bash", str(REPOSITORY / command.words[0]), *command.words[1:]]
+        subprocess.run(script, env=environment, check=True)
+        self._torchrun(Command({}, told.read_text().splitlines()[1:]))
+
+    def _script(self, path: str, arguments: list[str]) -> None:
+        """Run a program of ours: whole if it is quick, else until it has read its arguments."""
+        read = argparse.ArgumentParser.parse_args
+        is_whole = not QUICK.isdisjoint(arguments)
+
+        def parsed(parser, *given):
+            options = read(parser, *given)
+            if not is_whole:
+                raise Parsed
+            return options
+
+        ends = SystemExit if is_whole else Parsed
+        with (
+            self.monkeypatch.context() as patched,
+            warnings.catch_warnings(),
+            pytest.raises(ends) as end,
+        ):
+            patched.setattr(logging, "disable", lambda level: None)  # it would outlast the program
+            patched.setattr(argparse.ArgumentParser, "parse_args", parsed)
+            patched.setattr(sys, "argv", [path, *arguments])
+            patched.syspath_prepend(str((REPOSITORY / path).parent))
+            runpy.run_path(str(REPOSITORY / path), run_name="__main__")
+        assert not is_whole or not end.value.code
+
+
+@pytest.fixture
+def session(tmp_path, world, monkeypatch) -> Session:
+    if not torch.cuda.is_available():
+        cpu_runtime.install()
+    world.as_git(UPSTREAM)
+    monkeypatch.setenv("WORLD_SIZE", "4096")  # which grids are held to
+    monkeypatch.chdir(tmp_path)
+    return Session(tmp_path, world, monkeypatch)
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(REPOSITORY))
+
+
+WITH_COMMANDS = [path for path in DOCUMENTS if any(b.language == "bash" for b in blocks(path))]
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=name_of)
+def test_commands_run_or_parse(document, session):
+    for block in blocks(document):
+        if block.language == "bash" and not block.title.startswith(NOT_TESTED):
+            for command in commands(block):
+                session.run(command)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_blocks_say_what_they_are(document):
+    """So that no command is in a block which is not read."""
+    text = document.read_text()
+    fences = re.findall(r"^ *```.*$", text, re.MULTILINE)
+    assert len(fences) == 2 * len(blocks(document)) + text.count('    ```bash title="not tested')
+    assert {block.language for block in blocks(document)} <= LANGUAGES
+
+
+def test_few_blocks_are_not_tested_and_each_says_why():
+    reasons = [
+        block.title.removeprefix(NOT_TESTED)
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.title
+    ]
+    assert len(reasons) <= MOST_NOT_TESTED and all(reasons)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nothing",
+        "make train NOTHING=1",
+        "torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --no-such-option",
+        "torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --language tp=3",
+        "torchrun --no-such-option 8 examples/mimo/pretrain_nemotron_vlm.py",
+        "tools/show_layout.py --world 8 --no-such-option",
+        "tools/apply_overlay.sh CHECKOUT --no-such-option",
+        "tools/checkpoint/convert.py hf-to-megatron --no-such-option 1 --out place",
+        "sbatch --nodes 2 tools/slurm/e2e_batch.sh OUT --no-such-option",
+        "examples/mimo/recipes/align_projector.sh --no-such-option",
+        "pip install '.[nothing]'",
+        "unheard-of",
+    ],
+)
+def test_a_wrong_command_fails(command, session):
+    from doc_commands import Block
+
+    with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
+        for each in commands(Block("bash", "", command + "\n")):
+            session.run(each)
