@@ -12,33 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
-import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+from in_checkout import run
 
 
 def main(argv: list[str]) -> int:
     """Show it; returns the exit status, 2 for what a user got wrong."""
     options = _parser().parse_args(argv)
-    if problem := _prepare():
-        return _fail(problem)
-    from examples.mimo.nemotron_vlm.errors import UserError
-    from layout_view.text import describe
-
-    os.environ["WORLD_SIZE"] = str(options.world)  # which grids are held to
-    try:
-        view = _view(options)
-        print(describe(view))
-        _write(options, view)
-    except (UserError, OSError) as error:
-        return _fail(str(error))
-    return 0
+    return run(lambda: _show(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,26 +83,14 @@ def _share(text: str) -> float:
     return share
 
 
-def _prepare() -> str | None:
-    """Make the checkout importable; returns what is missing, in a line."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        sys.path.insert(0, str(CHECKOUT))
-        sys.modules.pop("megatron", None)
-        if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
-            return "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"
-    return None
-
-
-def _view(options: argparse.Namespace):
-    from examples.mimo.nemotron_vlm.errors import UserError
+def _show(options: argparse.Namespace) -> None:
     from examples.mimo.nemotron_vlm.presets import find_preset
     from layout_view.modules import read_layouts
+    from layout_view.text import describe
     from layout_view.view import View
 
-    try:
-        preset = find_preset(options.model)
-    except ValueError as error:
-        raise UserError(f"--model {options.model}: {error}") from error
+    os.environ["WORLD_SIZE"] = str(options.world)  # which grids are held to
+    preset = find_preset(options.model)
     layouts = read_layouts(
         options.encoder,
         options.language,
@@ -130,7 +102,9 @@ def _view(options: argparse.Namespace):
         options.seq_length,
     )
     rows = preset.encoder.tokens_per_tile
-    return View(layouts, options.gpus_per_node, rows, options.encoder_share)
+    view = View(layouts, options.gpus_per_node, rows, options.encoder_share)
+    print(describe(view))
+    _write(options, view)
 
 
 def _write(options: argparse.Namespace, view) -> None:
@@ -144,12 +118,5 @@ def _write(options: argparse.Namespace, view) -> None:
         options.json.write_text(json.dumps(view.data()) + "\n")
 
 
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ On CPU ranks that share cores a run's busiest rank does not show.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import json
 import os
@@ -34,6 +33,10 @@ from PIL import Image
 from examples.mimo.nemotron_vlm.presets import find_preset
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "data"))
+
+from make_digits_webdataset import prepare, write_tokenizer  # noqa: E402
+
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 
 SHAPES = [(1, 1, 0.55), (2, 1, 0.15), (2, 2, 0.1), (3, 1, 0.05), (3, 4, 0.05), (0, 0, 0.1)]
@@ -87,7 +90,6 @@ def row(name: str, records: list[dict], first: list[dict]) -> str:
 
 def make_pictures(path: Path, samples: int, tile: int, seed: int = 0) -> None:
     """Write shards of pictures with questions, prepared for energon, with a tokenizer."""
-    tool = _digits_tool()
     path.mkdir(parents=True)
     draw = np.random.default_rng(seed)
     shards = []
@@ -96,8 +98,8 @@ def make_pictures(path: Path, samples: int, tile: int, seed: int = 0) -> None:
         with webdataset.TarWriter(str(path / shards[-1]), mtime=0) as tar:
             for number in range(count):
                 tar.write({"__key__": f"{part}-{number:06d}", **_sample(draw, tile)})
-    tool.prepare(path, shards)
-    tool.write_tokenizer(path / "tokenizer")
+    prepare(path, shards)
+    write_tokenizer(path / "tokenizer")
 
 
 def _sample(draw: np.random.Generator, tile: int) -> dict:
@@ -117,14 +119,6 @@ def _sample(draw: np.random.Generator, tile: int) -> dict:
         Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG")
         sample["jpg"] = file.getvalue()
     return sample
-
-
-def _digits_tool():
-    path = ROOT / "tools" / "data" / "make_digits_webdataset.py"
-    spec = importlib.util.spec_from_file_location("make_digits_webdataset", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _sizes(program: list[str]) -> tuple[int, int]:

@@ -10,29 +10,19 @@ Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from in_checkout import run  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     """Convert; returns the exit status, 2 for what a user got wrong."""
     options = _parser().parse_args(argv)
-    if problem := _prepare():
-        return _fail(problem)
-    from conversion.errors import ConversionError
-    from examples.mimo.nemotron_vlm.errors import UserError
-
-    try:
-        options.run(options)
-    except (ConversionError, UserError) as error:
-        return _fail(str(error))
-    return 0
+    return run(lambda: _convert(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,26 +68,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare() -> str | None:
-    """Make what is imported importable; returns what is missing, in a line."""
-    for package in ("safetensors", "transformers"):
-        if find_spec(package) is None:
-            return f"{package} is not installed: pip install 'transformers>=5.23'"
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        sys.path.insert(0, str(CHECKOUT))
-        sys.modules.pop("megatron", None)
-        if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
-            return "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"
+def _convert(options: argparse.Namespace) -> None:
+    from examples.mimo.nemotron_vlm.errors import UserError
+    from examples.mimo.nemotron_vlm.presets import find_preset
     from megatron.core import cpu_runtime
 
+    for package in ("safetensors", "transformers"):
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
     cpu_runtime.install()
-    return None
+    options.run(options, find_preset(options.model))
 
 
-def _to_megatron(options: argparse.Namespace) -> None:
+def _to_megatron(options: argparse.Namespace, base) -> None:
     from conversion.directions import MODEL, to_megatron
-    from conversion.errors import ConversionError
     from conversion.sources import ENCODER, LANGUAGE, PARTS, PROJECTOR, sources_of
+    from examples.mimo.nemotron_vlm.errors import UserError
 
     given = {LANGUAGE: options.language, ENCODER: options.vision, PROJECTOR: options.projector}
     sources = [
@@ -107,10 +93,10 @@ def _to_megatron(options: argparse.Namespace) -> None:
     if options.vlm and rest:
         sources += sources_of(options.vlm, rest)
     if not sources:
-        raise ConversionError("nothing to convert: give --language, --vision, --projector or --vlm")
+        raise UserError("nothing to convert: give --language, --vision, --projector or --vlm")
     dropped, initial = to_megatron(
         sources,
-        _base(options),
+        base,
         options.out,
         tile=options.tile,
         leave_out=tuple(options.leave_out),
@@ -121,21 +107,11 @@ def _to_megatron(options: argparse.Namespace) -> None:
     print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")
 
 
-def _to_hugging_face(options: argparse.Namespace) -> None:
+def _to_hugging_face(options: argparse.Namespace, base) -> None:
     from conversion.directions import to_hugging_face
 
-    copied = to_hugging_face(options.checkpoint, options.like, _base(options), options.out)
+    copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
-
-
-def _base(options: argparse.Namespace):
-    from conversion.errors import ConversionError
-    from examples.mimo.nemotron_vlm.presets import find_preset
-
-    try:
-        return find_preset(options.model)
-    except ValueError as error:
-        raise ConversionError(f"--model {options.model}: {error}") from error
 
 
 def _list(what: str, names: list[str]) -> None:
@@ -143,12 +119,5 @@ def _list(what: str, names: list[str]) -> None:
         print(f"{what}: " + ", ".join(names))
 
 
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

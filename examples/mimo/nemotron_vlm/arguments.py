@@ -28,10 +28,9 @@ from examples.mimo.nemotron_vlm.own_options import (
     OwnParser,
     add_own_options,
     own_options,
-    preset_of,
 )
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
-from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK, refuse
 from megatron.training.arguments import parse_args, validate_args
@@ -59,7 +58,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
         UserError: for what cannot work, naming the fact and the fix.
     """
     own = own_options(argv)
-    preset = preset_of(own)
+    preset = find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.error = OwnParser.error.__get__(parser)

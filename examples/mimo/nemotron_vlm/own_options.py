@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS
-from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset, find_preset
+from examples.mimo.nemotron_vlm.presets import PRESETS
 
 PARTS = ("encoder", "projector", "language")
 """Of the model, as ``--freeze`` names them."""
@@ -156,15 +156,3 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     parser = OwnParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
     return parser.parse_known_args(argv)[0]
-
-
-def preset_of(own: argparse.Namespace) -> VLMPreset:
-    """The sizes that ``--model`` names.
-
-    Raises:
-        UserError: it names none.
-    """
-    try:
-        return find_preset(own.model)
-    except ValueError as error:
-        raise UserError(f"--model {own.model}: {error}") from error

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from examples.mimo.nemotron_vlm.errors import UserError
 from megatron.core.models.mimo.flops import mlp_flops, vit_flops
 
 
@@ -195,7 +196,7 @@ def find_preset(model: str) -> VLMPreset:
     """A preset by its name, or by the path of a file that ``write_preset`` wrote.
 
     Raises:
-        ValueError: there is neither.
+        UserError: there is neither.
     """
     if model in PRESETS:
         return PRESETS[model]()
@@ -212,9 +213,10 @@ def find_preset(model: str) -> VLMPreset:
         return VLMPreset(**read | parts)
     except OSError as error:
         names = ", ".join(sorted(PRESETS))
-        raise ValueError(f"no preset and no file; choose from {names}, or a model.json") from error
+        reason = f"no preset and no file; choose from {names}, or a model.json"
+        raise UserError(f"--model {model}: {reason}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a file of model sizes: {error}") from error
+        raise UserError(f"--model {model}: not a file of model sizes: {error}") from error
 
 
 def write_preset(preset: VLMPreset, path: Path) -> None:

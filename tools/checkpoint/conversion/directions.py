@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from conversion.errors import ConversionError
 from conversion.program_model import Part, program_model, saved_key
 from conversion.rows import differences, refuse
 from conversion.sources import (
@@ -26,6 +25,7 @@ from conversion.sources import (
 )
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 
 MODEL = "model.json"
@@ -43,10 +43,10 @@ def whole_directory(out: Path) -> Iterator[Path]:
     """A directory to write to, which gets the name ``out`` at the end.
 
     Raises:
-        ConversionError: there is something of that name.
+        UserError: there is something of that name.
     """
     if out.exists():
-        raise ConversionError(f"--out {out} exists already")
+        raise UserError(f"--out {out} exists already")
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -54,7 +54,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
         yield partial
         partial.rename(out)
     except OSError as error:
-        raise ConversionError(f"--out {out}: {error.strerror or error}") from error
+        raise UserError(f"--out {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -81,7 +81,7 @@ def to_megatron(
         Names of the tensors that were not converted, and the parts that have initial weights.
 
     Raises:
-        ConversionError: nothing is written then.
+        UserError: nothing is written then.
     """
     preset = preset_of(sources, base, tile)
     with program_model(preset) as program:
@@ -131,7 +131,7 @@ def to_hugging_face(
         Names of the tensors that were copied from ``like``.
 
     Raises:
-        ConversionError: nothing is written then.
+        UserError: nothing is written then.
     """
     saved = Checkpoint(checkpoint)
     sources = sources_of(like, may_lack_tensors=True)

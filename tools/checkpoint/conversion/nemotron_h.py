@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conversion.errors import check_values
+from conversion.config_values import check_values
 from conversion.rows import Rows, Table
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
@@ -85,7 +85,7 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
         base: where the sizes of kinds of layers that the model lacks come from.
 
     Raises:
-        ConversionError: names every field whose value our model cannot have.
+        UserError: names every field whose value our model cannot have.
     """
     pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
     expected = dict(EXPECTED)

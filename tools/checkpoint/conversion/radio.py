@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from conversion.errors import ConversionError, check_values
+from conversion.config_values import check_values
 from conversion.nemotron_h import interleaved
 from conversion.rows import Rows, Table
 from conversion.tensor_files import TensorFiles
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import EncoderPreset
 
 PREFIX = "modality_submodules.images.encoders.radio.radio."
@@ -66,7 +67,7 @@ def outer_name(files: TensorFiles, prefix: str) -> str:
         return "radio_model."
     found = [name for name in files.shapes if name.startswith(prefix) and name.endswith(EMBEDDER)]
     if len(found) != 1:
-        raise ConversionError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")
+        raise UserError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")
     return found[0].removeprefix(prefix).removesuffix(EMBEDDER)
 
 
@@ -79,12 +80,12 @@ def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> Encode
         tile: pixels of a tile's side, where it is not the configuration's.
 
     Raises:
-        ConversionError: names every field whose value our model cannot have.
+        UserError: names every field whose value our model cannot have.
     """
     check_values("the encoder", config, EXPECTED)
     tile = tile or config.image_size
     if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
-        raise ConversionError(
+        raise UserError(
             f"--tile {tile}: give a multiple of {config.patch_size * base.pixel_shuffle} up to "
             f"{config.max_img_size}"
         )
@@ -115,10 +116,10 @@ def with_pixels_of(files: TensorFiles, outer: str, preset: EncoderPreset) -> Enc
 
 
 def check_scales(files: TensorFiles, names: list[str]) -> None:
-    """Raise ConversionError for factors that are not all 1, by name."""
+    """Raise UserError for factors that are not all 1, by name."""
     wrong = [name for name in names if not torch.all(files.read(name) == 1)]
     if wrong:
-        raise ConversionError("the encoder has factors that ours lacks: " + ", ".join(wrong))
+        raise UserError("the encoder has factors that ours lacks: " + ", ".join(wrong))
 
 
 def encoder_table(sizes: EncoderPreset) -> Table:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from conversion.errors import ConversionError
+from examples.mimo.nemotron_vlm.errors import UserError
 
 Shape = tuple[int, ...]
 
@@ -111,6 +111,6 @@ def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: 
 
 
 def refuse(lines: list[str]) -> None:
-    """Raise ConversionError with the lines, if there are any."""
+    """Raise UserError with the lines, if there are any."""
     if lines:
-        raise ConversionError("the tensors do not fit\n  " + "\n  ".join(lines))
+        raise UserError("the tensors do not fit\n  " + "\n  ".join(lines))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from conversion import nemotron_h, projector, radio
-from conversion.errors import ConversionError
 from conversion.rows import Shape, Table, Translation, differences, refuse, translate
 from conversion.tensor_files import TensorFiles
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 
 LANGUAGE, ENCODER, PROJECTOR = PARTS = ("language", "encoder", "projector")
@@ -72,7 +72,7 @@ class Source:
         """Names of its tensors that our model does not need to have.
 
         Raises:
-            ConversionError: it does need one.
+            UserError: it does need one.
         """
         if self.part != ENCODER:
             return []
@@ -94,18 +94,18 @@ def sources_of(
     """The parts in a directory, of those wanted.
 
     Raises:
-        ConversionError: it has none of them, or no configuration where one is needed.
+        UserError: it has none of them, or no configuration where one is needed.
     """
     files = TensorFiles(directory, may_lack_tensors)
     if not (directory / "config.json").exists():
         if not any(name.startswith(projector.THEIRS) for name in files.shapes):
-            raise ConversionError(f"{directory}: no config.json")
+            raise UserError(f"{directory}: no config.json")
         found = [Source(PROJECTOR, files, ALONE[PROJECTOR], None, (PROJECTOR,))]
     else:
         found = _configured(files)
     chosen = [source for source in found if source.part in wanted]
     if not chosen:
-        raise ConversionError(f"{directory} has no {' or '.join(wanted)}")
+        raise UserError(f"{directory} has no {' or '.join(wanted)}")
     return chosen
 
 
@@ -115,11 +115,11 @@ def _configured(files: TensorFiles) -> list[Source]:
     try:
         config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
-        raise ConversionError(f"{files.directory}/config.json: {error}") from error
+        raise UserError(f"{files.directory}/config.json: {error}") from error
     parts = CONFIGS.get(config.model_type)
     if parts is None:
         names = ", ".join(CONFIGS)
-        raise ConversionError(
+        raise UserError(
             f"{files.directory}/config.json: model_type is {config.model_type}, wanted {names}"
         )
     if len(parts) == 1:
@@ -131,7 +131,7 @@ def _configured(files: TensorFiles) -> list[Source]:
 
 def _check_omni(config: Any) -> None:
     if config.downsample_ratio != 0.5:
-        raise ConversionError(f"downsample_ratio is {config.downsample_ratio}, and ours has 0.5")
+        raise UserError(f"downsample_ratio is {config.downsample_ratio}, and ours has 0.5")
     if config.force_image_size:
         config.vision_config.image_size = config.force_image_size
 
@@ -140,7 +140,7 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
     """The sizes of the parts; those of ``base`` where there is no such part.
 
     Raises:
-        ConversionError: names what cannot be expressed.
+        UserError: names what cannot be expressed.
     """
     preset = replace(base, name="converted")
     for source in sources:
@@ -177,7 +177,7 @@ def check_sources(
         Names of tensors that the model does not have.
 
     Raises:
-        ConversionError: lists all that is missing, surplus or misshapen.
+        UserError: lists all that is missing, surplus or misshapen.
     """
     problems, left_out = [], set()
     for directory in dict.fromkeys(source.files.directory for source in sources):
@@ -193,7 +193,7 @@ def check_sources(
             found = {name: shape for name, shape in found.items() if name.startswith(prefixes)}
         dropped = {*matching(found, leave_out)}.union(*(source.not_held() for source in here))
         if needed := sorted(dropped & wanted.keys()):
-            raise ConversionError(f"--leave-out fits what the model has: {', '.join(needed)}")
+            raise UserError(f"--leave-out fits what the model has: {', '.join(needed)}")
         left_out |= dropped
         found = {name: shape for name, shape in found.items() if name not in dropped}
         problems += differences(wanted, found, directory)

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from conversion.errors import ConversionError
 from conversion.rows import Shape
+from examples.mimo.nemotron_vlm.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -27,7 +27,7 @@ class TensorFiles:
         may_be_none: there need not be any.
 
     Raises:
-        ConversionError: there is none, one is damaged, or two have a tensor of the same name.
+        UserError: there is none, one is damaged, or two have a tensor of the same name.
     """
 
     def __init__(self, directory: Path, may_be_none: bool = False) -> None:
@@ -36,15 +36,15 @@ class TensorFiles:
         self.shapes: dict[str, Shape] = {}
         paths = sorted(directory.glob("*.safetensors"))
         if not paths and not may_be_none:
-            raise ConversionError(f"{directory}: no .safetensors files")
+            raise UserError(f"{directory}: no .safetensors files")
         for path in paths:
             try:
                 file = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
-                raise ConversionError(f"{path}: {error}") from error
+                raise UserError(f"{path}: {error}") from error
             for name in file.keys():
                 if name in self._files:
-                    raise ConversionError(f"{path}: {name} is in another file as well")
+                    raise UserError(f"{path}: {name} is in another file as well")
                 self._files[name] = file
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
 

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from conversion.errors import ConversionError
 from conversion.program_model import Part
+from examples.mimo.nemotron_vlm.errors import UserError
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -157,7 +157,7 @@ class Checkpoint:
         directory: as ``--load`` takes it, or of one iteration.
 
     Raises:
-        ConversionError: it is none.
+        UserError: it is none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -171,7 +171,7 @@ class Checkpoint:
             with no_code_from_checkpoints():
                 self._metadata = self._reader.read_metadata()
         except (OSError, CheckpointingException) as error:
-            raise ConversionError(f"{directory}: no checkpoint of the program: {error}") from error
+            raise UserError(f"{directory}: no checkpoint of the program: {error}") from error
         self._reader.set_up_storage_reader(self._metadata, True)
         self.tensors = {
             key: value

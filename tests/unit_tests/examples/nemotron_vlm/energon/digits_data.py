@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make, survey, damage and open the data sets of the tests."""
 
-import importlib.util
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
@@ -13,22 +13,17 @@ from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.survey import make_surveys
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
+
+import make_digits_webdataset  # noqa: E402
+
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
-TOOL = Path(__file__).resolve().parents[5] / "tools" / "data" / "make_digits_webdataset.py"
-
-
-def tool():
-    """The tool's module."""
-    spec = importlib.util.spec_from_file_location("make_digits_webdataset", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_digits(path: Path, samples: int, seed: int) -> None:
     """Write a data set in shards of 24 samples."""
     options = ["--samples", str(samples), "--seed", str(seed), "--samples-per-shard", "24"]
-    assert tool().main([str(path), *options]) == 0
+    assert make_digits_webdataset.main([str(path), *options]) == 0
 
 
 def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:

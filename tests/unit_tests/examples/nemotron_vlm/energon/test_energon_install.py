@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 import examples.mimo.nemotron_vlm.energon as package
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import tool
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits_webdataset
 
 
 @pytest.mark.parametrize("error", [None, ModuleNotFoundError("No module named 'megatron'")])
@@ -27,5 +27,5 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch, error):
 
 
 def test_the_tool_does_not_write_over_data(digits, capsys):
-    assert tool().main([str(digits), "--samples", "8", "--seed", "0"]) == 2
+    assert make_digits_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err

@@ -1,17 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a user got wrong."""
+"""Values of Hugging Face's configurations that our model cannot change."""
 
-
-class ConversionError(Exception):
-    """The files, the configuration or the checkpoint do not fit; its text names what and why."""
+from examples.mimo.nemotron_vlm.errors import UserError
 
 
 def check_values(what: str, config: object, expected: dict[str, object]) -> None:
     """Hold fields of a configuration to the only values that our model can have.
 
     Raises:
-        ConversionError: names every field of ``what`` that has another.
+        UserError: names every field of ``what`` that has another.
     """
     wrong = [
         f"{name} is {getattr(config, name)}, and ours has {value}"
@@ -19,4 +17,4 @@ def check_values(what: str, config: object, expected: dict[str, object]) -> None
         if getattr(config, name) != value
     ]
     if wrong:
-        raise ConversionError(f"{what} cannot be expressed:\n  " + "\n  ".join(wrong))
+        raise UserError(f"{what} cannot be expressed:\n  " + "\n  ".join(wrong))

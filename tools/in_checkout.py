@@ -1,0 +1,42 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run a tool that imports the program and Megatron: find them, and end bad input with one line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1] / "build" / "Megatron-LM"
+
+
+def run(tool: Callable[[], None]) -> int:
+    """Call a tool; returns the exit status, 2 for what a user got wrong.
+
+    It sees the applied checkout on PYTHONPATH, or that in build/Megatron-LM, and imports from there
+    itself. For bad input it raises UserError or OSError.
+    """
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
+            reason = "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"
+            print(f"error: {reason}", file=sys.stderr)
+            return 2
+        sys.path.insert(0, str(CHECKOUT))
+        sys.modules.pop("megatron", None)  # found without megatron.core: another package's part
+    from examples.mimo.nemotron_vlm.errors import BAD_INPUT, UserError
+
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tool()
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
