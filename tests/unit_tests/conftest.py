@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -66,11 +65,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def shared_path() -> Iterator[Path]:
     """A directory that all ranks know of."""
-    Utils.initialize_distributed()
-    with tempfile.TemporaryDirectory() as own:
-        chosen = [own]
-        dist.broadcast_object_list(chosen)
-        yield Path(chosen[0])
+    with Utils.shared_directory() as path:
+        yield path
 
 
 @pytest.fixture(autouse=True)

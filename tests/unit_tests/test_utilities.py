@@ -10,8 +10,10 @@ import functools
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType
 
 import pytest
@@ -43,9 +45,10 @@ class Utils:
     def first_rank_first(minutes: float = 5.0) -> Iterator[bool]:
         """Inside, whether this is the first rank; the others leave when it has left.
 
-        They wait longer than for a collective: for what one rank makes on a busy machine.
+        There are no process groups then. Ranks wait longer than for a collective: for what one
+        rank makes on a busy machine.
         """
-        Utils.initialize_distributed()
+        Utils.destroy()
         Utils._turns += 1
         key, store = f"first-rank-{Utils._turns}", Utils.store()
         try:
@@ -54,6 +57,16 @@ class Utils:
             if Utils.rank == 0:
                 store.set(key, "left")
         store.wait([key], timedelta(minutes=minutes))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def shared_directory() -> Iterator[Path]:
+        """A temporary directory that all ranks know of."""
+        Utils.initialize_distributed()
+        with tempfile.TemporaryDirectory() as own:
+            chosen = [own]
+            dist.broadcast_object_list(chosen)
+            yield Path(chosen[0])
 
     @staticmethod
     def initialize_distributed() -> None:

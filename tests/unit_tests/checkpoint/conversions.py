@@ -4,25 +4,34 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from convert import main
+from tests.unit_tests.test_utilities import Utils
+
 TOLERANCE = 1e-5
 """Absolute, of fp32 logits of the size of one."""
 
-PROGRAM = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
-
 
 def convert(*arguments: str | Path) -> str:
-    """Run the converter's program; what it prints."""
-    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run the converter, which makes the groups of its model; what it prints."""
+    Utils.destroy()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(list(map(str, arguments))) == 0
+    return said.getvalue()
+
+
+def assert_back_again(checkpoint: Path, theirs: Path) -> str:
+    """Converted back, it is theirs, bit for bit; returns what the converter prints."""
+    back = theirs.with_name(f"{theirs.name}-back")
+    said = convert("megatron-to-hf", checkpoint, "--like", theirs, "--out", back)
+    assert_same_bits(back, theirs)
+    return said
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from transformers import NemotronHForCausalLM
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from tests.unit_tests.checkpoint.conversions import TOLERANCE, assert_same_bits, convert
+from tests.unit_tests.checkpoint.conversions import TOLERANCE, assert_back_again, convert
 from tests.unit_tests.checkpoint.hugging_face import language_model, save
 from tests.unit_tests.checkpoint.program_logits import (
     BATCH,
@@ -39,41 +41,53 @@ def assert_same_logits(directory: Path, *layouts: str) -> None:
     assert (ours - theirs).abs().max() <= TOLERANCE
 
 
-def converted(path: Path) -> Path:
-    """A converted language model, made by the first rank."""
-    with Utils.first_rank_first() as first:
-        if first:
-            save(language_model(), path / "theirs")
-            source = ("--language", path / "theirs", "--model", "tiny")
-            convert("hf-to-megatron", *source, "--out", path / "ours")
-    return path / "ours"
+@pytest.fixture(scope="module")
+def converted() -> Iterator[Path]:
+    """A converted language model, made by the first rank; what it was made of is beside it."""
+    with Utils.shared_directory() as path:
+        with Utils.first_rank_first() as first:
+            if first:
+                theirs = save(language_model(), path / "theirs")
+                given = ("--language", theirs, "--model", "tiny", "--seed", "7")
+                convert("hf-to-megatron", *given, "--out", path / "ours")
+        yield path / "ours"
+
+
+def weights(*options: str) -> dict[str, torch.Tensor]:
+    """Of the program's model, by name."""
+    with trainer(*BATCH, *options) as run:
+        return {name: each.detach().clone() for name, each in run.stages[0].named_parameters()}
 
 
 class TestOneRank:
     @requires_world_size(1)
-    def test_logits_are_theirs_and_back_it_has_the_same_bits(self, shared_path):
-        directory = converted(shared_path)
-        assert len(list((shared_path / "theirs").glob("*.safetensors"))) > 1
-        assert_same_logits(directory)
-        back = ("--like", shared_path / "theirs", "--out", shared_path / "back")
-        convert("megatron-to-hf", directory, *back)
-        assert_same_bits(shared_path / "back", shared_path / "theirs")
+    def test_logits_are_theirs_and_back_it_has_the_same_bits(self, converted):
+        theirs = converted.with_name("theirs")
+        assert len(list(theirs.glob("*.safetensors"))) > 1
+        assert_same_logits(converted)
+        assert_back_again(converted, theirs)
 
     @requires_world_size(1)
-    def test_bf16_weights_keep_their_bits(self, shared_path):
+    def test_bf16_weights_keep_their_bits(self, tmp_path):
         model = language_model().bfloat16()
-        save(model, shared_path / "theirs")
-        given = ("--language", shared_path / "theirs", "--model", "tiny")
-        convert("hf-to-megatron", *given, "--out", shared_path / "ours")
-        ours = program_logits(*loading(shared_path / "ours"), source=RandomText())
+        theirs, directory = save(model, tmp_path / "theirs"), tmp_path / "ours"
+        convert("hf-to-megatron", "--language", theirs, "--model", "tiny", "--out", directory)
+        ours = program_logits(*loading(directory), source=RandomText())
         assert (ours - their_logits(model.float())).abs().max() <= TOLERANCE
-        back = ("--like", shared_path / "theirs", "--out", shared_path / "back")
-        convert("megatron-to-hf", shared_path / "ours", *back)
-        assert_same_bits(shared_path / "back", shared_path / "theirs")
+        assert_back_again(directory, theirs)
 
     @requires_world_size(1)
-    def test_a_damaged_checkpoint_is_refused(self, shared_path):
-        directory = converted(shared_path)
+    def test_parts_that_are_not_given_begin_as_the_program_would(self, converted):
+        model = ("--model", str(converted / "model.json"))
+        fresh = weights(*model, "--seed", "7")
+        loaded = weights(*model, "--load", str(converted))
+        for name, weight in fresh.items():
+            is_given = name.startswith("language_model.")
+            assert is_given or torch.equal(loaded[name], weight), name
+
+    @requires_world_size(1)
+    def test_a_damaged_checkpoint_is_refused(self, converted, tmp_path):
+        directory = copytree(converted, tmp_path / "damaged")
         (file,) = (directory / "release").glob("*.distcp")
         with file.open("r+b") as stream:
             stream.seek(file.stat().st_size // 2)
@@ -84,19 +98,18 @@ class TestOneRank:
 
 class TestTwoRanks:
     @requires_world_size(2)
-    def test_a_trained_model_gives_its_logits_in_transformers(self, shared_path):
+    def test_a_trained_model_gives_its_logits_in_transformers(self, converted, shared_path):
         """From a checkpoint that several ranks have written."""
-        directory = converted(shared_path)
         layouts = ("--encoder", "tp=2", "--language", "tp=2,ep=2,etp=1")
-        with trainer(*BATCH, *loading(directory), *layouts, source=RandomText()) as run:
+        with trainer(*BATCH, *loading(converted), *layouts, source=RandomText()) as run:
             run.train_step()
             run.save(shared_path / "trained")
-        saved = ("--model", str(directory / "model.json"), "--load", str(shared_path / "trained"))
+        saved = ("--model", str(converted / "model.json"), "--load", str(shared_path / "trained"))
         ours = program_logits(*saved, *layouts, source=RandomText())
         with Utils.first_rank_first() as first:
             if not first:
                 return
-            back = ("--like", shared_path / "theirs", "--out", shared_path / "back")
+            back = ("--like", converted.with_name("theirs"), "--out", shared_path / "back")
             convert("megatron-to-hf", shared_path / "trained", *back)
             theirs = NemotronHForCausalLM.from_pretrained(shared_path / "back")
             assert (ours - their_logits(theirs)).abs().max() <= TOLERANCE
@@ -108,6 +121,6 @@ class TestEightRanks:
     @pytest.mark.parametrize(
         ("encoder", "language"), [("tp=2,dp=4", "tp=2,pp=2,dp=2,ep=2"), ("tp=2", "cp=2,ep=4,etp=2")]
     )
-    def test_logits_are_theirs_in_any_layout(self, shared_path, encoder, language):
+    def test_logits_are_theirs_in_any_layout(self, converted, encoder, language):
         layouts = ("--encoder", encoder, "--language", language)
-        assert_same_logits(converted(shared_path), *layouts)
+        assert_same_logits(converted, *layouts)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,11 +135,12 @@ def test_a_damaged_file_is_named(language, tmp_path, capsys):
     assert said.startswith(f"error: {file}: ")
 
 
-def test_what_exists_is_not_overwritten(language, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    given = ("--language", str(language), "--out", str(tmp_path / "out"))
-    assert convert.main(["hf-to-megatron", *given]) == 2
-    assert f"--out {tmp_path / 'out'} exists already" in capsys.readouterr().err
+def test_the_program_does_not_overwrite_what_exists(language, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")  # it finds the checkout itself
+    given = ("--language", str(language), "--out", str(tmp_path))
+    command = [sys.executable, convert.__file__, "hf-to-megatron", *given]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"error: --out {tmp_path} exists already\n")
 
 
 def test_a_missing_package_is_one_line(tmp_path, capsys, monkeypatch):

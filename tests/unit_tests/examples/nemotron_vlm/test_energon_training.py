@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on energon's data: one trajectory in every layout, each sample once an epoch."""
 
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
@@ -29,16 +26,13 @@ SAMPLES = 96
 @pytest.fixture(scope="module")
 def data():
     """Digits in shards, made by one rank for all."""
-    made = [None]
-    with tempfile.TemporaryDirectory() as directory:
+    with Utils.shared_directory() as directory:
+        made = directory / "digits"
         with Utils.first_rank_first() as first:
             if first:
-                made = [Path(directory) / "digits"]
-                make_digits(made[0], samples=SAMPLES, seed=2)
-                survey(made[0])
-        dist.broadcast_object_list(made, 0)
-        yield made[0]
-        dist.barrier()
+                make_digits(made, samples=SAMPLES, seed=2)
+                survey(made)
+        yield made
 
 
 class TestTrajectory:
