@@ -35,6 +35,9 @@ Provider = Callable[..., tuple[Iterator[Microbatch], Iterator[Microbatch], None]
 MOVED = ("input_ids", "labels", "loss_mask", "position_ids", "sample_places")
 """Tensors of a microbatch that go to the device as they are."""
 
+Step = tuple[int, int, int]
+"""Number of a step's first row, its microbatches, and a DP rank's rows of one of them."""
+
 
 class Loading:
     """What a rank reads, and how.
@@ -59,7 +62,7 @@ class Loading:
     ) -> None:
         language = modules[LANGUAGE].groups
         self.waited_s = 0.0
-        self.args, self.layouts = args, layouts
+        self.args, self.layouts, self._dp = args, layouts, layouts.language.dp
         self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
         self.plan = StepPlan(
             layouts,
@@ -87,26 +90,16 @@ class Loading:
 
     def training(self) -> Iterator[Microbatch]:
         """Microbatches from the first row on that the run has not consumed, without end."""
-        return self._loaded(self._training_takes())
+        return self._loaded(self._takes("train", training_steps(self.args, self._dp)))
 
     def held_out(self) -> Iterator[Microbatch]:
         """Microbatches of the test split; every evaluation reads the same rows."""
-        return self._loaded(self._held_out_takes())
+        return self._loaded(self._takes("test", held_out_steps(self.args, self._dp)))
 
-    def _training_takes(self) -> Iterator[Take]:
-        args, rows, first = self.args, self.rows("train"), self.args.consumed_train_samples
-        for size in _batch_sizes(args, first):
-            count = size // (args.micro_batch_size * self.layouts.language.dp)
-            yield from self.plan.takes(rows, first, count, args.micro_batch_size)
-            first += size
-
-    def _held_out_takes(self) -> Iterator[Take]:
-        args, rows = self.args, self.rows("test")
-        micro_size, size = args.eval_micro_batch_size, args.eval_global_batch_size
-        count = size // (micro_size * self.layouts.language.dp)
-        while True:
-            for number in range(args.eval_iters):
-                yield from self.plan.takes(rows, number * size, count, micro_size)
+    def _takes(self, split: str, steps: Iterator[Step]) -> Iterator[Take]:
+        rows = self.rows(split)
+        for step in steps:
+            yield from self.plan.takes(rows, *step)
 
     def _reading_ahead(self) -> dict[str, object]:
         """How loading processes work, as a DataLoader takes it."""
@@ -180,17 +173,25 @@ def row_cost(args: Namespace, tokens: list[int]) -> float:
     return float(sum(int(length) ** 2 for length in tokens))
 
 
-def _batch_sizes(args: Namespace, consumed: int) -> Iterator[int]:
-    """Rows of each step, from the ``consumed``-th row on."""
-    if args.step_batch_size_schedule is None:
-        while True:
-            yield args.global_batch_size
-    batch = growing_batch(args)
+def training_steps(args: Namespace, dp: int) -> Iterator[Step]:
+    """All steps from the first row on that the run has not consumed, without end."""
+    growing = args.step_batch_size_schedule and growing_batch(args)
+    size, micro_size = args.global_batch_size, args.micro_batch_size
+    first = args.consumed_train_samples
     while True:
-        batch.update(consumed, consistency_check=False)
-        size = batch.get_current_global_batch_size()
-        yield size
-        consumed += size
+        if growing:
+            growing.update(first, consistency_check=False)
+            size = growing.get_current_global_batch_size()
+        yield first, size // (micro_size * dp), micro_size
+        first += size
+
+
+def held_out_steps(args: Namespace, dp: int) -> Iterator[Step]:
+    """The batches of one evaluation after the other; all evaluations read the same rows."""
+    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
+    while True:
+        for number in range(args.eval_iters):
+            yield number * size, size // (micro_size * dp), micro_size
 
 
 def received(batch: Microbatch | str) -> Microbatch:

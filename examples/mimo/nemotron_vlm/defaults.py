@@ -9,6 +9,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 
 from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.own_options import SIZES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.tensor_parallel import layers
@@ -53,15 +54,6 @@ TRAINING = {
     "override_opt_param_scheduler": True,
 }
 
-LEFT_OPEN = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""None where not given, so that ``--language`` may give them."""
-
 WITHOUT_KERNELS = {
     "num_workers": 0,
     "transformer_impl": "local",
@@ -81,7 +73,8 @@ def defaults(preset: VLMPreset, device: str, packs: bool = False) -> dict[str, o
     Args:
         packs: several samples into a row, which then is a microbatch.
     """
-    chosen = {**MODEL, **asdict(preset.language), **TRAINING, **dict.fromkeys(LEFT_OPEN)}
+    left_open = dict.fromkeys(SIZES["language"].values())  # so that --language may give them
+    chosen = {**MODEL, **asdict(preset.language), **TRAINING, **left_open}
     chosen["seq_length"] = preset.seq_length
     if packs:
         chosen["micro_batch_size"] = 1

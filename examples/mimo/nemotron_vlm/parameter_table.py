@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.own_options import PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.model.base import MimoModel
-
-MODULES = ("encoder", "projector", "language")
 
 KINDS = {
     "M": "Mamba-2 layers",
@@ -36,7 +35,7 @@ def count_parameters(model: MimoModel, preset: VLMPreset) -> dict[str, tuple[int
 
 def count_by_module(stages: Sequence[MimoModel]) -> dict[str, int]:
     """Parameters that a rank holds, by module, of all its virtual stages."""
-    counts = dict.fromkeys(MODULES, 0)
+    counts = dict.fromkeys(PARTS, 0)
     for stage in stages:
         for name, parameter in stage.named_parameters():
             counts[_module(name)] += parameter.numel()
@@ -49,7 +48,7 @@ def format_ranks(counts: dict[tuple[int, int], dict[str, int]]) -> str:
     def line(ranks: str, cells: Iterable[str]) -> str:
         return f"{ranks:14}" + "".join(f"{cell:>14}" for cell in cells)
 
-    rows = [line("ranks", [*MODULES, "sum"])]
+    rows = [line("ranks", [*PARTS, "sum"])]
     for (first, last), held in counts.items():
         cells = [f"{count / 1e9:.4f} B" for count in (*held.values(), sum(held.values()))]
         rows.append(line(f"{first}-{last}" if last > first else str(first), cells))

@@ -14,32 +14,37 @@ from typing import NamedTuple
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.refused_names import DATA, GRAPHS, ONE_MODEL, REFUSED_NAMES
 
+Condition = Callable[[Namespace], object]
+
 
 class Refusal(NamedTuple):
     """An option, when it is refused, and the reason."""
 
     option: str
-    applies: Callable[[Namespace], object]
+    applies: Condition
     reason: str
+
+
+def _is_set(option: str) -> Condition:
+    name = option.removeprefix("--").replace("-", "_")
+    # Megatron removes some deprecated options once it has read them.
+    return lambda args: getattr(args, name, None)
 
 
 def _given(option: str, reason: str) -> Refusal:
     """Refuse an option wherever it is set."""
-    name = option.removeprefix("--").replace("-", "_")
-    # Megatron removes some deprecated options once it has read them.
-    return Refusal(option, lambda args: getattr(args, name, None), reason)
+    return Refusal(option, _is_set(option), reason)
 
 
-def _on_cpu(option: str) -> Refusal:
-    name = option.removeprefix("--").replace("-", "_")
+def _on_cpu(option: str, applies: Condition) -> Refusal:
     return Refusal(
         option,
-        lambda args: args.device == "cpu" and getattr(args, name),
+        lambda args: args.device == "cpu" and applies(args),
         "it needs a GPU: --device cuda",
     )
 
 
-def _not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
+def _not_local(option: str, applies: Condition) -> Refusal:
     return Refusal(
         option,
         lambda args: args.transformer_impl == "local" and applies(args),
@@ -138,24 +143,14 @@ REFUSALS = [
         lambda args: args.device == "cpu" and args.transformer_impl != "local",
         "Transformer Engine's layers need a GPU: --device cuda",
     ),
-    Refusal(
-        "--moe-token-dispatcher-type flex",
-        lambda args: args.device == "cpu" and args.moe_token_dispatcher_type == "flex",
-        "it needs a GPU: --device cuda",
+    _on_cpu(
+        "--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"
     ),
-    Refusal(
-        "--fp8-format",
-        lambda args: args.device == "cpu" and args.fp8,
-        "it needs a GPU: --device cuda",
-    ),
-    Refusal(
-        "--fp4-format",
-        lambda args: args.device == "cpu" and args.fp4,
-        "it needs a GPU: --device cuda",
-    ),
-    *map(
-        _on_cpu,
-        (
+    _on_cpu("--fp8-format", lambda args: args.fp8),
+    _on_cpu("--fp4-format", lambda args: args.fp4),
+    *(
+        _on_cpu(option, _is_set(option))
+        for option in (
             "--async-save",
             "--moe-grouped-gemm",
             "--moe-permute-fusion",
@@ -165,7 +160,7 @@ REFUSALS = [
             "--optimizer-cpu-offload",
             "--fine-grained-activation-offloading",
             "--moe-shared-expert-overlap",
-        ),
+        )
     ),
 ]
 

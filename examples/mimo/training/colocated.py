@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from examples.mimo.model_providers import MimoProvider
 from examples.mimo.nemotron_vlm.builder import seed_process
 from examples.mimo.nemotron_vlm.data.reading import Microbatch
-from examples.mimo.nemotron_vlm.data_provider import data_provider
+from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
@@ -48,7 +48,6 @@ from megatron.core.models.mimo.module_groups import (
     schedule_collection,
 )
 from megatron.core.models.mimo.teardown import destroy
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
@@ -148,20 +147,13 @@ class MockLoading:
 
     def training(self) -> Iterator[Microbatch]:
         """Microbatches from the first sample on that the run has not consumed, without end."""
-        first = self.args.consumed_train_samples
-        while True:
-            count, micro_size = get_num_microbatches(), self.args.micro_batch_size
-            yield from self._microbatches("train", first, count, micro_size)
-            first += count * micro_size * self.slices.layouts.language.dp
+        for step in training_steps(self.args, self.slices.layouts.language.dp):
+            yield from self._microbatches("train", *step)
 
     def held_out(self) -> Iterator[Microbatch]:
         """Microbatches of the test split; every evaluation reads the same samples."""
-        args, dp = self.args, self.slices.layouts.language.dp
-        micro_size, size = args.eval_micro_batch_size, args.eval_global_batch_size
-        while True:
-            for number in range(args.eval_iters):
-                count = size // (micro_size * dp)
-                yield from self._microbatches("test", number * size, count, micro_size)
+        for step in held_out_steps(self.args, self.slices.layouts.language.dp):
+            yield from self._microbatches("test", *step)
 
     def _microbatches(
         self, split: str, first: int, count: int, micro_size: int
