@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launch import kill, run, under_torchrun
+from tests.e2e.launch import kill, losses, run, under_torchrun
 
 ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
@@ -75,11 +75,6 @@ def assert_whole(checkpoint: Path) -> None:
     assert len(manifest["files"]) >= 4
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest
-
-
-def losses(path: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records}
 
 
 class Struck(NamedTuple):

@@ -2,20 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is killed while it saves goes on from the checkpoint before, to the last bit."""
 
-import json
 import time
 
-from tests.e2e.launch import kill, run, start
+from tests.e2e.launch import kill, losses, run, start
 
 ARGUMENTS = (
     *("--encoder", "tp=2", "--language", "ep=2"),
     *("--train-iters", "6", "--save-interval", "2"),
 )
-
-
-def losses(path) -> dict[int, float]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records}
 
 
 def kill_when(processes, appears) -> None:

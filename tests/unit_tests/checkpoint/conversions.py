@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from convert import main
 from tests.unit_tests.test_utilities import Utils
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
+
+import convert as program  # noqa: E402
 
 TOLERANCE = 1e-5
 """Absolute, of fp32 logits of the size of one."""
@@ -22,7 +26,7 @@ def convert(*arguments: str | Path) -> str:
     """Run the converter, which makes the groups of its model; what it prints."""
     Utils.destroy()
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main(list(map(str, arguments))) == 0
+        assert program.main(list(map(str, arguments))) == 0
     return said.getvalue()
 
 
