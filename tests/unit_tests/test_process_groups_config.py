@@ -3,14 +3,12 @@
 """ProcessGroupCollection.from_hyper_comm_grid: the ranks of each field, the number of groups."""
 
 from dataclasses import fields
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import (
@@ -227,42 +225,6 @@ class TestMisuse:
         grid = HyperCommGrid([2, 1, 2, 2, 1], ["tp", "cp", "ep", "dp", "pp"])
         with pytest.raises(ValueError, match=r"base dims \{'ep': 2\} multiply the ranks"):
             groups_from_grid(grid)
-
-
-class TestDdpWithoutExpertGroups:
-    """DDP takes ``expt_dp=None`` for "no experts", and makes no group of its own."""
-
-    @staticmethod
-    def ddp_groups(**degrees):
-        group = object()
-        pgs = ProcessGroupCollection(
-            **{name: None if name == "expt_dp" else group for name in ("tp", "pp", "ep", "dp")},
-            dp_cp=group,
-            expt_dp=None,
-        )
-        config = SimpleNamespace(
-            **{
-                "num_moe_experts": None,
-                "tensor_model_parallel_size": 1,
-                "expert_model_parallel_size": 1,
-                "expert_tensor_parallel_size": 1,
-                **degrees,
-            }
-        )
-        return ProcessGroupCollection.setup_process_groups_for_ddp(
-            pgs, config, DistributedDataParallelConfig()
-        )
-
-    def test_dense_model_makes_no_group(self):
-        with patch.object(torch.distributed, "new_group", side_effect=AssertionError):
-            groups = self.ddp_groups(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
-        assert groups["expt_dp_group"] is groups["dp_cp_group"]
-
-    def test_moe_model_over_several_ranks_is_refused(self):
-        with pytest.raises(ValueError, match="8 experts with tp=2, ep=1, etp=2 need expert groups"):
-            self.ddp_groups(
-                num_moe_experts=8, tensor_model_parallel_size=2, expert_tensor_parallel_size=2
-            )
 
 
 @requires_world_size(8)
