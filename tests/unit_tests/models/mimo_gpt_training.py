@@ -19,10 +19,10 @@ from megatron.core.models.mimo.encoding import run_microbatch
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import encoder_part, schedule_collection
+from megatron.core.models.mimo.teardown import destroy
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from tests.unit_tests.models.group_threads import free_groups
 from tests.unit_tests.models.mimo_gpt import IMAGES, Module, build
 from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
 from tests.unit_tests.test_utilities import Utils
@@ -176,9 +176,7 @@ def train(
         local = sum(reports, torch.zeros(2, device=Utils.device))
         total, tokens = global_token_count(local, modules[LANGUAGE].groups).tolist()
         found.append((total / tokens, grad_norm))
-    for stage in stages:
-        stage.destroy()
-        free_groups(stage)
+    destroy(stages, {})
     return found
 
 
@@ -208,9 +206,7 @@ def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.T
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in encoder.named_parameters()
     }
-    for stage in stages:
-        stage.destroy()
-        free_groups(stage)
+    destroy(stages, {})
     return gradients
 
 
@@ -229,5 +225,4 @@ def train_plainly(job: Job, modules: dict[str, Module], steps: int) -> Steps:
         norms = [p.grad.norm() for p in trained if p.grad is not None]
         optimizer.step()
         found.append((loss.item(), torch.stack(norms).norm().item()))
-    free_groups(model)
     return found

@@ -13,24 +13,12 @@ from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
-from tests.unit_tests.models.mimo_models import (
-    PRESET,
-    SAMPLES,
-    SEQUENCE,
-    build_radio_mamba_moe,
-    make_options,
-    one_rank,
-)
-from tests.unit_tests.models.mimo_training import (
-    modules_of,
-    modules_of_one_rank,
-    train,
-)
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
+from tests.unit_tests.models.small_vlm import PRESET
+from tests.unit_tests.test_utilities import requires_world_size
 
-STEPS = 3
-RTOL = 1e-4
-"""For fp32 losses and gradient norms, which are sums in another order."""
+SAMPLES, SEQUENCE = 24, 16
+"""Of a step, and tokens of a sample."""
 
 SIX_LAYERS = replace(
     PRESET,
@@ -42,7 +30,7 @@ SIX_LAYERS = replace(
 
 
 class VariedStrips(SampleSource):
-    """Samples of 0 to 4 tiles; eight of each step, two microbatches, have none."""
+    """Samples of 0 to 4 tiles; half of each step's, at least one microbatch, have none."""
 
     def text(self, split, number):
         draw = np.random.default_rng([split == "test", number, 1])
@@ -51,23 +39,21 @@ class VariedStrips(SampleSource):
 
     def tiles(self, split, number):
         draw = np.random.default_rng([split == "test", number])
-        tiles = int(draw.integers(5)) if number % SAMPLES >= 8 else 0
+        tiles = int(draw.integers(5)) if number % SAMPLES >= SAMPLES // 2 else 0
         size = PRESET.encoder.tile
         return torch.from_numpy(draw.integers(256, size=(tiles, 3, size, size), dtype=np.uint8))
 
 
 def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> None:
-    """Losses and gradient norms of each step; four microbatches, or two with language dp=2."""
-    Utils.initialize_distributed()
-    with modules_of_one_rank() as modules:
-        expected = train(build_radio_mamba_moe, one_rank(SIX_LAYERS), modules, STEPS, source)
-    options = make_options(
-        encoder, language, Utils.world_size, placement=NON_COLOCATED, preset=SIX_LAYERS
+    """Losses and gradient norms of each step; as many microbatches as stages, or two."""
+    assert_same_trajectory_as_one_rank(
+        *(encoder, language, "--placement", NON_COLOCATED),
+        common=("--data", "mock", "--seq-length", str(SEQUENCE)),
+        samples=SAMPLES,
+        steps=3,
+        source=source,
+        preset=SIX_LAYERS,
     )
-    with modules_of(options) as modules:
-        run = train(build_radio_mamba_moe, options, modules, STEPS, source)
-    assert run.losses == pytest.approx(expected.losses, rel=RTOL)
-    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=RTOL)
 
 
 varied = pytest.mark.parametrize("source", [None, VariedStrips()], ids=["even", "varied"])
@@ -77,7 +63,7 @@ varied = pytest.mark.parametrize("source", [None, VariedStrips()], ids=["even", 
 class TestTwoRanks:
     @varied
     def test_one_and_one(self, source):
-        assert_trains_like_one_rank("", "", source)
+        assert_trains_like_one_rank("dp=1", "dp=1", source)
 
 
 @requires_world_size(4)

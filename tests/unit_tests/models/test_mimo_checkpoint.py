@@ -23,14 +23,14 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.models.mimo.modality_rows import HostTokens
 from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
-from tests.unit_tests.models import mimo_models
+from tests.unit_tests.models import small_vlm
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
 PRESET = replace(
-    mimo_models.PRESET,
-    encoder=replace(mimo_models.PRESET.encoder, layers=2),
-    language=replace(mimo_models.PRESET.language, hybrid_layer_pattern="ME*M"),
+    small_vlm.PRESET,
+    encoder=replace(small_vlm.PRESET.encoder, layers=2),
+    language=replace(small_vlm.PRESET.language, hybrid_layer_pattern="ME*M"),
 )
 """With pp=2 the second stage has no experts."""
 

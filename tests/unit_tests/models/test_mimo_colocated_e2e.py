@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.teardown import destroy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
 from tests.unit_tests.models.mimo_gpt_samples import draw
@@ -56,8 +57,7 @@ def modules(**layouts: dict[str, int]):
     made = {name: Module.make(**layout) for name, layout in layouts.items()}
     model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
     yield made
-    for module in made.values():
-        module.grid.destroy()
+    destroy([], made)
 
 
 @functools.cache

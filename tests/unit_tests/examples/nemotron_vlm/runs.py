@@ -90,11 +90,13 @@ def session_of(options: Options, source: SampleSource | None = None) -> Iterator
     """The program with its groups made; all it made ends with the block."""
     args = options.args
     source = source or make_source(args, options.preset.encoder)
+    groups_before = set(dist.distributed_c10d._world.pg_map)
     session = open_session(options, source)
     try:
         yield session
     finally:
         close_session(session)
+    assert set(dist.distributed_c10d._world.pg_map) == groups_before
 
 
 class Run:
@@ -211,11 +213,20 @@ def trainer(
             run.__dict__.clear()  # the model, which the session frees
 
 
-def trajectory(*arguments: str, steps: int = STEPS) -> list[dict]:
-    """The records of a run's first steps on this world's ranks, through Megatron's whole loop."""
+def trajectory(
+    *arguments: str,
+    steps: int = STEPS,
+    source: SampleSource | None = None,
+    preset: VLMPreset | None = None,
+) -> list[dict]:
+    """The records of a run's first steps on this world's ranks, through Megatron's whole loop.
+
+    Args:
+        steps, source, preset: see `assert_same_trajectory_as_one_rank`.
+    """
     Utils.initialize_distributed()
-    options = options_of(*_first(steps), *arguments)
-    with session_of(options) as session:
+    options = options_of(*_first(steps), *arguments, preset=preset)
+    with session_of(options, source) as session:
         return from_last_rank(train_session(session))
 
 
@@ -224,16 +235,21 @@ def _first(steps: int) -> tuple[str, ...]:
     return ("--train-iters", str(steps), "--lr-decay-iters", str(STEPS)) if steps < STEPS else ()
 
 
-def one_rank_trajectory(*arguments: str, steps: int = STEPS) -> list[dict]:
+def one_rank_trajectory(
+    *arguments: str,
+    steps: int = STEPS,
+    source: SampleSource | None = None,
+    preset: VLMPreset | None = None,
+) -> list[dict]:
     """The same run's records in a process of its own; run once for all worlds and tests."""
-    arguments = (*_first(steps), *arguments)
+    arguments = (*_first(steps), *arguments, *(("--model", preset.name) if preset else ()))
     directory = Path(os.environ.get("ONE_RANK_RUNS") or _shared_directory())
-    digest = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((arguments, type(source), preset)).encode()).hexdigest()[:16]
     whole = directory / f"{digest}.jsonl"
     if Utils.rank == 0 and not whole.exists():
         partial = directory / digest / "metrics.jsonl"
         command = [*SHORT_RUN, *arguments, "--metrics-out", str(partial)]
-        _run_alone(command, directory / f"{digest}.log")
+        _run_alone(command, directory / f"{digest}.log", source, preset)
         partial.rename(whole)
     deadline = time.monotonic() + ONE_RANK_TIMEOUT_S
     while not whole.exists():
@@ -252,20 +268,29 @@ def _shared_directory() -> str:
     return chosen[0]
 
 
-def _run_alone(arguments: list[str], log: Path) -> None:
+def _run_alone(
+    arguments: list[str], log: Path, source: SampleSource | None, preset: VLMPreset | None
+) -> None:
     """Run the program in a process that has only to be forked: the imports take ten seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run"])
-    process = context.Process(target=_program, args=(arguments, log))
+    process = context.Process(target=_program, args=(arguments, log, source, preset))
     process.start()
     process.join(ONE_RANK_TIMEOUT_S)
     process.kill()
     assert process.exitcode == 0, log.read_text()
 
 
-def _program(arguments: list[str], log: Path) -> None:
+def _program(
+    arguments: list[str], log: Path, source: SampleSource | None, preset: VLMPreset | None
+) -> None:
+    from examples.mimo.nemotron_vlm import run
     from examples.mimo.pretrain_nemotron_vlm import main
 
+    if preset:
+        PRESETS[preset.name] = lambda: preset
+    if source:
+        run.make_source = lambda args, encoder: source
     for name in filter(_is_of_this_process, list(os.environ)):
         del os.environ[name]
     with log.open("w") as file:
@@ -299,6 +324,8 @@ def assert_same_trajectory_as_one_rank(
     microbatches: int = 2,
     samples: int = SAMPLES,
     steps: int = STEPS,
+    source: SampleSource | None = None,
+    preset: VLMPreset | None = None,
 ) -> None:
     """Train in the layouts, ``language`` with its dp, and on one rank.
 
@@ -309,7 +336,10 @@ def assert_same_trajectory_as_one_rank(
             as stages.
         samples: of the global batch.
         steps: that are compared, of the ten of a run.
+        source: of other samples than the arguments say.
+        preset: of another model.
     """
+    other = {"source": source, "preset": preset}
     layout = parse_layout(language, "language")
 
     def batch(microbatches: int, dp: int) -> tuple[str, ...]:
@@ -318,6 +348,6 @@ def assert_same_trajectory_as_one_rank(
 
     count = layout.pp if layout.pp > 1 else microbatches
     layouts = ("--encoder", encoder, "--language", language)
-    records = trajectory(*layouts, *batch(count, layout.dp), *options, steps=steps)
+    records = trajectory(*layouts, *batch(count, layout.dp), *options, steps=steps, **other)
     # All ten: the tests that compare fewer share the run.
-    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1))[:steps])
+    assert_same_trajectory(records, one_rank_trajectory(*batch(2, 1), **other)[:steps])
