@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from mini import REPOSITORY, UPSTREAM, write_tree
+from overlay.errors import OverlayError
 from upstream_tests import cli, outcomes, report, worlds
 from upstream_tests.comparison import Comparison
 from upstream_tests.outcomes import PASSED, Outcome
 from upstream_tests.selection import Selection
-from upstream_tests.trees import Overlay, TreeError
+from upstream_tests.trees import Overlay
 from upstream_tests.worlds import World
 
 RUNTIME = "megatron_overlay/megatron/core/cpu_runtime"
@@ -156,7 +157,7 @@ class TestTrees:
         tool = "#!/bin/sh\necho 'error: edited' >&2\nexit 4\n"
         write_tree(world.root, {"tools/apply_overlay.sh": tool})
         (world.root / "tools/apply_overlay.sh").chmod(0o755)
-        with pytest.raises(TreeError, match="^edited$") as refusal:
+        with pytest.raises(OverlayError, match="^edited$") as refusal:
             Overlay(world.root).applied_copy(world.checkout, tmp_path / "applied")
         assert refusal.value.code == 4
 

@@ -5,6 +5,7 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from overlay.apply import Application
@@ -20,13 +21,15 @@ from overlay.store import Store
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
     def error(self, message):
         self.exit(USAGE, f"error: {message} (see --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="overlay", description=__doc__)
+    parser = Parser(prog="overlay", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="repository of the patch set")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -101,10 +104,10 @@ def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], 
         return done + application.notices, 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+def reported(command: Callable[[], int]) -> int:
+    """Run a command; where it refuses, say why, and return the exit code of that."""
     try:
-        return _run(options)
+        return command()
     except OverlayError as error:
         lines, code = error.lines, error.code
     except OSError as error:
@@ -112,3 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     for line in lines:
         print(f"error: {line}", file=sys.stderr)
     return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    return reported(lambda: _run(options))

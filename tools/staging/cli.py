@@ -3,10 +3,10 @@
 """The command line."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from overlay.checkout import Checkout
+from overlay.cli import REPOSITORY, Parser, reported
 from overlay.errors import USAGE, OverlayError
 from overlay.git import write_files
 from overlay.patchset import PatchSet
@@ -16,16 +16,9 @@ from staging.features import Feature, Features
 from staging.formatting import check_tools, format_files, unclean
 from staging.repository import Repository
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(USAGE, f"error: {message} (see --help)\n")
-
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="stage_upstream_pr.sh",
         description="Make a branch for upstream on a clean git checkout, one commit a feature.",
     )
@@ -79,29 +72,25 @@ def _commit(feature: Feature, content: Content, repository: Repository, tree: Pa
     return repository.commit(tree, paths, message(feature))
 
 
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    features = Features(PatchSet(options.root))
+    if options.graph:
+        print(graph(features))
+        return 0
+    if not (options.checkout and options.branch):
+        parser.error("CHECKOUT and --branch are needed")
+    wanted = features.all()
+    if options.feature:
+        features.get(options.feature)
+        wanted = features.stack(options.feature)
+    root = options.checkout.resolve()
+    out = (options.out or root.with_name(f"{root.name}-prs") / options.branch).resolve()
+    print("\n".join(stage(features, wanted, root, options.branch, out)))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, else as that of apply_overlay.sh."""
     parser = _parser()
     options = parser.parse_args(argv)
-    try:
-        features = Features(PatchSet(options.root))
-        if options.graph:
-            print(graph(features))
-            return 0
-        if not (options.checkout and options.branch):
-            parser.error("CHECKOUT and --branch are needed")
-        wanted = features.all()
-        if options.feature:
-            features.get(options.feature)
-            wanted = features.stack(options.feature)
-        root = options.checkout.resolve()
-        out = (options.out or root.with_name(f"{root.name}-prs") / options.branch).resolve()
-        print("\n".join(stage(features, wanted, root, options.branch, out)))
-        return 0
-    except OverlayError as error:
-        for line in error.lines:
-            print(f"error: {line}", file=sys.stderr)
-        return error.code
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+    return reported(lambda: _run(parser, options))

@@ -9,14 +9,15 @@ import sys
 import time
 from pathlib import Path
 
+from overlay.checkout import Checkout
+from overlay.cli import REPOSITORY, Parser, reported
 from upstream_tests import report
 from upstream_tests.comparison import Comparison, compare
 from upstream_tests.outcomes import Outcomes
 from upstream_tests.selection import Selection
-from upstream_tests.trees import Overlay, TreeError, check, release
+from upstream_tests.trees import Overlay, check
 from upstream_tests.worlds import World
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LOST, USAGE = 1, 2
 
 
@@ -25,7 +26,7 @@ def _worlds(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="upstream_tests.sh",
         description="Run upstream's own tests on a pristine and on an applied copy of CHECKOUT.",
     )
@@ -43,7 +44,7 @@ def _say(line: str) -> None:
 def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path) -> int:
     """Compare copies of `checkout`, with the patch set in `root` and our CPU runtime in `runtime`.
 
-    The exit status; raises TreeError.
+    The exit status; raises OverlayError.
     """
     check(checkout)
     selection = Selection.read(Path(__file__).parent / "selection.toml")
@@ -59,7 +60,7 @@ def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path)
     for size, files in files_of.items():
         run_here = functools.partial(_run_world, size, runtime, selection, work / "runs")
         found[size] = compare(pristine, applied, files, run_here)
-    print("\n".join(report.summary(release(pristine), found, selection)))
+    print("\n".join(report.summary(Checkout(pristine).version, found, selection)))
     return LOST if any(comparison.lost for comparison in found.values()) else 0
 
 
@@ -86,9 +87,6 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     # Ending this process must end the ranks too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        runtime = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
-        return run(options.checkout.resolve(), options.worlds, options.only, REPOSITORY, runtime)
-    except TreeError as error:
-        _say(f"error: {error}")
-        return error.code
+    runtime = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
+    checkout, worlds = options.checkout.resolve(), options.worlds
+    return reported(lambda: run(checkout, worlds, options.only, REPOSITORY, runtime))

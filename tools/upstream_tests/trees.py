@@ -2,42 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pristine and an applied copy of a checkout."""
 
-import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from overlay.checkout import Checkout
+from overlay.errors import NOT_THE_PIN, OverlayError
 from upstream_tests.selection import TESTS
 
-_PACKAGE_INFO = "megatron/core/package_info.py"
 _OURS = "megatron/core/cpu_runtime"  # upstream has nothing there
 _NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", "build", ".venv")
 
 
-class TreeError(Exception):
-    """A checkout that cannot be tested; `code` is the exit status."""
-
-    def __init__(self, message: str, code: int = 3):
-        super().__init__(message)
-        self.code = code
-
-
 def check(checkout: Path) -> None:
-    """Raise TreeError unless `checkout` is a Megatron-LM checkout with its tests."""
-    if not (checkout / _PACKAGE_INFO).is_file():
-        raise TreeError(f"{checkout} is not a Megatron-LM checkout: it has no {_PACKAGE_INFO}")
+    """Raise OverlayError unless ``checkout`` is a Megatron-LM checkout with its tests."""
+    Checkout(checkout)
     if not (checkout / TESTS / "conftest.py").is_file():
-        raise TreeError(
+        raise OverlayError(
+            NOT_THE_PIN,
             f"{checkout} has no {TESTS}: the PyPI package lacks upstream's tests; "
-            f"take a git checkout of the tag"
+            f"take a git checkout of the tag",
         )
-
-
-def release(tree: Path) -> str:
-    """The version that the tree's package gives itself."""
-    text = (tree / _PACKAGE_INFO).read_text()
-    return ".".join(re.search(rf"^{n} = (\d+)", text, re.M)[1] for n in ("MAJOR", "MINOR", "PATCH"))
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,7 @@ class Overlay:
         command = [str(self.root / "tools/apply_overlay.sh"), str(tree), *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise TreeError(done.stderr.strip().removeprefix("error: "), done.returncode)
+            raise OverlayError(done.returncode, done.stderr.strip().removeprefix("error: "))
         return done.stdout
 
     def pristine_copy(self, checkout: Path, copy: Path) -> Path:
