@@ -12,7 +12,6 @@ reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and on
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -28,14 +27,15 @@ ALONE = {
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",  # any that is free
 }
-"""The environment of a single process started without torchrun, but for the port."""
+"""The environment of a single process started without torchrun."""
 
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
-        os.environ.update(ALONE, MASTER_PORT=_free_port())
+        os.environ.update(ALONE)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron can do without
@@ -46,12 +46,6 @@ def main(argv: list[str]) -> int:
             report(str(error))
         return BAD_INPUT
     return 0
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind((ALONE["MASTER_ADDR"], 0))
-        return str(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
