@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranks import start
+from ranks import start, timed
 from timeline import CUDA, Recorder, Span, draw
 
 if not CUDA:
@@ -94,11 +94,12 @@ class Bench:
 
     Args:
         language: its layout, as in the training program; the encoder has one sample stream a rank.
+        device: of this rank.
     """
 
-    def __init__(self, language: str) -> None:
+    def __init__(self, language: str, device: torch.device) -> None:
         world, wanted = dist.get_world_size(), parse_layout(language, "language")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if CUDA else "cpu"
+        self.device = device
         micro, length = (2, 4096) if CUDA else (2, 32)
         dp = world // (wanted.tp * wanted.cp * wanted.pp)
         self.microbatches = MICROBATCHES_A_STAGE * wanted.pp
@@ -279,19 +280,12 @@ def _repeated(tiles: torch.Tensor, count: int) -> torch.Tensor:
     return tiles[torch.arange(count, device=tiles.device) % len(tiles)]
 
 
-def seconds(run: Callable[[], None], model: MimoModel) -> float:
-    """The fastest of `ROUNDS` runs, each as long as its slowest rank."""
+def seconds(run: Callable[[], None], bench: Bench) -> float:
+    """The fastest of `ROUNDS` runs, each as long as its slowest rank; one before is not timed."""
     found = []
     for _ in range(ROUNDS + 1):
-        model.zero_grad(set_to_none=True)
-        dist.barrier()
-        marks = Recorder()
-        with marks.span("run"):
-            run()
-        (_, begin, end), *_ = marks.spans()
-        slowest = torch.tensor(end - begin, device="cuda" if CUDA else "cpu")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found.append(float(slowest))
+        bench.model.zero_grad(set_to_none=True)
+        found.append(timed(run, bench.device))
     return min(found[1:])
 
 
@@ -312,7 +306,7 @@ def print_recompute(bench: Bench, language: str) -> None:
     sizes = [None, *(k for k in (4, 2, 1) if k <= bench.microbatches)]
     runs = [partial(bench.three_phases, size) for size in sizes]
     peaks = [peak_bytes(run) for run in runs]
-    times = [seconds(run, bench.model) for run in runs]
+    times = [seconds(run, bench) for run in runs]
     if dist.get_rank() == 0:
         print("\n| language | recompute | peak, GiB | time / kept |\n|---|---|---:|---:|")
         for size, peak, time in zip(sizes, peaks, times, strict=True):
@@ -327,16 +321,16 @@ def main() -> None:
     parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
     parser.add_argument("--timeline", type=Path, metavar="PNG")
     args = parser.parse_args()
-    start()
+    device = start()
     if dist.get_rank() == 0:
         print(
             "| language | microbatches | E, ms | L, ms | step, ms | step / T | "
             "encoder in first stage / step |\n|---|---:|---:|---:|---:|---:|---:|"
         )
     for language in args.layouts:
-        bench = Bench(language)
+        bench = Bench(language, device)
         e, length, step, other = (
-            seconds(run, bench.model)
+            seconds(run, bench)
             for run in (
                 bench.encoder_alone,
                 bench.stage_alone,

@@ -43,3 +43,15 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
         synchronize(device)
         rounds.append(time.perf_counter() - started)
     return min(rounds) / CALLS
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one step, of the slowest rank."""
+    synchronize(device)
+    dist.barrier()
+    started = time.perf_counter()
+    step()
+    synchronize(device)
+    seconds = torch.tensor(time.perf_counter() - started, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()

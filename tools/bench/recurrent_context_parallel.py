@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import start, synchronize
+from ranks import start, timed
 from torch import Tensor, nn
 
 from megatron.core.context_parallel_layout import (
@@ -177,18 +176,6 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
             step()
         replays[mode] = graph.replay
     return replays
-
-
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one step, of the slowest rank."""
-    synchronize(device)
-    dist.barrier()
-    started = time.perf_counter()
-    step()
-    synchronize(device)
-    seconds = torch.tensor(time.perf_counter() - started, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
 
 
 def measure_length(

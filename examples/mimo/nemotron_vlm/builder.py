@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from examples.mimo.nemotron_vlm.part_settings import part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules, prepare_process
+from megatron.core.models.mimo.module_groups import Modules, limit_waiting, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 
 
@@ -35,6 +36,23 @@ def seed_process(args: Namespace, modules: Modules) -> None:
         te_rng_tracker=args.te_rng_tracker,
         inference_rng_tracker=args.inference_rng_tracker,
     )
+
+
+def stages_of(build: ModelConfig, limit: timedelta) -> list[MimoModel]:
+    """The model's virtual stages: none before Megatron has built them.
+
+    Args:
+        limit: of waiting, also in the groups of the bridge, which the model makes.
+    """
+    stages: list[MimoModel] = []
+
+    def built(made: list[MimoModel]) -> list[MimoModel]:
+        limit_waiting(limit)
+        stages.extend(made)
+        return made
+
+    build.post_wrap_hooks.append(built)
+    return stages
 
 
 @dataclass(kw_only=True)

@@ -78,10 +78,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
     args, layouts = options.args, options.layouts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-    modules = make_modules(
-        placed(layouts),
-        "fake",
-    )
+    modules = make_modules(placed(layouts), "fake")
     prepare_process(modules, args.seed)
     with torch.device("meta"):
         stages = build_vlm(

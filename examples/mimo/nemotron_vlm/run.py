@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
+from examples.mimo.nemotron_vlm.builder import VLMBuildConfig, stages_of
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -122,15 +122,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     loading = Loading(args, layouts, options.preset, modules, source)
     tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
     args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
-    stages: list[MimoModel] = []
     build = VLMBuildConfig(_options=options, _modules=modules)
-
-    def built(made: list[MimoModel]) -> list[MimoModel]:
-        limit_waiting(limit)  # also in the groups of the bridge, which the model has made
-        stages.extend(made)
-        return made
-
-    build.post_wrap_hooks.append(built)
+    stages = stages_of(build, limit)
     return Session(
         options,
         modules,

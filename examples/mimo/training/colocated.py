@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.builder import seed_process
+from examples.mimo.nemotron_vlm.builder import seed_process, stages_of
 from examples.mimo.nemotron_vlm.data.reading import Microbatch
 from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.initialization import initialize_weights
@@ -260,15 +260,8 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
         )
         for split, seed in SPLIT_SEEDS.items()
     }
-    stages: list[MimoModel] = []
     build = ColocatedBuildConfig(_provider=provider, _modules=modules)
-
-    def built(made: list[MimoModel]) -> list[MimoModel]:
-        limit_waiting(limit)  # also in the groups of the bridge, which the model has made
-        stages.extend(made)
-        return made
-
-    build.post_wrap_hooks.append(built)
+    stages = stages_of(build, limit)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
         data_provider(MockLoading(args, slices, source, name)),
