@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small Mamba mixers, for the tests of both ways to spread them over CP ranks."""
+"""Small Mamba mixers, on one rank and spread over CP ranks in either way."""
 
 from types import SimpleNamespace
 
