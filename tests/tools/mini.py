@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,12 +81,12 @@ class Result:
     errors: list[str]
 
 
-def run(*args: object) -> Result:
-    """Run the tool in this process."""
+def run(*args: object, program: Callable[[list[str]], int] = main) -> Result:
+    """Run a tool in this process, by default that of the overlay."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
-            code = main([str(arg) for arg in args])
+            code = program([str(arg) for arg in args])
         except SystemExit as stop:
             code = stop.code
     return Result(code, out.getvalue().splitlines(), errors.getvalue().splitlines())

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging on a miniature upstream: what the branch has, and what stays as it was."""
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
 
-from mini import UPSTREAM, World, git, snapshot, write_tree
+from mini import UPSTREAM, Result, World, git, run, snapshot, write_tree
 from staging import cli, formatting
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
@@ -58,13 +56,9 @@ def staged(world: World, monkeypatch) -> World:
     return world
 
 
-def stage(world: World, *args: str, branch: str = "pr") -> tuple[int, str]:
-    """The exit code, and what was printed."""
-    out, errors = io.StringIO(), io.StringIO()
+def stage(world: World, *args: str, branch: str = "pr") -> Result:
     arguments = ["--root", world.root, world.checkout, "--branch", branch, *args]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        code = cli.main([str(argument) for argument in arguments])
-    return code, out.getvalue() + errors.getvalue()
+    return run(*arguments, program=cli.main)
 
 
 def at(world: World, path: str, revision: str = "pr") -> str:
@@ -76,7 +70,7 @@ def subjects(world: World) -> list[str]:
 
 
 def test_a_feature_comes_upon_those_that_it_needs(staged):
-    assert stage(staged, "--feature", "second")[0] == 0
+    assert stage(staged, "--feature", "second").code == 0
     assert subjects(staged) == ["The first", "The second"]
     assert "A_three" in at(staged, "megatron/core/a.py", "pr~1")
     assert "A_ten_and_a_half" not in at(staged, "megatron/core/a.py", "pr~1")
@@ -87,7 +81,7 @@ def test_a_feature_comes_upon_those_that_it_needs(staged):
 
 
 def test_a_feature_alone_has_nothing_of_others(staged):
-    assert stage(staged, "--feature", "first")[0] == 0
+    assert stage(staged, "--feature", "first").code == 0
     changed = git(staged.checkout, "diff", "--name-only", "main", "pr").splitlines()
     assert changed == [
         "megatron/core/a.py",
@@ -102,7 +96,7 @@ def test_all_stages_each_feature_once(staged):
     # A feature without any file cannot be a commit.
     data = staged.root / "tools/staging/features.toml"
     data.write_text(data.read_text().partition("[feature.alone]")[0])
-    assert stage(staged, "--all")[0] == 0
+    assert stage(staged, "--all").code == 0
     assert subjects(staged) == ["The first", "The second"]
 
 
@@ -151,7 +145,7 @@ def test_the_checkout_stays_as_it_was(staged, feature):
         return head, files, index, git(staged.checkout, "worktree", "list")
 
     before = state()
-    code, _ = stage(staged, "--feature", feature)
+    code = stage(staged, "--feature", feature).code
     assert state() == before
     branches = git(staged.checkout, "branch", "--format=%(refname:short)").splitlines()
     assert (code, branches) == ((0, ["main", "pr"]) if feature == "second" else (1, ["main"]))
@@ -202,23 +196,22 @@ def _other_version(world: World) -> None:
 )
 def test_refusals_are_one_line(staged, spoil, code, message):
     spoil(staged)
-    found, text = stage(staged, "--feature", "first")
-    assert (found, text.count("\n")) == (code, 1)
-    assert message in text
+    found = stage(staged, "--feature", "first")
+    assert (found.code, len(found.out + found.errors)) == (code, 1)
+    assert message in found.errors[0]
 
 
 def test_an_unknown_feature_is_refused_with_the_known_ones(staged):
-    code, text = stage(staged, "--feature", "third")
-    assert (code, text) == (
-        2,
-        "error: --feature third: no such feature; there are second, first, alone\n",
-    )
+    found = stage(staged, "--feature", "third")
+    known = "error: --feature third: no such feature; there are second, first, alone"
+    assert (found.code, found.out, found.errors) == (2, [], [known])
 
 
 def test_missing_formatters_are_named(staged, monkeypatch):
     monkeypatch.setattr(formatting, "_TOOLS", {"no_such_formatter": ""})
-    code, text = stage(staged, "--feature", "first")
-    assert code == 1
+    found = stage(staged, "--feature", "first")
+    (text,) = found.errors
+    assert found.code == 1
     assert "no_such_formatter missing" in text and "pip install '.[staging]'" in text
 
 
