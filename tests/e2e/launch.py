@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -115,9 +114,3 @@ def run(
     finally:
         for process in processes:
             kill(process)
-
-
-def losses(metrics: Path) -> dict[int, float]:
-    """The loss of each step that a run has recorded."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records}

@@ -5,6 +5,7 @@ nothing saved is lost."""
 
 import hashlib
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launch import kill, losses, run, under_torchrun
+from tests.e2e.launch import kill, run, under_torchrun
 
 ENCODER, LANGUAGE = 0, 1
 FAULTY = str(Path(__file__).parent / "faulty_rank.py")
@@ -75,6 +76,12 @@ def assert_whole(checkpoint: Path) -> None:
     assert len(manifest["files"]) >= 4
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """The loss of each step that a run has recorded."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
 
 
 class Struck(NamedTuple):
@@ -146,8 +153,8 @@ class TestBadGradients:
 
 
 class TestRestart:
-    def test_goes_on_from_the_newest_checkpoint(self, tmp_path):
-        """Under torchrun a killed rank costs the steps since the last save, and nothing else."""
+    def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
+        """Under torchrun, to the last bit: it costs the steps since then, and nothing else."""
         whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
         ends = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", tmp_path / "whole")
         assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
@@ -155,9 +162,11 @@ class TestRestart:
         process = under_torchrun(
             *(2, *ARGUMENTS, "--metrics-out", cut, "--save", saved, "--load", saved),
             launcher=("--max-restarts", "1"),
-            program=fault("kill", LANGUAGE, 4, "microbatch"),
+            program=fault("kill", LANGUAGE, 4, "writing"),
         )
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
+        log = (tmp_path / "log.txt").read_text()
+        assert set(re.findall(r"loaded checkpoint .* at iteration (\d+)", log)) == {"2"}
         assert losses(cut) == losses(whole)
         assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]
