@@ -99,7 +99,7 @@ def _to_megatron(options: argparse.Namespace, base) -> None:
         base,
         options.out,
         tile=options.tile,
-        leave_out=tuple(options.leave_out),
+        leave_out=options.leave_out,
         seed=options.seed,
     )
     _list("not in our model, left out", dropped)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copyfile
@@ -35,6 +36,8 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SIDE = 4
 """Patches of a tile."""
+
+INDEX = "model.safetensors.index.json"
 
 IMAGES_AND_TEXT = RandomText(tiles=2, tokens=(SIDE // 2) ** 2)
 
@@ -92,10 +95,13 @@ class TestOneRank:
         assert_back_again(directory, saved)
 
     @requires_world_size(1)
-    def test_a_whole_vlm_and_back(self, converted, tmp_path):
+    def test_a_whole_vlm_and_back(self, converted, tmp_path, monkeypatch):
         assert_same_logits(converted)
         theirs = converted.with_name("theirs")
+        monkeypatch.setattr("conversion.directions.FILE_BYTES", 20_000)  # there are several files
         said = assert_back_again(converted, theirs)
+        index = json.loads((theirs.with_name("theirs-back") / INDEX).read_text())
+        assert index["weight_map"].keys() == tensors_of(theirs).keys()
         assert "video_embedder.weight" in said  # which ours does not have
 
         (tmp_path / "config").mkdir()

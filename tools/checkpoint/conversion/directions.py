@@ -63,9 +63,9 @@ def to_megatron(
     sources: list[Source],
     base: VLMPreset,
     out: Path,
-    tile: int | None = None,
-    leave_out: tuple[str, ...] = (),
-    seed: int = 1234,
+    tile: int | None,
+    leave_out: list[str],
+    seed: int,
 ) -> tuple[list[str], list[str]]:
     """Write a checkpoint of the program.
 
@@ -87,7 +87,7 @@ def to_megatron(
     with program_model(preset) as program:
         shapes = {name: part.shape for name, part in program.parts.items()}
         translations = [translate_source(source, preset, shapes) for source in sources]
-        dropped = check_sources(sources, translations, list(leave_out))
+        dropped = check_sources(sources, translations, leave_out)
         origin = {
             name: (source, translation)
             for source, translation in zip(sources, translations, strict=True)
@@ -114,9 +114,7 @@ def to_megatron(
     return dropped, [part for part in PARTS if part not in given]
 
 
-def to_hugging_face(
-    checkpoint: Path, like: Path, base: VLMPreset, out: Path, limit: int = FILE_BYTES
-) -> list[str]:
+def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) -> list[str]:
     """Write a Hugging Face directory.
 
     Args:
@@ -125,7 +123,6 @@ def to_hugging_face(
             configuration and other files are copied, and so are tensors that our model lacks.
         base: sizes of the parts that ``like`` does not have.
         out: the new directory.
-        limit: bytes of a file.
 
     Returns:
         Names of the tensors that were copied from ``like``.
@@ -163,7 +160,7 @@ def to_hugging_face(
             dtype, shape = files.dtype(name), files.shapes[name]
         sizes[name] = torch.Size(shape).numel() * dtype.itemsize
     with whole_directory(out) as directory:
-        write_files(directory, sizes, limit, make)
+        write_files(directory, sizes, FILE_BYTES, make)
         for name in matching((path.name for path in like.iterdir() if path.is_file()), COPIED):
             if not name.endswith(".safetensors.index.json"):
                 shutil.copyfile(like / name, directory / name)
