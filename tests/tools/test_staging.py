@@ -56,8 +56,8 @@ def staged(world: World, monkeypatch) -> World:
     return world
 
 
-def stage(world: World, *args: str, branch: str = "pr") -> Result:
-    arguments = ["--root", world.root, world.checkout, "--branch", branch, *args]
+def stage(world: World, *args: str) -> Result:
+    arguments = ["--root", world.root, world.checkout, "--branch", "pr", *args]
     return run(*arguments, program=cli.main)
 
 

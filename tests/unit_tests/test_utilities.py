@@ -42,7 +42,7 @@ class Utils:
 
     @staticmethod
     @contextlib.contextmanager
-    def first_rank_first(minutes: float = 5.0) -> Iterator[bool]:
+    def first_rank_first() -> Iterator[bool]:
         """Inside, whether this is the first rank; the others leave when it has left.
 
         There are no process groups then. Ranks wait longer than for a collective: for what one
@@ -56,7 +56,7 @@ class Utils:
         finally:
             if Utils.rank == 0:
                 store.set(key, "left")
-        store.wait([key], timedelta(minutes=minutes))
+        store.wait([key], timedelta(minutes=5))
 
     @staticmethod
     @contextlib.contextmanager

@@ -67,7 +67,7 @@ WITHOUT_KERNELS = {
 """On a CPU, whose cores the ranks share."""
 
 
-def defaults(preset: VLMPreset, device: str, packs: bool = False) -> dict[str, object]:
+def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     """Of a preset on a device, by the names of Megatron's arguments.
 
     Args:

@@ -112,7 +112,7 @@ def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialize_weights(model: MimoModel, seed: int, std: float | None = None) -> None:
+def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
     """Fill every parameter and buffer of ``model``, in place.
 
     Call it before the model is wrapped in DDP: names are those of the bare modules.
@@ -120,7 +120,7 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None = None) ->
     Args:
         model: on the CPU or a GPU.
         seed: of all weights.
-        std: of the language model's matrices, in place of what their inputs give.
+        std: of the language model's matrices; None for what their inputs give.
 
     Raises:
         ValueError: for a parameter that no rule names.
@@ -133,16 +133,16 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None = None) ->
                 part.data.copy_(_drawn(part, seed, _rules_of(model, part.key, std), pool))
 
 
-def initial_weights(
-    model: MimoModel, part: ShardedTensor, seed: int, std: float | None = None
-) -> torch.Tensor:
-    """What ``initialize_weights`` fills a part with, in fp32; the model may be on the meta device.
+def initial_weights(model: MimoModel, part: ShardedTensor, seed: int) -> torch.Tensor:
+    """What ``initialize_weights`` fills a part with, in fp32, for a ``std`` of None.
+
+    The model may be on the meta device.
 
     Args:
         part: of the bare model's state, its factories applied.
     """
     with _threads() as pool:
-        return _drawn(part, seed, _rules_of(model, part.key, std), pool)
+        return _drawn(part, seed, _rules_of(model, part.key, None), pool)
 
 
 def _threads() -> ThreadPoolExecutor:

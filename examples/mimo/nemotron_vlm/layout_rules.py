@@ -90,7 +90,7 @@ def _interleaving_violation(layouts: Layouts) -> str | None:
 
 
 def encoder_violation(
-    layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool = False
+    layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool
 ) -> str | None:
     """The first rule that this encoder layout breaks, or None."""
     e, p = layout, preset.encoder
@@ -120,7 +120,7 @@ def language_violation(
     world_size: int,
     preset: VLMPreset,
     batch: Batch,
-    linear_context_parallel: str = STATE_PASSING,
+    linear_context_parallel: str,
 ) -> str | None:
     """The first rule that this language layout breaks, or None."""
     lay, p = layout, preset.language

@@ -59,9 +59,9 @@ def encoder_config(**changes) -> RadioConfig:
     return RadioConfig(**sizes | changes)
 
 
-def randomized(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
     """Fill all weights so that every one matters to an output of the size of one."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith(("norm_mean", "norm_std", "summary_idxs", "lambda1")):

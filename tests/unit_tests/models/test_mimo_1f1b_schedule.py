@@ -44,7 +44,7 @@ class VariedStrips(SampleSource):
         return torch.from_numpy(draw.integers(256, size=(tiles, 3, size, size), dtype=np.uint8))
 
 
-def assert_trains_like_one_rank(encoder: str, language: str, source=None) -> None:
+def assert_trains_like_one_rank(encoder: str, language: str, source) -> None:
     """Losses and gradient norms of each step; as many microbatches as stages, or two."""
     assert_same_trajectory_as_one_rank(
         *(encoder, language, "--placement", NON_COLOCATED),

@@ -50,11 +50,9 @@ def stand_in_group(size: int, rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def tokens_of(tp_size: int, sequence_parallel: bool, tp_cp=None) -> LayerTokens:
+def tokens_of(tp_size: int, sequence_parallel: bool, tp_cp) -> LayerTokens:
     config = SimpleNamespace(hidden_size=8, sequence_parallel=sequence_parallel)
-    groups = SimpleNamespace(
-        tp=stand_in_group(tp_size), cp=stand_in_group(2), tp_cp=tp_cp or stand_in_group(4)
-    )
+    groups = SimpleNamespace(tp=stand_in_group(tp_size), cp=stand_in_group(2), tp_cp=tp_cp)
     return LayerTokens(config, groups)
 
 

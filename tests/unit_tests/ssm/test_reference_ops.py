@@ -172,10 +172,10 @@ class TestChunkScan:
         torch.testing.assert_close(y, expected * F.silu(z), rtol=0, atol=FP64_ATOL)
 
 
-def conv_inputs(dtype=torch.float64) -> dict[str, torch.Tensor]:
+def conv_inputs() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1234)
     shapes = {"x": (2, 5, LENGTH), "weight": (5, 4), "bias": (5,), "initial_states": (2, 5, 3)}
-    return {k: torch.randn(*s, generator=generator, dtype=dtype) for k, s in shapes.items()}
+    return {k: torch.randn(*s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
 
 
 class TestCausalConv1d:

@@ -30,7 +30,7 @@ class TensorFiles:
         UserError: there is none, one is damaged, or two have a tensor of the same name.
     """
 
-    def __init__(self, directory: Path, may_be_none: bool = False) -> None:
+    def __init__(self, directory: Path, may_be_none: bool) -> None:
         self.directory = directory
         self._files: dict[str, safe_open] = {}
         self.shapes: dict[str, Shape] = {}
