@@ -72,8 +72,8 @@ class TestFourRanks:
     @pytest.mark.parametrize(
         ("encoder", "language"),
         [
-            pytest.param("dp=1", "pp=3", id="pp-3"),
-            pytest.param("pp=2", "pp=2", id="encoder-pp-2"),
+            pytest.param("dp=1", "pp=3,dp=1", id="pp-3"),
+            pytest.param("pp=2", "pp=2,dp=1", id="encoder-pp-2"),
             pytest.param("dp=2", "tp=2,dp=1", id="fan-in-tp-2"),
             pytest.param("dp=2", "cp=2,dp=1", id="fan-in-cp-2"),
             pytest.param("tp=2", "dp=2,ep=2", id="fan-out-2"),
