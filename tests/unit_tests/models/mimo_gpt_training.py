@@ -19,7 +19,6 @@ from megatron.core.models.mimo.encoding import run_microbatch
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import encoder_part, schedule_collection
-from megatron.core.models.mimo.teardown import destroy
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -176,7 +175,8 @@ def train(
         local = sum(reports, torch.zeros(2, device=Utils.device))
         total, tokens = global_token_count(local, modules[LANGUAGE].groups).tolist()
         found.append((total / tokens, grad_norm))
-    destroy(stages, {})
+    for stage in stages:
+        stage.destroy()
     return found
 
 
@@ -206,7 +206,8 @@ def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.T
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in encoder.named_parameters()
     }
-    destroy(stages, {})
+    for stage in stages:
+        stage.destroy()
     return gradients
 
 
