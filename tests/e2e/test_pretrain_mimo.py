@@ -33,7 +33,7 @@ OPTIONS = """
     --train-iters 4 --lr 2e-3 --lr-decay-style constant --adam-eps 1e-5 --seed 1
     --attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss
     --use-distributed-optimizer --eval-iters 0 --eval-interval 100 --log-interval 1
-    --tensorboard-log-interval 1 --distributed-timeout-minutes 1 --rerun-mode disabled
+    --tensorboard-log-interval 1 --distributed-timeout-minutes 5 --rerun-mode disabled
     --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion
 """
