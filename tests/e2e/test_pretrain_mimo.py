@@ -2,29 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's own ``pretrain_mimo.py`` with ``--mimo-layout colocated``: as on one rank.
 
-The program is in git checkouts only. One is copied from ``MEGATRON_GIT_CHECKOUT``, or made of the
-pin's package and an archive of what upstream has beside it, in ``../shared/upstream``.
+The program is in git checkouts only: see ``git_checkout.py``. Its model is the Nemotron VLM: RADIO,
+pixel shuffle, MLP projector, and Mamba-2, attention and experts.
 """
 
-import os
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
+from upstream_world import UpstreamWorld
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("small_pretrain_mimo.py")
-SECONDS = 400
 TOLERANCE = 1e-4  # of fp32 sums in another order, over a few steps of Adam
-PRINTED = 1e-3  # of the gradient norm, which Megatron prints with three decimals
+STEPS = 4
 
+PROGRAM = "examples/mimo/pretrain_mimo.py"
 OPTIONS = """
-    --mimo-layout colocated --transformer-impl local
+    --mimo-layout colocated --vision-projection-type mlp
     --hybrid-layer-pattern MEM* --num-layers 4 --hidden-size 64 --ffn-hidden-size 64
     --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 8
     --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none
@@ -41,63 +33,29 @@ OPTIONS = """
     --train-iters 4 --lr 2e-3 --lr-decay-style constant --adam-eps 1e-5 --seed 1
     --attention-dropout 0 --hidden-dropout 0 --calculate-per-token-loss
     --use-distributed-optimizer --eval-iters 0 --eval-interval 100 --log-interval 1
+    --tensorboard-log-interval 1 --distributed-timeout-minutes 5 --rerun-mode disabled
     --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-    --no-bias-gelu-fusion --no-bias-dropout-fusion --rerun-mode disabled
+    --no-bias-gelu-fusion --no-bias-dropout-fusion
 """
 ONE_RANK = "--encoder-tp 1 --encoder-dp 1 --llm-tp 1 --llm-dp 1"
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """A git checkout's files with the overlay applied."""
-    tree = tmp_path_factory.mktemp("git") / "checkout"
-    given = os.environ.get("MEGATRON_GIT_CHECKOUT")
-    archives = sorted((REPOSITORY.parent / "shared/upstream").glob("*-beside-the-package.tgz"))
-    if given:
-        shutil.copytree(given, tree, symlinks=True)
-    elif archives:
-        subprocess.run([REPOSITORY / "tools/fetch_upstream.sh", tree], check=True)
-        with tarfile.open(archives[-1]) as archive:
-            archive.extractall(tree, filter="data")
-    else:
-        pytest.skip("no git checkout of Megatron-LM at hand: set MEGATRON_GIT_CHECKOUT to one")
-    subprocess.run([REPOSITORY / "tools/apply_overlay.sh", tree], check=True)
-    return tree
+def run(world: UpstreamWorld, ranks: int, layout: str, folder: Path) -> tuple[int, str]:
+    world.start(ranks, [PROGRAM, *OPTIONS.split(), *layout.split()], folder)
+    return world.wait()
 
 
-def run(checkout: Path, ranks: int, layout: str) -> subprocess.CompletedProcess:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "megatron.core.cpu_runtime", str(PROGRAM)]
-    return subprocess.run(
-        [sys.executable, "-m", *torchrun, *program, *shlex.split(OPTIONS), *layout.split()],
-        cwd=checkout,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(checkout),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-
-
-def trajectory(checkout: Path, ranks: int, layout: str) -> dict[str, list[float]]:
-    """Losses and gradient norms of a run, as Megatron printed them."""
-    done = run(checkout, ranks, layout)
-    assert done.returncode == 0, done.stderr
-    names = {"loss": "lm loss", "norm": "grad norm"}
-    found = {k: re.findall(rf"\| {name}: (\S+)", done.stdout) for k, name in names.items()}
-    numbers = {key: list(map(float, values)) for key, values in found.items()}
-    assert [len(values) for values in numbers.values()] == [4, 4], done.stdout
-    return numbers
+def trajectory(world: UpstreamWorld, ranks: int, layout: str, folder: Path) -> list[list[float]]:
+    """Losses and gradient norms of a run."""
+    status, log = run(world, ranks, layout, folder)
+    assert status == 0, log[-4000:]
+    recorded = world.scalars()
+    return [[value for _, value in recorded[tag]] for tag in ("lm loss", "grad-norm")]
 
 
 @pytest.fixture(scope="module")
-def one_rank(checkout) -> dict[str, list[float]]:
-    return trajectory(checkout, 1, ONE_RANK)
+def one_rank(applied, tmp_path_factory) -> list[list[float]]:
+    return trajectory(applied, 1, ONE_RANK, tmp_path_factory.mktemp("one-rank") / "run")
 
 
 @pytest.mark.parametrize(
@@ -109,14 +67,14 @@ def one_rank(checkout) -> dict[str, list[float]]:
     ],
     ids=["8-ranks", "4-ranks", "4-ranks-no-pipeline"],
 )
-def test_shared_ranks_train_as_one_does(checkout, one_rank, ranks, layout):
-    found = trajectory(checkout, ranks, layout)
-    assert found["loss"] == pytest.approx(one_rank["loss"], rel=TOLERANCE)
-    assert found["norm"] == pytest.approx(one_rank["norm"], rel=PRINTED)
-    assert len(set(found["loss"])) == 4  # it trains
+def test_shared_ranks_train_as_one_does(applied, one_rank, ranks, layout, tmp_path):
+    losses, norms = trajectory(applied, ranks, layout, tmp_path / "run")
+    assert losses == pytest.approx(one_rank[0], rel=TOLERANCE)
+    assert norms == pytest.approx(one_rank[1], rel=TOLERANCE)
+    assert len(set(losses)) == STEPS  # it trains
 
 
-def test_sizes_that_do_not_fit_are_refused(checkout):
-    done = run(checkout, 1, ONE_RANK + " --llm-cp 2")
-    assert done.returncode != 0
-    assert "tp·cp·dp·pp = 1·2·1·1 = 2 must equal the 1 rank" in done.stderr
+def test_sizes_that_do_not_fit_are_refused(applied, tmp_path):
+    status, log = run(applied, 1, ONE_RANK + " --llm-cp 2", tmp_path / "run")
+    assert status != 0
+    assert "tp·cp·dp·pp = 1·2·1·1 = 2 must equal the 1 rank" in log

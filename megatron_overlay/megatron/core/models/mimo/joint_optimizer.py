@@ -108,11 +108,12 @@ class MimoOptimizer(upstream.MimoOptimizer):
     def get_grad_norm(self) -> float:
         """L2 norm of all gradients, each counted once, the same on every rank. Collective.
 
-        Every rank of a module knows the module's norm; the maximum tells the others.
+        Every rank of a module knows the module's norm; the maximum tells the others. The sum is
+        rounded as upstream's, so that its runs clip alike to the last bit.
         """
         own = {name: float(opt.get_grad_norm()) for name, opt in self._optimizers.items()}
-        squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in self.module_infos])
-        return math.sqrt(sum(squares))
+        squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in sorted(self.module_infos)])
+        return float(torch.tensor(squares, dtype=torch.float32).sum().sqrt())
 
     @torch.no_grad()
     def count_zeros(self) -> int:

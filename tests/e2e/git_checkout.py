@@ -1,0 +1,37 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a git checkout of upstream, which has scripts that the PyPI package lacks."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ARCHIVES = REPOSITORY.parent / "shared/upstream"
+sys.path.insert(0, str(REPOSITORY / "tools"))
+
+from upstream_tests.trees import Overlay  # noqa: E402
+
+
+def put_pristine(tree: Path) -> bool:
+    """Put them at `tree`, without our changes; False where there are none.
+
+    They are those of ``MEGATRON_GIT_CHECKOUT``, else the pin's package and an archive of what a
+    checkout has beside it, in ``../shared/upstream``.
+    """
+    given = os.environ.get("MEGATRON_GIT_CHECKOUT")
+    archives = sorted(ARCHIVES.glob("*-beside-the-package.tgz"))
+    if given:
+        Overlay(REPOSITORY).pristine_copy(Path(given), tree)
+    elif archives:
+        subprocess.run([REPOSITORY / "tools/fetch_upstream.sh", tree], check=True)
+        with tarfile.open(archives[-1]) as archive:
+            archive.extractall(tree, filter="data")
+    return bool(given or archives)
+
+
+def put_applied(pristine: Path, tree: Path) -> None:
+    """Put a copy of `pristine` with the overlay at `tree`."""
+    Overlay(REPOSITORY).applied_copy(pristine, tree)

@@ -1,0 +1,62 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of upstream's scripts on one tree, each on CPU ranks of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PROGRAM = Path(__file__).parent / "upstream_scripts/world.py"
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+class UpstreamWorld:
+    """A process that has imported a tree's Megatron, of which ranks are forked."""
+
+    def __init__(self, tree: Path):
+        self._process = subprocess.Popen(
+            [sys.executable, PROGRAM],
+            cwd=tree,
+            env=os.environ
+            | {
+                "PYTHONPATH": str(tree),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "PYTHONWARNINGS": "ignore",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, ranks: int, command: list[str], folder: Path) -> None:
+        """Start a run and return at once; it writes below `folder`."""
+        folder.mkdir(parents=True)
+        self._folder = folder
+        command = [*command, "--tensorboard-dir", str(folder / "tensorboard")]
+        asked = {"ranks": ranks, "command": command, "log": str(folder / "log.txt")}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+
+    def wait(self) -> tuple[int, str]:
+        """The exit status of the run, and what its ranks said."""
+        status = int(self._process.stdout.readline())
+        return status, (self._folder / "log.txt").read_text()
+
+    def scalars(self) -> Scalars:
+        """What Megatron recorded in the last run, by step."""
+        recorded = EventAccumulator(str(self._folder / "tensorboard"))
+        recorded.Reload()
+        return {
+            tag: [(event.step, event.value) for event in recorded.Scalars(tag)]
+            for tag in recorded.Tags()["scalars"]
+            if not tag.endswith(" vs samples")
+        }
+
+    def close(self) -> None:
+        """End the process; its last run has ended."""
+        self._process.stdin.close()
+        self._process.wait()
