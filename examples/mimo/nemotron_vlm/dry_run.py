@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,8 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     modules = make_modules(placed(layouts), "fake")
     prepare_process(modules, args.seed)
-    with torch.device("meta"):
+    # Layers of Megatron's name the current device, whatever the default is.
+    with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
         stages = build_vlm(
             args, options.preset, options.configs, modules, layer_specs(args.transformer_impl)
         )
