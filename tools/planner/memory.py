@@ -1,0 +1,134 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a rank of every pipeline stage: parameters and their state exactly, activations by formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.presets import LanguagePreset
+from layout_view.schedule import order_of_stage
+from planner import activations
+from planner.activations import Rows
+from planner.machine import Machine
+from planner.parameters import Held, chunks_of_stage, stages_of
+from planner.plan import Plan
+
+BUCKET_MULTIPLE = 128
+"""Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
+
+WORKSPACE = 1.0
+"""Bytes in flight while the largest layer runs, over what that layer keeps."""
+
+Parts = dict[str, float]
+"""Bytes of a rank by part."""
+
+
+def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
+    """Parts of a rank of each pipeline stage."""
+    layouts = plan.layouts
+    parts = []
+    for stage, held in enumerate(stages_of(plan.preset, layouts)):
+        state = _state(held, layouts, machine.precision)
+        first = layouts.encoder.pp if layouts.non_colocated else 0
+        if stage < first:
+            kept = _encoder_stage(plan, machine, stage)
+        else:
+            kept = _language_stage(plan, machine, stage - first)
+        parts.append(state | kept | {"reserved": machine.reserved_bytes})
+    return parts
+
+
+def peak(parts: list[Parts]) -> float:
+    """Bytes of the rank that needs most."""
+    return max(sum(part.values()) for part in parts)
+
+
+def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
+    """Parameters, fp32 gradients, and Adam's share: two moments, and weights in fp32 beside bf16."""
+    replicas = layouts.encoder.dp, layouts.language.dp * layouts.language.cp, layouts.language.expt_dp
+    numbers = sharded = 0.0
+    for aligned, copies in zip(held.by_replicas, replicas, strict=True):
+        multiple = math.lcm(copies, BUCKET_MULTIPLE)
+        padded = -(-aligned // multiple) * multiple
+        numbers += padded
+        sharded += padded / copies
+    return {
+        "parameters": precision * numbers,
+        "gradients": 4.0 * numbers,
+        "optimizer": (12.0 if precision == 2 else 8.0) * sharded,
+    }
+
+
+def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
+    lay, stages = plan.layouts.encoder, plan.layouts.encoder.pp + plan.layouts.language.pp
+    in_flight = min(stages - stage, plan.layouts.num_microbatches)
+    one = plan.most_tiles() * machine.precision
+    one *= activations.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1)
+    return {"encoder activations": in_flight * one, "workspace": WORKSPACE * one / _layers(plan)}
+
+
+def _layers(plan: Plan) -> float:
+    """Layers of the encoder's stage, among which its activations are spread."""
+    return plan.preset.encoder.layers / plan.layouts.encoder.pp
+
+
+def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
+    """Colocated, with the encoder's activations: of one microbatch, or with a pipeline of the batch."""
+    p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
+    width, rows = machine.precision, plan.rows(machine)
+    parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
+    if not plan.layouts.non_colocated:
+        parts["encoder activations"] = width * _encoder_kept(plan, stage)
+    return parts
+
+
+@cache
+def _language_kept(
+    p: LanguagePreset, lay: Layout, rows: Rows, again: str, number: int, width: int, stage: int
+) -> Parts:
+    chunks = chunks_of_stage(p.hybrid_layer_pattern, lay, stage)
+    kinds = set("".join(chunks))
+    layers = {kind: activations.recomputed_layer(kind, p, lay, rows, again) for kind in kinds}
+    kept = tuple(sum(layers[kind] for kind in chunk) for chunk in chunks)
+    largest = max(activations.language_layer(kind, p, lay, rows) for kind in kinds)
+    workspace = WORKSPACE * largest + (largest if again != "none" else 0.0)
+    is_last = stage == lay.pp - 1
+    return {
+        "language activations": width * most_in_flight(stage, lay, number, kept),
+        "loss": (4 + width) * activations.head(p, lay, rows) if is_last else 0.0,
+        "workspace": width * workspace,
+    }
+
+
+def _encoder_kept(plan: Plan, stage: int) -> float:
+    """Numbers that colocated encoders keep while the language model runs, and the bridge's rows."""
+    lay = plan.layouts
+    microbatches = lay.num_microbatches if lay.language.pp > 1 else 1
+    kept = min(plan.recompute_encoder or microbatches, microbatches)
+    of_tile = activations.encoder_tile(plan.preset, lay.encoder)
+    width = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
+    encoded = plan.most_tiles(microbatches) * width
+    consumed = microbatches * plan.tiles * lay.batch.micro_size * width if stage == 0 else 0.0
+    return plan.most_tiles(kept) * of_tile + encoded + 2 * consumed
+
+
+@cache
+def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: tuple[float, ...]) -> float:
+    """The most that a stage's virtual stages keep at once, in Megatron's order of microbatches.
+
+    Args:
+        kept: by each virtual stage of one microbatch.
+    """
+    if lay.pp == 1:
+        return sum(kept)
+    # In flight no more once the warm-up is over; its length does not grow with the microbatches.
+    number = min(microbatches, 4 * lay.pp)
+    now = most = 0.0
+    for way, chunk, _ in order_of_stage(stage, lay.pp, number, lay.vpp):
+        now += kept[chunk] if way == "forward" else -kept[chunk]
+        most = max(most, now)
+    return most
