@@ -106,13 +106,12 @@ def _language_kept(
 
 def _encoder_kept(plan: Plan, stage: int) -> float:
     """Numbers that colocated encoders keep while the language model runs, and the bridge's rows."""
-    lay = plan.layouts
-    microbatches = lay.num_microbatches if lay.language.pp > 1 else 1
-    kept = min(plan.recompute_encoder or microbatches, microbatches)
+    lay, at_once = plan.layouts, plan.encoded_at_once
     of_tile = activations.encoder_tile(plan.preset, lay.encoder)
     width = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
-    encoded = plan.most_tiles(microbatches) * width
-    consumed = microbatches * plan.tiles * lay.batch.micro_size * width if stage == 0 else 0.0
+    encoded = plan.most_tiles(at_once) * width
+    consumed = at_once * plan.images.mean * lay.batch.micro_size * width if stage == 0 else 0.0
+    kept = min(plan.recompute_encoder or at_once, at_once)
     return plan.most_tiles(kept) * of_tile + encoded + 2 * consumed
 
 

@@ -35,6 +35,7 @@ class Plan:
 
     Attributes:
         recompute: none, moe (Megatron's selective recompute of MoE layers) or full.
+        macro_batch: of ``--encoder-macro-batch``, colocated without a pipeline.
         recompute_encoder: of ``--recompute-encoder``; 0 keeps activations.
         imbalance: tokens of the busiest experts' rank over the mean.
     """
@@ -44,12 +45,15 @@ class Plan:
     images: Tiles
     recompute: str = "none"
     recompute_encoder: int = 0
+    macro_batch: int = 1
     imbalance: float = 1.0
 
     @property
-    def tiles(self) -> float:
-        """Of a sample, on average."""
-        return self.images.mean
+    def encoded_at_once(self) -> int:
+        """Microbatches whose images the encoder takes at once: with a pipeline, a step's."""
+        if self.layouts.non_colocated:
+            return 1
+        return self.layouts.num_microbatches if self.layouts.language.pp > 1 else self.macro_batch
 
     def most_tiles(self, microbatches: int = 1) -> float:
         """Tiles of so many microbatches on the encoder rank that has most of them.

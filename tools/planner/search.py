@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
@@ -21,12 +21,14 @@ from examples.mimo.nemotron_vlm.layout_rules import (
 )
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from planner.activations import KEPT_FOR_LAYER
 from planner.machine import Machine
 from planner.memory import Parts, memory_of, peak
 from planner.plan import Plan, Tiles
 from planner.step_time import Step, step_time
 
 MICRO_SIZES = (1, 2, 4, 8)
+MACRO_BATCH = 4
 VIRTUAL = (1, 2, 4)
 ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Of all ranks, that non-colocated encoders get."""
@@ -76,11 +78,12 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
     counts: Counter[str] = Counter()
     estimates = []
     for layouts in candidates(task):
-        plan = fitting(task, layouts, machine)
-        counts["too large" if plan is None else "fit"] += 1
-        if plan is not None:
-            seconds = step_time(plan, machine, task.gpus_per_node, exact=False).seconds
-            estimates.append((seconds, len(estimates), plan))
+        for macro_batch in _macro_batches(layouts):
+            plan = fitting(task, layouts, machine, macro_batch)
+            counts["too large" if plan is None else "fit"] += 1
+            if plan is not None:
+                seconds = step_time(plan, machine, task.gpus_per_node, exact=False).seconds
+                estimates.append((seconds, len(estimates), plan))
     best = [
         Priced(plan, step_time(plan, machine, task.gpus_per_node), memory_of(plan, machine))
         for _, _, plan in sorted(estimates)[:SIMULATED]
@@ -109,18 +112,29 @@ def candidates(task: Task) -> Iterator[Layouts]:
                         yield layouts
 
 
-def fitting(task: Task, layouts: Layouts, machine: Machine) -> Plan | None:
+def fitting(task: Task, layouts: Layouts, machine: Machine, macro_batch: int) -> Plan | None:
     """The plan of these layouts that fits with the least recompute."""
-    in_phases = layouts.language.pp > 1 and not layouts.non_colocated
-    shares = (0, 4) if in_phases and layouts.num_microbatches > 4 else (0,)
-    for recompute in ("none", "moe", "full"):
+    plan = Plan(
+        task.preset,
+        layouts,
+        task.images,
+        macro_batch=macro_batch,
+        imbalance=task.imbalance,
+    )
+    shares = (0, 1) if plan.encoded_at_once > 1 else (0,)
+    for recompute in KEPT_FOR_LAYER:
         for share in shares:
-            plan = Plan(
-                task.preset, layouts, task.images, recompute, share, task.imbalance
-            )
-            if peak(memory_of(plan, machine)) <= machine.memory_bytes:
-                return plan
+            tried = replace(plan, recompute=recompute, recompute_encoder=share)
+            if peak(memory_of(tried, machine)) <= machine.memory_bytes:
+                return tried
     return None
+
+
+def _macro_batches(layouts: Layouts) -> tuple[int, ...]:
+    """Sizes that are tried: without a pipeline, one microbatch or several at once."""
+    if layouts.non_colocated or layouts.language.pp > 1 or layouts.num_microbatches == 1:
+        return (1,)
+    return 1, min(MACRO_BATCH, layouts.num_microbatches)
 
 
 def _splits(task: Task) -> Iterator[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ Nothing overlaps: neither collectives nor the optimizer's, as by default in the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from layout_view.schedule import Span, simulate
@@ -36,15 +37,25 @@ class Step:
 
 @dataclass(frozen=True)
 class _Work:
-    """A pipeline: cost of a microbatch by virtual stage, and the module of each stage."""
+    """What the ranks do in a step.
+
+    Attributes:
+        chunks: cost of a microbatch by virtual stage of the pipeline. modules: of its stages.
+        hop: seconds from a stage to the next one.
+        encoder: of a macro-batch outside of the pipeline. macro_batches: their number.
+        bridge: seconds of a step outside of the pipeline.
+    """
 
     chunks: list[Cost]
     modules: list[str]
     hop: float
+    encoder: Cost
+    macro_batches: float
+    bridge: float
 
     @property
     def stages(self) -> list[Cost]:
-        """Cost by stage, of all its virtual stages."""
+        """Cost of a microbatch by stage, of all its virtual stages."""
         size = len(self.modules)
         return [sum(self.chunks[stage::size], Cost()) for stage in range(size)]
 
@@ -56,81 +67,101 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int, exact: bool = Tr
         exact: simulate the pipeline, microbatch by microbatch; else a formula, for searches.
     """
     layouts, number = plan.layouts, plan.layouts.num_microbatches
-    groups = groups_of(layouts.encoder, gpus_per_node)
-    bridge = bridge_seconds(plan, machine, gpus_per_node)
-    in_phases = layouts.language.pp > 1 and not layouts.non_colocated
-    encoder = encoder_cost(plan, machine, groups["tp"], number if in_phases else 1)
-    if in_phases and plan.recompute_encoder:
-        encoder += Cost(recompute=encoder.forward)
-    work = _pipeline(plan, machine, gpus_per_node, encoder, bridge / number)
-    overhead = machine.microbatch_overhead
-
-    def seconds(way: str, virtual: int) -> float:
-        return getattr(work.chunks[virtual], way) + overhead / 2 / layouts.language.vpp
-
-    if exact:
-        spans = simulate(work.modules, seconds, number, layouts.language.vpp, work.hop)
-        length = max(line[-1][2] for line in spans)
-    else:
-        spans = []
-        each = [cost.total + overhead for cost in work.stages]
-        ends = (sum(each) - max(each)) / layouts.language.vpp + 2 * (len(each) - 1) * work.hop
-        length = number * max(each) + ends
-    if in_phases:
-        spans = [_phases(line, encoder, bridge, length) for line in spans]
-        length += encoder.total + bridge
+    work = _work(plan, machine, gpus_per_node)
+    length, spans = _pipeline(plan, work, machine.microbatch_overhead, exact)
+    alone = work.encoder.times(work.macro_batches)
+    if exact and not layouts.non_colocated:
+        wrap = _macro_batches if layouts.language.pp == 1 else _phases
+        spans = [wrap(line, work, plan.encoded_at_once) for line in spans]
     gradients, optimizer = after_backward(plan, machine, gpus_per_node)
     after = {
         "gradients": gradients,
         "optimizer": optimizer,
-        "overhead": machine.step_overhead + number * overhead,
+        "overhead": machine.step_overhead + number * machine.microbatch_overhead,
     }
-    total = length + gradients + optimizer + machine.step_overhead
+    total = length + alone.total + work.bridge + gradients + optimizer + machine.step_overhead
     if machine.shared_cores:
-        total = max(total, _all_work(plan, work, encoder if in_phases else Cost(), after) / machine.shared_cores)
-    busiest = max(work.stages, key=lambda cost: cost.total)
-    parts = {name: number * value for name, value in vars(busiest).items()}
-    if in_phases:
-        parts = {name: value + vars(encoder)[name] for name, value in parts.items()}
-    parts |= after | {"bridge": bridge}
+        total = max(total, _all_work(plan, work, sum(after.values())) / machine.shared_cores)
+    busiest = max(work.stages, key=lambda cost: cost.total).times(number) + alone
+    bridge = bridge_seconds(plan, machine, gpus_per_node)
+    parts = vars(busiest) | {"bridge": bridge} | after
     parts["bubble"] = max(0.0, total - sum(parts.values()))
     return Step(total, parts, _names(plan), spans)
 
 
 def _names(plan: Plan) -> list[str]:
-    names = [f"stage {stage}" for stage in range(plan.layouts.language.pp)]
-    if plan.layouts.non_colocated:
-        return [f"encoder {stage}" for stage in range(plan.layouts.encoder.pp)] + names
-    return names
-
-
-def _pipeline(plan: Plan, machine: Machine, gpus_per_node: int, encoder: Cost, bridge: float) -> _Work:
     layouts = plan.layouts
-    e, lay = layouts.encoder, layouts.language
+    names = [f"stage {stage}" for stage in range(layouts.language.pp)]
+    if layouts.non_colocated:
+        return [f"encoder {stage}" for stage in range(layouts.encoder.pp)] + names
+    return names if layouts.language.pp > 1 else ["all ranks"]
+
+
+def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
+    layouts, lay = plan.layouts, plan.layouts.language
+    groups = groups_of(layouts.encoder, gpus_per_node)
+    at_once = plan.encoded_at_once
+    encoder = encoder_cost(plan, machine, groups["tp"], at_once)
+    bridge = bridge_seconds(plan, machine, gpus_per_node)
     chunks = language_chunks(plan, machine, gpus_per_node)
     modules = ["language"] * lay.pp
     rows = plan.rows(machine)
     size = rows.samples * rows.seq_length / lay.cp / lay.tp * plan.preset.language.hidden_size
-    group = groups_of(lay, gpus_per_node, layouts.language_offset)["pp"]
-    hop = send(machine, group, size * machine.precision)
+    pipeline = groups_of(lay, gpus_per_node, layouts.language_offset)["pp"]
+    hop = send(machine, pipeline, size * machine.precision)
     if layouts.non_colocated:
-        modules = ["encoder"] * e.pp + modules
-        return _Work([encoder] * e.pp + chunks, modules, max(hop, bridge / 2))
-    if lay.pp == 1:
-        return _Work([encoder + chunks[0] + Cost(context=bridge)], modules, 0.0)
-    return _Work(chunks, modules, hop)
+        modules = ["encoder"] * layouts.encoder.pp + modules
+        hop = max(hop, bridge / layouts.num_microbatches / 2)
+        chunks = [encoder] * layouts.encoder.pp + chunks
+        return _Work(chunks, modules, hop, Cost(), 0.0, 0.0)
+    if plan.recompute_encoder:
+        shares = math.ceil(at_once / plan.recompute_encoder)
+        layers = plan.preset.encoder.layers * machine.overhead["vit"]
+        encoder += Cost(recompute=encoder.forward + (shares - 1) * layers)
+    return _Work(chunks, modules, hop, encoder, layouts.num_microbatches / at_once, bridge)
 
 
-def _phases(line: list[Span], encoder: Cost, bridge: float, length: float) -> list[Span]:
+def _pipeline(
+    plan: Plan, work: _Work, overhead: float, exact: bool
+) -> tuple[float, list[list[Span]]]:
+    """Seconds of all microbatches in the pipeline, which may have one stage, and its spans."""
+    number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
+    if not exact:
+        each = [cost.total + overhead for cost in work.stages]
+        ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
+        return number * max(each) + ends, []
+
+    def seconds(way: str, virtual: int) -> float:
+        return getattr(work.chunks[virtual], way) + overhead / 2 / vpp
+
+    spans = simulate(work.modules, seconds, number, vpp, work.hop)
+    return max(line[-1][2] for line in spans), spans
+
+
+def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:
     """A stage's whole step: encoder, its part of the pipeline, and the encoder's backward."""
-    begin = encoder.forward + bridge / 2
-    end = begin + length + bridge / 2
+    begin = work.encoder.forward + work.bridge / 2
     moved = [(phase, begin + start, begin + stop) for phase, start, stop in line]
-    first = ("encoder forward", 0.0, encoder.forward)
-    return [first, *moved, ("encoder backward", end, end + encoder.backward)]
+    end = moved[-1][2] + work.bridge / 2
+    first = ("encoder forward", 0.0, work.encoder.forward)
+    return [first, *moved, ("encoder backward", end, end + work.encoder.backward)]
 
 
-def _all_work(plan: Plan, work: _Work, encoder: Cost, after: dict[str, float]) -> float:
+def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
+    """Without a pipeline: the encoder's forward and backward around each macro-batch."""
+    spans: list[Span] = []
+    now = 0.0
+    for first in range(0, len(line), 2 * at_once):
+        microbatches = line[first : first + 2 * at_once]
+        spans.append(("encoder forward", now, now + work.encoder.forward))
+        shift = spans[-1][2] - microbatches[0][1]
+        spans += [(phase, shift + begin, shift + end) for phase, begin, end in microbatches]
+        now = spans[-1][2] + work.encoder.backward
+        spans.append(("encoder backward", spans[-1][2], now))
+    return spans
+
+
+def _all_work(plan: Plan, work: _Work, after: float) -> float:
     """Seconds of all ranks together: what shared cores have to do, whoever waits for whom."""
     layouts = plan.layouts
     ranks = [layouts.language.size // layouts.language.pp] * layouts.language.pp
@@ -138,4 +169,5 @@ def _all_work(plan: Plan, work: _Work, encoder: Cost, after: dict[str, float]) -
         ranks = [layouts.encoder.size // layouts.encoder.pp] * layouts.encoder.pp + ranks
     number = layouts.num_microbatches
     busy = sum(n * number * cost.total for n, cost in zip(ranks, work.stages, strict=True))
-    return busy + sum(ranks) * (encoder.total + sum(after.values()))
+    alone = work.macro_batches * work.encoder.total + work.bridge
+    return busy + sum(ranks) * (alone + after)
