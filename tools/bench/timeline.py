@@ -78,9 +78,7 @@ class Recorder:
         return self._begin.elapsed_time(mark) / 1e3
 
 
-def draw(
-    path: Path, rows: dict[str, list[list[Span]]], names: list[str] | None = None
-) -> None:
+def draw(path: Path, rows: dict[str, list[list[Span]]], names: list[str] | None = None) -> None:
     """Write a picture of each schedule's spans, by rank, on one time axis.
 
     Args:

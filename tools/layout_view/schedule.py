@@ -149,7 +149,9 @@ def simulate(
     return stages
 
 
-def order_of_stage(stage: int, size: int, microbatches: int, vpp: int) -> list[tuple[str, int, int]]:
+def order_of_stage(
+    stage: int, size: int, microbatches: int, vpp: int
+) -> list[tuple[str, int, int]]:
     """Way, virtual stage and microbatch of all that a stage does."""
     group = SimpleNamespace(size=lambda: size, rank=lambda: stage)
     place = SimpleNamespace(

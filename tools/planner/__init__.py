@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout planner: which two layouts, for so many GPUs, and how sure is it?
 
-A *plan* is a pair of checked ``Layouts`` of the training program and what is recomputed. The planner
-enumerates plans, asks the program's own rules whether they may run, and prices each one:
+A *plan* is a pair of checked ``Layouts`` of the training program and what is recomputed. The
+planner enumerates plans, asks the program's own rules whether they may run, and prices each one:
 
 - ``parameters`` lists the sizes of all parameters of a rank, ``activations`` the numbers that a
   layer keeps for its backward; ``memory`` makes bytes of both, for every pipeline stage.

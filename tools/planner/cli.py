@@ -66,6 +66,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="for --gpu of a plan")
     add("--model", default="tiny", metavar="NAME|FILE", help="whose layers are measured")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what to measure")
+    add("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
     parser.set_defaults(run=_calibrate)
 
 
@@ -121,15 +122,15 @@ def _plan(options: argparse.Namespace) -> None:
     rows = task.images.mean * preset.encoder.tokens_per_tile
     if rows > task.seq_length:
         raise UserError(
-            f"--tiles: {task.images.mean:g} tiles of {preset.encoder.tokens_per_tile} tokens do not "
-            f"fit --seq-length {task.seq_length}"
+            f"--tiles: {task.images.mean:g} tiles of {preset.encoder.tokens_per_tile} tokens do "
+            f"not fit --seq-length {task.seq_length}"
         )
     found = search(task, machine)
     if not found.best:
         refused = found.counts.get("too large", 0)
         raise UserError(
-            f"no plan for {options.gpus} GPUs: the program's rules allow {refused} layouts, and none "
-            f"of them fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
+            f"no plan for {options.gpus} GPUs: the program's rules allow {refused} layouts, and "
+            f"none of them fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
             "--seq-length, or a --global-batch-size that they divide"
         )
     print(describe(task, machine, found, options.model))
@@ -143,7 +144,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     from planner.calibrate import calibrate
     from planner.machine import write_machine
 
-    write_machine(calibrate(options.model, options.device), options.out)
+    write_machine(calibrate(options.model, options.device, options.gpu), options.out)
     print(f"{options.out}: for --gpu", file=sys.stderr)
 
 

@@ -66,7 +66,7 @@ def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Gro
 
 
 def ring(machine: Machine, group: Group, size: float) -> float:
-    """An all-gather, or a reduce-scatter, of so many bytes in all: each rank sends all but its part."""
+    """An all-gather or reduce-scatter of so many bytes in all: a rank sends all but its part."""
     if group.size == 1:
         return 0.0
     sent = size * (group.size - 1) / group.size

@@ -88,7 +88,13 @@ class _Hashed:
 
 @cache
 def _chunks(
-    p: LanguagePreset, lay: Layout, rows: Rows, again: str, hashed: _Hashed, per_node: int, first: int
+    p: LanguagePreset,
+    lay: Layout,
+    rows: Rows,
+    again: str,
+    hashed: _Hashed,
+    per_node: int,
+    first: int,
 ) -> tuple[Cost, ...]:
     machine = hashed.machine
     groups = groups_of(lay, per_node, first)
@@ -153,7 +159,7 @@ def _context(
     machine: Machine,
     group: Group,
 ) -> float:
-    """Collectives of context parallelism in one forward: keys and values, or states that are passed."""
+    """Collectives over CP in one forward: keys and values, or states that are passed."""
     width = machine.precision
     if kind == "*":
         q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
@@ -182,7 +188,7 @@ def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int =
 
 
 def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
-    """Both ways over the bridge in a step, on a rank that receives most: docs/colocated-pipeline.md."""
+    """Both ways over the bridge in a step, where most is received: docs/colocated-pipeline.md."""
     e, lay, batch = plan.layouts.encoder, plan.layouts.language, plan.layouts.batch
     rows = batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
     size = rows * plan.preset.language.hidden_size * machine.precision
@@ -204,7 +210,7 @@ def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
 
 
 def after_backward(plan: Plan, machine: Machine, gpus_per_node: int) -> tuple[float, float]:
-    """Seconds of gradients and weights over the replicas, and of Adam, on the rank that holds most."""
+    """Seconds of gradients and weights over replicas, and of Adam, where most is held."""
     groups = replicas_of(plan.layouts, gpus_per_node)
     most = max((held.by_replicas for held in stages_of(plan.preset, plan.layouts)), key=sum)
     reduced = adam = 0.0

@@ -1,27 +1,26 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a rank of every pipeline stage: parameters and their state exactly, activations by formula."""
+"""Bytes of a rank of every pipeline stage: parameters and state exactly, activations by formula.
+
+The peak is at a backward's begin, when all is kept; what layers use in passing is freed before.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 from layout_view.schedule import order_of_stage
 from planner import activations
-from planner.activations import Rows
+from planner.activations import KEPT_FOR_LAYER, Rows
 from planner.machine import Machine
 from planner.parameters import Held, chunks_of_stage, stages_of
 from planner.plan import Plan
 
 BUCKET_MULTIPLE = 128
 """Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
-
-WORKSPACE = 1.0
-"""Bytes in flight while the largest layer runs, over what that layer keeps."""
 
 Parts = dict[str, float]
 """Bytes of a rank by part."""
@@ -48,14 +47,17 @@ def peak(parts: list[Parts]) -> float:
 
 
 def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
-    """Parameters, fp32 gradients, and Adam's share: two moments, and weights in fp32 beside bf16."""
-    replicas = layouts.encoder.dp, layouts.language.dp * layouts.language.cp, layouts.language.expt_dp
+    """Parameters, fp32 gradients, Adam's share: two moments, and fp32 weights beside bf16."""
+    replicas = (
+        layouts.encoder.dp,
+        layouts.language.dp * layouts.language.cp,
+        layouts.language.expt_dp,
+    )
     numbers = sharded = 0.0
     for aligned, copies in zip(held.by_replicas, replicas, strict=True):
-        multiple = math.lcm(copies, BUCKET_MULTIPLE)
-        padded = -(-aligned // multiple) * multiple
-        numbers += padded
-        sharded += padded / copies
+        size = padded(aligned, copies)
+        numbers += size
+        sharded += size / copies
     return {
         "parameters": precision * numbers,
         "gradients": 4.0 * numbers,
@@ -68,22 +70,23 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     in_flight = min(stages - stage, plan.layouts.num_microbatches)
     one = plan.most_tiles() * machine.precision
     one *= activations.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1)
-    return {"encoder activations": in_flight * one, "workspace": WORKSPACE * one / _layers(plan)}
-
-
-def _layers(plan: Plan) -> float:
-    """Layers of the encoder's stage, among which its activations are spread."""
-    return plan.preset.encoder.layers / plan.layouts.encoder.pp
+    return {"encoder activations": in_flight * one}
 
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
-    """Colocated, with the encoder's activations: of one microbatch, or with a pipeline of the batch."""
+    """Colocated, with the encoder's activations: a macro-batch's, or with a pipeline a batch's."""
     p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
     width, rows = machine.precision, plan.rows(machine)
     parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
     if not plan.layouts.non_colocated:
         parts["encoder activations"] = width * _encoder_kept(plan, stage)
     return parts
+
+
+def padded(aligned: int, replicas: int) -> int:
+    """Numbers of a gradient buffer."""
+    multiple = math.lcm(replicas, BUCKET_MULTIPLE)
+    return -(-aligned // multiple) * multiple
 
 
 @cache
@@ -94,13 +97,15 @@ def _language_kept(
     kinds = set("".join(chunks))
     layers = {kind: activations.recomputed_layer(kind, p, lay, rows, again) for kind in kinds}
     kept = tuple(sum(layers[kind] for kind in chunk) for chunk in chunks)
-    largest = max(activations.language_layer(kind, p, lay, rows) for kind in kinds)
-    workspace = WORKSPACE * largest + (largest if again != "none" else 0.0)
+    runs_again = kinds & set(KEPT_FOR_LAYER[again])
+    largest = max(
+        (activations.language_layer(kind, p, lay, rows) for kind in runs_again), default=0.0
+    )
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
         "loss": (4 + width) * activations.head(p, lay, rows) if is_last else 0.0,
-        "workspace": width * workspace,
+        "recomputed layer": 2 * width * largest,  # and gradients of about its size
     }
 
 

@@ -57,8 +57,12 @@ class Held:
 
     @property
     def by_replicas(self) -> tuple[int, int, int]:
-        """Padded numbers that the encoder's dp, the language model's dp·cp and expt_dp replicate."""
-        return self.encoder.aligned + self.projector.aligned, self.dense.aligned, self.experts.aligned
+        """Aligned numbers that encoder dp, language dp·cp and expt_dp replicate."""
+        return (
+            self.encoder.aligned + self.projector.aligned,
+            self.dense.aligned,
+            self.experts.aligned,
+        )
 
 
 def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from examples.mimo.nemotron_vlm.placement import COLOCATED
 from planner.flops import of_sample
 from planner.machine import Machine
 from planner.memory import peak
@@ -27,7 +26,6 @@ COLLECTIVES = ("tensor", "context", "gradients")
 
 def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]:
     """The command line that runs a plan, a line each."""
-    lay = plan.layouts
     nodes = -(-world // gpus_per_node)
     launch = f"torchrun --nproc-per-node {min(world, gpus_per_node)}"
     if nodes > 1:
@@ -55,7 +53,9 @@ def options_of(plan: Plan, model: str) -> list[str]:
 def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
     """Everything that is printed."""
     counts = found.counts
-    images = f"{task.images.mean:g}" + (f"±{task.images.deviation:.1f}" * bool(task.images.deviation))
+    images = f"{task.images.mean:g}" + (
+        f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
+    )
     title = (
         f"{task.preset.name} on {task.world} GPUs, {task.gpus_per_node} a node: {task.seq_length} "
         f"tokens and {images} tiles a sample, global batch {task.global_batch}\n"
@@ -199,6 +199,7 @@ def draw_timeline(priced: Priced, path: Path) -> None:
 def _table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All plans that may run, and the fastest of them.
 
-The program's own rules decide what may run (``layout_rules``); a plan that does not fit the memory is
-left out. Of the recomputes that make a layout fit, the one that costs least is taken. All plans are
-priced by a formula, and the best of them by simulating their schedule.
+The program's own rules decide what may run (``layout_rules``); a plan that does not fit the memory
+is left out. Of the recomputes that make a layout fit, the one that costs least is taken. All plans
+are priced by a formula, and the best of them by simulating their schedule.
 """
 
 from __future__ import annotations

@@ -25,11 +25,13 @@ class Step:
 
     Attributes:
         seconds: of the step.
+        work: seconds that all ranks together are busy.
         parts: seconds of a rank of the busiest pipeline stage; ``bubble`` is its waiting.
         stages: names of the pipeline's stages. spans: what each does when; none of an estimate.
     """
 
     seconds: float
+    work: float
     parts: dict[str, float]
     stages: list[str]
     spans: list[list[Span]]
@@ -80,13 +82,14 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int, exact: bool = Tr
         "overhead": machine.step_overhead + number * machine.microbatch_overhead,
     }
     total = length + alone.total + work.bridge + gradients + optimizer + machine.step_overhead
+    everyone = _all_work(plan, work, gradients + optimizer + machine.step_overhead, machine)
     if machine.shared_cores:
-        total = max(total, _all_work(plan, work, sum(after.values())) / machine.shared_cores)
+        total = max(total, everyone / machine.shared_cores)
     busiest = max(work.stages, key=lambda cost: cost.total).times(number) + alone
     bridge = bridge_seconds(plan, machine, gpus_per_node)
     parts = vars(busiest) | {"bridge": bridge} | after
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, parts, _names(plan), spans)
+    return Step(total, everyone, parts, _names(plan), spans)
 
 
 def _names(plan: Plan) -> list[str]:
@@ -161,13 +164,13 @@ def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
     return spans
 
 
-def _all_work(plan: Plan, work: _Work, after: float) -> float:
+def _all_work(plan: Plan, work: _Work, after: float, machine: Machine) -> float:
     """Seconds of all ranks together: what shared cores have to do, whoever waits for whom."""
     layouts = plan.layouts
     ranks = [layouts.language.size // layouts.language.pp] * layouts.language.pp
     if layouts.non_colocated:
         ranks = [layouts.encoder.size // layouts.encoder.pp] * layouts.encoder.pp + ranks
-    number = layouts.num_microbatches
-    busy = sum(n * number * cost.total for n, cost in zip(ranks, work.stages, strict=True))
-    alone = work.macro_batches * work.encoder.total + work.bridge
-    return busy + sum(ranks) * (alone + after)
+    alone = work.macro_batches * work.encoder.total + work.bridge + after
+    each = layouts.num_microbatches
+    busy = [each * (cost.total + machine.microbatch_overhead) + alone for cost in work.stages]
+    return sum(count * seconds for count, seconds in zip(ranks, busy, strict=True))
