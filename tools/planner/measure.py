@@ -77,15 +77,20 @@ class LiveTensors(TorchDispatchMode):
 
 
 def measured(options: Options) -> Measured:
-    """Train some steps on this rank; collective over the world."""
+    """Train some steps on this rank; collective over the world.
+
+    On CPU ranks with context parallelism memory is not followed: attention's masks are tensors of a
+    class of their own, which PyTorch does not make of one that is followed.
+    """
     on_gpu = options.args.device == "cuda"
+    follows = not on_gpu and options.layouts.language.cp == 1
     tracker = LiveTensors()
     begins: list[tuple[float, float]] = []
 
     def note(*_) -> None:
         if on_gpu:
             torch.cuda.synchronize()
-        elif len(begins) == WARM_UP * options.layouts.num_microbatches:
+        elif follows and len(begins) == WARM_UP * options.layouts.num_microbatches:
             tracker.__exit__(None, None, None)
         begins.append((time.perf_counter() if on_gpu else time.process_time(), time.perf_counter()))
 
@@ -94,7 +99,7 @@ def measured(options: Options) -> Measured:
         return stages
 
     with _silence():
-        if not on_gpu:
+        if follows:
             tracker.__enter__()  # until the steps that are timed
         session = open_session(options, make_source(options.args, options.preset.encoder))
         session.cfg.model.post_wrap_hooks.append(observe)

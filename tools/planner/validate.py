@@ -48,6 +48,10 @@ SAMPLES = 8
 MODEL = Path(__file__).with_name("validation_model.json")
 
 
+Found = dict[str, list]
+"""A case, and what each of its ranks measured."""
+
+
 def arguments_of(case: tuple) -> list[str]:
     """A case as the program's command line."""
     _, encoder, language, micro, more = case
@@ -57,10 +61,12 @@ def arguments_of(case: tuple) -> list[str]:
     return ["--model", str(MODEL), *layouts, *batch.split(), *more.split()]
 
 
-def measure() -> list[list[dict]]:
-    """What each rank found of each case; each world is started once."""
-    found: list[list[dict]] = []
-    for world, cases in groupby(CASES, key=lambda case: case[0]):
+def measure(file: Path) -> list[Found]:
+    """What each rank found of each case, kept in a file; cases that it has are not run again."""
+    found = json.loads(file.read_text())["found"] if file.exists() else []
+    done = [tuple(one["case"]) for one in found]
+    for world, cases in groupby((c for c in CASES if c not in done), key=lambda case: case[0]):
+        cases = list(cases)
         with tempfile.TemporaryDirectory() as directory:
             listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
             listed.write_text(json.dumps([arguments_of(case) for case in cases]))
@@ -68,14 +74,17 @@ def measure() -> list[list[dict]]:
             launch += ["--nproc-per-node", str(world), "-m", "planner.measure"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run([*launch, listed, written], check=True, env=environment)
-            found += json.loads(written.read_text())
+            ranks = json.loads(written.read_text())
+        found += [{"case": c, "ranks": r} for c, r in zip(cases, ranks, strict=True)]
+        file.write_text(json.dumps({"found": found}) + "\n")
     return found
 
 
-def compare(machine: Machine, found: list[list[dict]]) -> list[dict]:
+def compare(machine: Machine, found: list[Found]) -> list[dict]:
     """A row for each case: what was predicted and measured."""
     rows = []
-    for case, ranks in zip(CASES, found, strict=True):
+    for one in found:
+        case, ranks = one["case"], one["ranks"]
         plan = plan_of(options_of(arguments_of(case), case[0]))
         step = step_time(plan, machine, case[0])
         rows.append(
@@ -89,7 +98,6 @@ def compare(machine: Machine, found: list[list[dict]]) -> list[dict]:
                     "predicted": step.work,
                     "measured": sum(rank["seconds"] for rank in ranks),
                 },
-                "wall": max(rank["wall"] for rank in ranks),
                 "bytes": {
                     "predicted": peak(memory_of(plan, machine)),
                     "measured": max(rank["peak_bytes"] for rank in ranks),
@@ -100,15 +108,19 @@ def compare(machine: Machine, found: list[list[dict]]) -> list[dict]:
 
 
 def errors(rows: list[dict], what: str) -> list[float]:
-    """Relative errors of ``seconds`` or ``bytes``."""
-    return [row[what]["predicted"] / row[what]["measured"] - 1 for row in rows]
+    """Relative errors of ``seconds`` or ``bytes``, where they were measured."""
+    return [row[what]["predicted"] / row[what]["measured"] - 1 for row in _with(rows, what)]
+
+
+def _with(rows: list[dict], what: str) -> list[dict]:
+    return [row for row in rows if row[what]["measured"]]
 
 
 def rank_correlation(rows: list[dict], what: str) -> float:
     """Spearman's, of predictions and measurements."""
     from scipy.stats import spearmanr
 
-    pairs = [(row[what]["predicted"], row[what]["measured"]) for row in rows]
+    pairs = [(row[what]["predicted"], row[what]["measured"]) for row in _with(rows, what)]
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
@@ -119,19 +131,24 @@ def table(rows: list[dict]) -> str:
         "| MB: predicted | measured | error |",
         "|---:|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    of = {what: errors(rows, what) for what in ("seconds", "bytes")}
-    for number, row in enumerate(rows):
+    for row in rows:
         more = row["options"] or "–"
         if row["placement"] not in more and row["placement"] != "colocated":
             more = f"{row['placement']} {more}"
         s, b = row["seconds"], row["bytes"]
         lines.append(
             f"| {row['ranks']} | {row['encoder']} | {row['language']} | {more} "
-            f"| {s['predicted']:.2f} | {s['measured']:.2f} | {of['seconds'][number]:+.0%} "
-            f"| {b['predicted'] / 1e6:.0f} | {b['measured'] / 1e6:.0f} "
-            f"| {of['bytes'][number]:+.0%} |"
+            f"| {s['predicted']:.2f} | {s['measured']:.2f} "
+            f"| {s['predicted'] / s['measured'] - 1:+.0%} "
+            + (
+                f"| {b['predicted'] / 1e6:.0f} | {b['measured'] / 1e6:.0f} "
+                f"| {b['predicted'] / b['measured'] - 1:+.0%} |"
+                if b["measured"]
+                else f"| {b['predicted'] / 1e6:.0f} | – | – |"
+            )
         )
-    for what, errs in of.items():
+    for what in ("seconds", "bytes"):
+        errs = errors(rows, what)
         lines.append(
             f"\n{what}: largest error {max(map(abs, errs)):.0%}, mean "
             f"{sum(map(abs, errs)) / len(errs):.0%}, rank correlation "
@@ -151,12 +168,13 @@ def draw(rows: list[dict], path: Path) -> None:
     for axes, (what, unit, scale, bound) in zip(
         both, (("seconds", "processor s", 1.0, 0.15), ("bytes", "MB", 1e6, 0.1)), strict=True
     ):
-        points = [(r[what]["measured"] / scale, r[what]["predicted"] / scale) for r in rows]
+        shown = _with(rows, what)
+        points = [(r[what]["measured"] / scale, r[what]["predicted"] / scale) for r in shown]
         ends = min(map(min, points)), max(map(max, points))
         axes.plot(ends, ends, color="grey", lw=0.8)
         for side in (1 - bound, 1 + bound):
             axes.plot(ends, [side * end for end in ends], color="grey", lw=0.8, ls=":")
-        for row, point in zip(rows, points, strict=True):
+        for row, point in zip(shown, points, strict=True):
             axes.scatter(*point, s=18, color="#1d39c4")
             axes.annotate(
                 row["ranks"], point, fontsize=7, xytext=(3, 3), textcoords="offset points"
@@ -170,9 +188,12 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main(machine: str, out: str, picture: str = "") -> None:
-    """Measure, unless OUT has it, then compare and print the table."""
+    """Measure what OUT lacks, then compare and print the table."""
+    from megatron.core import cpu_runtime
+
     file = Path(out)
-    found = json.loads(file.read_text())["found"] if file.exists() else measure()
+    found = measure(file)
+    cpu_runtime.install()
     rows = compare(find_machine(machine), found)
     file.write_text(json.dumps({"found": found, "rows": rows}, indent=1) + "\n")
     print(table(rows))
