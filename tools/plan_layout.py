@@ -12,31 +12,24 @@ It takes the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 
-from applied_checkout import fail, prepare
+from in_checkout import run
 
 
 def main(argv: list[str]) -> int:
     """Run it; returns the exit status, 2 for what a user got wrong."""
-    if problem := prepare():
-        return fail(problem)
-    from examples.mimo.nemotron_vlm.errors import UserError
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str]) -> None:
     from planner.cli import read
 
     options = read(argv)
     os.environ["WORLD_SIZE"] = str(getattr(options, "gpus", 1))  # which grids are held to
-    try:
-        options.run(options)
-    except (UserError, OSError) as error:
-        return fail(str(error))
-    return 0
+    options.run(options)
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     sys.exit(main(sys.argv[1:]))

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.own_options import preset_of
 from examples.mimo.nemotron_vlm.placement import PLACEMENTS
+from examples.mimo.nemotron_vlm.presets import find_preset
 from planner.machine import find_machine
 from planner.plan import Tiles
 from planner.report import describe, draw_timeline, rows_of
@@ -107,7 +107,7 @@ def _chances(text: str) -> dict[int, float]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    preset = preset_of(options)
+    preset = find_preset(options.model)
     machine = find_machine(options.gpu)
     task = Task(
         preset=preset,

@@ -188,7 +188,7 @@ def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int =
 
 
 def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
-    """Both ways over the bridge in a step, where most is received: docs/colocated-pipeline.md."""
+    """Both ways over the bridge in a step, where most is received: docs/reviewer/pipeline.md."""
     e, lay, batch = plan.layouts.encoder, plan.layouts.language, plan.layouts.batch
     rows = batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
     size = rows * plan.preset.language.hidden_size * machine.precision

@@ -3,7 +3,7 @@
 """Seconds of a step: its pieces in the order of the runtime's schedule.
 
 Colocated: without a pipeline, encoder, bridge and language model of each microbatch one after the
-other; with one, three phases (docs/colocated-pipeline.md). Non-colocated: one pipeline of both.
+other; with one, three phases (docs/reviewer/pipeline.md). Non-colocated: one pipeline of both.
 Nothing overlaps: neither collectives nor the optimizer's, as by default in the program.
 """
 
