@@ -44,7 +44,7 @@ class TestParameters:
         [
             ("nano-vl-30b-a3b", 64, "tp=8", "tp=2,pp=4,ep=8,etp=1", "colocated", 63),
             ("nano-vl-30b-a3b-gdn", 4096, "tp=4", "tp=2,cp=4,pp=4,ep=16", "colocated", 1500),
-            ("tiny-gdn", 8, "tp=2,dp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
+            ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
             ("tiny", 8, "tp=2", "pp=2,vpp=2,ep=4", "colocated", 0),
         ],
     )
