@@ -20,6 +20,7 @@ from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from planner.machine import find_machine, write_machine  # noqa: E402
 from planner.memory import peak  # noqa: E402
@@ -63,7 +64,7 @@ class TestSearch:
         for _ in range(RANDOM_LAYOUTS):
             encoder, language, batch, placement = asked = random_layouts(draw)
             try:
-                resolve(encoder, language, batch, WORLD, preset, placement)
+                resolve(encoder, language, batch, WORLD, preset, placement, STATE_PASSING)
             except UserError:
                 assert asked not in searched
             else:

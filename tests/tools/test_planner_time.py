@@ -15,6 +15,7 @@ import mini  # noqa: E402, F401  (makes tools importable)
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from layout_view.view import View  # noqa: E402
 from megatron.training.training import num_floating_point_operations  # noqa: E402
 from planner import flops  # noqa: E402
@@ -40,7 +41,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     placement = how.pop("placement", "colocated")
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
-    layouts = resolve(*asked, batch, world, preset, placement)
+    layouts = resolve(*asked, batch, world, preset, placement, STATE_PASSING)
     return Plan(preset, layouts, Tiles(2.0), **how)
 
 

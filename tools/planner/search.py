@@ -21,6 +21,7 @@ from examples.mimo.nemotron_vlm.layout_rules import (
 )
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from planner.activations import KEPT_FOR_LAYER
 from planner.machine import Machine
 from planner.memory import Parts, memory_of, peak
@@ -104,7 +105,8 @@ def candidates(task: Task) -> Iterator[Layouts]:
         for micro_size in MICRO_SIZES:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
-                if language_violation(language, language_ranks, task.preset, batch):
+                rest = task.preset, batch, STATE_PASSING
+                if language_violation(language, language_ranks, *rest):
                     continue
                 for encoder in encoders:
                     layouts = Layouts(encoder, language, batch, placement)
