@@ -30,6 +30,7 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 
 from torch.distributed.run import get_args_parser  # noqa: E402
 
+import plan_layout  # noqa: E402
 import show_layout  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
@@ -85,6 +86,7 @@ class Session:
             "tools/fetch_upstream.sh": lambda c: self._overlay(["fetch", *c.words[1:]]),
             "tools/python.sh": self._python,
             "tools/show_layout.py": self._python,
+            "tools/plan_layout.py": self._python,
             "tools/stage_upstream_pr.sh": lambda c: self._script("tools/staging", c.words[1:]),
             "tools/upstream_tests.sh": lambda c: self._script("tools/upstream_tests", c.words[1:]),
         }
@@ -136,7 +138,7 @@ class Session:
             assert result.code == 0, result.errors
 
     def _python(self, command: Command) -> None:
-        words = command.words if command.words[0].endswith("show_layout.py") else command.words[1:]
+        words = command.words if command.words[0].endswith("_layout.py") else command.words[1:]
         if words[0] == "-":
             exec(compile(command.stdin, "here-document", "exec"), {})
         elif words[0] == "-c":
@@ -169,6 +171,8 @@ class Session:
             self._train(arguments, ranks)
         elif path.endswith("show_layout.py"):
             assert show_layout.main(arguments) == 0
+        elif path.endswith("plan_layout.py"):
+            assert plan_layout.main(arguments) == 0
         else:
             self._script(path, arguments)
 

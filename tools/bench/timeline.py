@@ -78,11 +78,12 @@ class Recorder:
         return self._begin.elapsed_time(mark) / 1e3
 
 
-def draw(path: Path, rows: dict[str, list[list[Span]]]) -> None:
+def draw(path: Path, rows: dict[str, list[list[Span]]], names: list[str] | None = None) -> None:
     """Write a picture of each schedule's spans, by rank, on one time axis.
 
     Args:
         rows: by title, each rank's spans.
+        names: in place of "rank 0" and so on.
     """
     import matplotlib
 
@@ -103,7 +104,7 @@ def draw(path: Path, rows: dict[str, list[list[Span]]]) -> None:
                     [bar], (rank - 0.4, 0.8), color=COLOURS[name], edgecolor="white", linewidth=0.4
                 )
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.set_yticks(range(ranks), names or [f"rank {rank}" for rank in range(ranks)])
         axes.invert_yaxis()
     axes.set_xlabel("ms")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]

@@ -9,6 +9,7 @@ of colocated modules takes E + L·(1 + (p − 1)/(m·v)): p stages, m microbatch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -95,15 +96,38 @@ def _without_pipeline(share: dict[str, float], microbatches: int) -> list[Span]:
 def pipeline(
     modules: list[str], costs: dict[str, float], microbatches: int, vpp: int = 1
 ) -> list[list[Span]]:
-    """1F1B, interleaved with virtual stages, in the order in which Megatron runs microbatches.
+    """1F1B of stages with equal work.
 
     Args:
         modules: of each stage.
         costs: time of a module's forwards and backwards of all microbatches, on one of its ranks.
         vpp: virtual stages of each stage.
     """
+
+    def seconds(way: str, virtual: int) -> float:
+        part = FORWARD if way == "forward" else 1 - FORWARD
+        return part * costs[modules[virtual % len(modules)]] / (microbatches * vpp)
+
+    return simulate(modules, seconds, microbatches, vpp)
+
+
+def simulate(
+    modules: list[str],
+    seconds: Callable[[str, int], float],
+    microbatches: int,
+    vpp: int = 1,
+    hop: float = 0.0,
+) -> list[list[Span]]:
+    """1F1B, interleaved with virtual stages, in the order in which Megatron runs microbatches.
+
+    Args:
+        modules: of each stage.
+        seconds: of one microbatch's ``forward`` or ``backward`` in a virtual stage of the pipeline.
+        vpp: virtual stages of each stage.
+        hop: seconds that a tensor takes to the next stage.
+    """
     size = len(modules)
-    orders = [_order(stage, size, microbatches, vpp) for stage in range(size)]
+    orders = [order_of_stage(stage, size, microbatches, vpp) for stage in range(size)]
     done: dict[tuple[str, int, int], float] = {}
     stages: list[list[Span]] = [[] for _ in modules]
     places = [0] * size
@@ -117,16 +141,17 @@ def pipeline(
                 at_end = needed in (-1, size * vpp)
                 if not at_end and (way, needed, number) not in done:
                     break
-                begin = max(now, 0.0 if at_end else done[way, needed, number])
-                part = FORWARD if way == "forward" else 1 - FORWARD
-                now = begin + part * costs[module] / (microbatches * vpp)
+                begin = max(now, 0.0 if at_end else done[way, needed, number] + hop)
+                now = begin + seconds(way, virtual)
                 done[way, virtual, number] = now
                 stages[stage].append((f"{module} {way}", begin, now))
                 places[stage] += 1
     return stages
 
 
-def _order(stage: int, size: int, microbatches: int, vpp: int) -> list[tuple[str, int, int]]:
+def order_of_stage(
+    stage: int, size: int, microbatches: int, vpp: int
+) -> list[tuple[str, int, int]]:
     """Way, virtual stage and microbatch of all that a stage does."""
     group = SimpleNamespace(size=lambda: size, rank=lambda: stage)
     place = SimpleNamespace(

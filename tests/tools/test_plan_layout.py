@@ -1,0 +1,138 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""tools/plan_layout.py: what it searches, refuses, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+import mini  # noqa: E402, F401  (makes tools importable)
+import plan_layout  # noqa: E402
+from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
+from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+from planner.machine import find_machine, write_machine  # noqa: E402
+from planner.memory import peak  # noqa: E402
+from planner.plan import Tiles  # noqa: E402
+from planner.report import options_of  # noqa: E402
+from planner.search import Task, candidates, search  # noqa: E402
+
+H200 = find_machine("h200")
+WORLD = 16
+RANDOM_LAYOUTS = 1000
+
+
+def task_of(model="tiny", world=WORLD, batch=64, tiles=2.0) -> Task:
+    preset = find_preset(model)
+    return Task(preset, world, 8, preset.seq_length, batch, Tiles(tiles))
+
+
+def random_layouts(draw: random.Random) -> tuple:
+    """Layouts of 16 ranks, of which many break a rule; non-colocated encoders have 4 or 8."""
+    apart = draw.random() < 0.3
+    ranks = draw.choice((4, 8)) if apart else WORLD
+    tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 2)) if apart else 1
+    encoder = Layout(tp=tp, pp=pp, dp=max(1, ranks // (tp * pp)), etp=tp)
+    ranks = WORLD - ranks if apart else WORLD
+    tp, cp, pp = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice((1, 2, 4, 8))
+    vpp = draw.choice((1, 1, 2)) if pp > 1 and not apart else 1
+    dp = max(1, ranks // (tp * cp * pp))
+    language = Layout(tp, cp, pp, dp, draw.choice((1, 2, 4, 8)), draw.choice((1, tp)), vpp)
+    placement = "non-colocated" if apart else "colocated"
+    return encoder, language, Batch(64, draw.choice((1, 2, 4, 8)), 32), placement
+
+
+class TestSearch:
+    def test_takes_what_the_program_takes_of_a_thousand_random_layouts(self):
+        preset, draw = find_preset("tiny"), random.Random(1)
+        searched = {
+            (lay.encoder, lay.language, lay.batch, lay.placement)
+            for lay in candidates(task_of())
+        }
+        taken = 0
+        for _ in range(RANDOM_LAYOUTS):
+            encoder, language, batch, placement = asked = random_layouts(draw)
+            try:
+                resolve(encoder, language, batch, WORLD, preset, placement, STATE_PASSING)
+            except UserError:
+                assert asked not in searched
+            else:
+                assert asked in searched
+                taken += 1
+        assert 100 < taken < 900  # both verdicts occur
+
+    def test_finds_plans_that_the_whole_program_takes(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", str(WORLD))
+        cpu_runtime.install()
+        found = search(task_of(), H200, keep=10)
+        assert len(found.best) == 10
+        for priced in found.best:
+            line = " ".join(options_of(priced.plan, "tiny"))
+            on_cpu = line.replace("--device cuda", "--device cpu")
+            assert parse(shlex.split(on_cpu), WORLD).layouts == priced.plan.layouts
+
+    def test_keeps_to_the_memory_and_recomputes_where_that_helps(self):
+        task = task_of("nano-vl-30b-a3b", 8, 64, 12.0)
+        wide = search(task, H200)
+        narrow = search(task, replace(H200, memory_bytes=120e9))
+        for found, limit in ((wide, 141e9), (narrow, 120e9)):
+            assert all(peak(priced.memory) <= limit for priced in found.best)
+        assert narrow.counts["fit"] < wide.counts["fit"]
+        assert {priced.plan.recompute for priced in narrow.best} & {"moe", "full"}
+
+    def test_orders_by_time(self):
+        times = [priced.step.seconds for priced in search(task_of(), H200).best]
+        assert times == sorted(times)
+
+
+class TestProgram:
+    def test_says_writes_and_draws_it(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        out, picture = tmp_path / "plans.json", tmp_path / "best.png"
+        batch = ["--gpus", "16", "--global-batch-size", "64", "--tiles", "1:0.5,3:0.5"]
+        files = ["--json", str(out), "--png", str(picture)]
+        assert plan_layout.main(["--model", "tiny", *batch, *files]) == 0
+        shown = capsys.readouterr().out
+        for part in ("2±1.0 tiles", "why the next ones lose", "memory of the best", "run it with"):
+            assert part in shown
+        plans = json.loads(out.read_text())["plans"]
+        assert len(plans) == 10
+        assert plans[0]["step_seconds"] == pytest.approx(sum(plans[0]["seconds"].values()))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        "arguments, reason",
+        [
+            (["--gpus", "8", "--global-batch-size", "8", "--model", "none"], "--model none"),
+            (["--gpus", "8", "--global-batch-size", "8", "--gpu", "none"], "--gpu none"),
+            (["--gpus", "7", "--global-batch-size", "5"], "no plan for 7 GPUs"),
+            (["--gpus", "1", "--global-batch-size", "8"], "none of them fits 141 GB"),
+            (["--gpus", "8", "--global-batch-size", "8", "--tiles", "99"], "--tiles: 99 tiles"),
+        ],
+    )
+    def test_refuses_in_one_line(self, arguments, reason, capsys, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert plan_layout.main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and reason in line
+
+    def test_simulates_weeks(self, capsys, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert plan_layout.main(["goodput", "--gpus", "1024", "--step-seconds", "2"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 10
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path):
+    write_machine(H200, tmp_path / "machine.json")
+    assert find_machine(str(tmp_path / "machine.json")) == H200

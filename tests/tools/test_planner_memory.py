@@ -1,0 +1,116 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's memory, against models on the meta device, Megatron's buffers and a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mini import REPOSITORY
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.dry_run import stages_on_meta  # noqa: E402
+from examples.mimo.nemotron_vlm.layout import Layout  # noqa: E402
+from examples.mimo.nemotron_vlm.parameter_table import count_by_module  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.training.global_vars import (  # noqa: E402
+    set_global_variables,
+    unset_global_variables,
+)
+from planner.calibrate import plan_of  # noqa: E402
+from planner.machine import find_machine  # noqa: E402
+from planner.measure import options_of  # noqa: E402
+from planner.memory import memory_of, most_in_flight, peak  # noqa: E402
+from planner.parameters import Sizes, stages_of  # noqa: E402
+
+TOLERANCE = 0.1
+"""Of peak memory, relative."""
+
+
+class TestParameters:
+    @pytest.mark.parametrize(
+        "model, world, encoder, language, placement, rank",
+        [
+            ("nano-vl-30b-a3b", 64, "tp=8", "tp=2,pp=4,ep=8,etp=1", "colocated", 63),
+            ("nano-vl-30b-a3b-gdn", 4096, "tp=4", "tp=2,cp=4,pp=4,ep=16", "colocated", 1500),
+            ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
+            ("tiny", 8, "tp=2", "pp=2,vpp=2,ep=4", "colocated", 0),
+        ],
+    )
+    def test_are_those_of_the_model_on_the_meta_device(
+        self, model, world, encoder, language, placement, rank, monkeypatch
+    ):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        cpu_runtime.install()
+        layouts = ["--encoder", encoder, "--language", language, "--placement", placement]
+        batch = ["--global-batch-size", str(2 * world), "--micro-batch-size", "1"]
+        options = parse(["--model", model, *layouts, *batch], world)
+        set_global_variables(options.args, build_tokenizer=False)
+        try:
+            with stages_on_meta(options, rank) as stages:
+                counted = count_by_module(stages)
+        finally:
+            unset_global_variables()
+        lay = options.layouts
+        stage = rank // (lay.language.size // lay.language.pp)
+        if lay.non_colocated:
+            inside = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
+            stage = lay.encoder.pp + inside
+        assert stages_of(options.preset, lay)[stage].by_module == counted
+
+    @pytest.mark.parametrize("replicas", [1, 3, 8])
+    def test_are_padded_as_in_megatrons_buffers(self, replicas):
+        sizes = [1, 63, 64, 65, 1000, 4096]
+        with torch.device("meta"):
+            parameters = [torch.nn.Parameter(torch.empty(size)) for size in sizes]
+        buffer = DistributedOptimizer._compute_per_buffer_param_layout(
+            parameters, None, replicas, DistributedDataParallelConfig()
+        )
+        from planner.memory import padded
+
+        assert padded(Sizes.of(sizes).aligned, replicas) == buffer.bucket_indices[-1][1]
+
+
+class TestActivations:
+    @pytest.mark.parametrize(
+        "stage, pp, vpp, microbatches, most",
+        [(0, 4, 1, 8, 4), (3, 4, 1, 8, 1), (0, 4, 1, 2, 2), (0, 1, 1, 8, 1), (0, 2, 2, 8, 5)],
+    )
+    def test_of_a_pipeline_are_of_the_microbatches_in_flight(
+        self, stage, pp, vpp, microbatches, most
+    ):
+        """With virtual stages: 2·(pp - 1) + (vpp - 1)·pp of the warm-up, and one."""
+        layout = Layout(dp=1, etp=1, pp=pp, vpp=vpp)
+        assert most_in_flight(stage, layout, microbatches, (1.0,) * vpp) == most
+
+    def test_and_all_the_rest_are_what_a_run_on_one_rank_has(self, tmp_path):
+        full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
+        cases = [f"{model} 4", f"{model} 2 {full}"]
+        cases.append(f"{model} 1 --encoder-macro-batch 4 --recompute-encoder 1")
+        listed, found = tmp_path / "cases.json", tmp_path / "found.json"
+        listed.write_text(json.dumps([case.split() for case in cases]))
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        paths = [str(REPOSITORY / "tools"), os.environ["PYTHONPATH"]]
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "planner.measure", listed, found],
+            env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths)},
+            check=True,
+            capture_output=True,
+        )
+        cpu = replace(find_machine("h200"), precision=4, fused=False, reserved_bytes=0.0)
+        for case, (rank,) in zip(cases, json.loads(found.read_text()), strict=True):
+            predicted = peak(memory_of(plan_of(options_of(case.split(), 1)), cpu))
+            assert predicted == pytest.approx(rank["peak_bytes"], rel=TOLERANCE), case

@@ -1,0 +1,120 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that layers keep from their forward for their backward, on one rank.
+
+*Fused* are the layers of GPUs (Transformer Engine, mamba-ssm, flash-linear-attention); the others
+are Megatron's own with the PyTorch reference ops, which keep more. Norms, attention projections and
+MLPs are counted tensor by tensor. A tensor that two layers share, the residual, is counted once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
+
+SSD_CHUNK, GDN_CHUNK = 128, 64
+"""Tokens of a chunk in Megatron's Mamba-2, and in the gated delta rule."""
+
+KEPT_FOR_LAYER = {"none": "", "moe": "E", "full": "*MGE-"}
+"""Kinds of layers that run again in the backward, by what is recomputed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A microbatch of a language DP rank, and how layers see it.
+
+    samples: of a sequence of ``seq_length`` tokens each. fused: the layers are. imbalance: tokens
+    of the rank with the busiest experts, over the mean.
+    """
+
+    samples: int
+    seq_length: int
+    fused: bool
+    imbalance: float = 1.0
+
+
+def language_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    """Numbers that one layer keeps of one microbatch."""
+    tokens = rows.samples * rows.seq_length / lay.cp
+    return tokens * _per_token(layer, p, lay, rows)
+
+
+def recomputed_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows, again: str) -> float:
+    """The same, where ``again`` names what is recomputed: none, moe or full."""
+    if layer not in KEPT_FOR_LAYER[again]:
+        return language_layer(layer, p, lay, rows)
+    tokens = rows.samples * rows.seq_length / lay.cp
+    kept = p.hidden_size if again == "full" else _norm(p.hidden_size, rows.fused)
+    return tokens * kept / lay.tp
+
+
+def _norm(hidden: int, fused: bool) -> int:
+    """Input, output and the inverse deviation; PyTorch's own RMSNorm keeps one tensor more."""
+    return (2 if fused else 3) * hidden + 1
+
+
+def _per_token(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    kept = _norm(p.hidden_size, rows.fused) / lay.tp
+    if layer == "*":
+        q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
+        copies = 2 if rows.fused else 3
+        gathered = kv * lay.cp if lay.cp > 1 and not rows.fused else 0
+        return kept + (copies * q + kv + gathered + p.num_attention_heads) / lay.tp
+    if layer == "M":
+        return kept + _mamba(p, lay, rows) / lay.tp
+    if layer == "G":
+        return kept + _gated_delta(p, lay, rows) / lay.tp
+    if layer == "E":
+        shared = 2 * p.moe_shared_expert_intermediate_size / lay.tp
+        router = (2 * p.num_experts + 10 * p.moe_router_topk) / lay.tp
+        sent = p.moe_router_topk * rows.imbalance * lay.etp / lay.tp
+        expert = p.hidden_size + 3 * p.moe_ffn_hidden_size / lay.etp
+        return kept + shared + router + sent * expert
+    return kept + 2 * (p.ffn_hidden_size or 4 * p.hidden_size) / lay.tp
+
+
+def _mamba(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    heads, groups, state = p.mamba_num_heads, p.mamba_num_groups, p.mamba_state_dim
+    inner = heads * p.mamba_head_dim
+    mixed = inner + 2 * groups * state
+    projected = inner + mixed + heads
+    if rows.fused:
+        return projected + 3 * inner
+    chunk = min(SSD_CHUNK, rows.seq_length / lay.cp)
+    between_tokens = (2 * heads + groups) * chunk
+    states = 2 * heads * p.mamba_head_dim * state / chunk + 2 * heads * state
+    return projected + 3 * mixed + 10 * inner + 2 * groups * state + between_tokens + states
+
+
+def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    key = p.linear_num_key_heads * p.linear_key_head_dim
+    heads = p.linear_num_value_heads
+    value = heads * p.linear_value_head_dim
+    projected, mixed = 2 * (key + value + heads), 2 * key + value
+    repeated = 2 * heads * p.linear_key_head_dim  # queries and keys of all value heads
+    if rows.fused:
+        return projected + mixed + repeated + 3 * value + heads * GDN_CHUNK
+    chunk = min(GDN_CHUNK, rows.seq_length / lay.cp)
+    return projected + 3 * mixed + 9 * value + 6 * repeated + 5.25 * heads * chunk
+
+
+def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool = True) -> float:
+    """Numbers that one stage of encoder and projector keeps of one tile."""
+    e = preset.encoder
+    patches = (e.tile // e.patch) ** 2
+    layer = 4 * e.hidden + 4 + (4 * e.hidden + 2 * e.ffn + e.heads) / lay.tp
+    kept = (patches + e.class_tokens) * layer * e.layers / lay.pp
+    if first:
+        kept += 3 * e.tile**2
+    if last:
+        row = 3 * e.output_size + 1 + 2 * preset.projector_ffn / lay.tp
+        kept += e.tokens_per_tile * row
+    return kept
+
+
+def head(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    """Numbers that final norm and loss keep of one microbatch, its softmax among them."""
+    tokens = rows.samples * rows.seq_length / lay.cp
+    return tokens * (_norm(p.hidden_size, rows.fused) + p.vocab_size) / lay.tp

@@ -1,0 +1,102 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Time of collectives by alpha-beta, over the links that the rank map says a group uses.
+
+The first group of an axis stands for all. A ring takes ``latency`` a doubling of ranks, and the
+bytes that each rank sends go at the bandwidth of the slowest link: within a node NVLink, else the
+network adapters of all ranks of the group that share a node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from planner.machine import Machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of ranks: how many, on how many nodes."""
+
+    size: int
+    nodes: int
+
+    @property
+    def per_node(self) -> float:
+        """Ranks that share a node."""
+        return self.size / self.nodes
+
+
+@cache
+def group_of(size: int, step: int, first: int, gpus_per_node: int) -> Group:
+    """The group of every ``step``-th rank from ``first`` on."""
+    ranks = range(first, first + size * step, step)
+    return Group(size, len({rank // gpus_per_node for rank in ranks}))
+
+
+@cache
+def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Group]:
+    """The groups of a module's first rank, by axis: ranks go through tp, cp, dp, pp in this order.
+
+    Experts factor the ranks of a stage as expt_tp, ep, expt_dp.
+    """
+    stage = lay.tp * lay.cp * lay.dp
+    shapes = {
+        "tp": (lay.tp, 1),
+        "cp": (lay.cp, lay.tp),
+        "dp_cp": (lay.dp * lay.cp, lay.tp),
+        "pp": (lay.pp, stage),
+        "expt_tp": (lay.etp, 1),
+        "ep": (lay.ep, lay.etp),
+        "expt_dp": (lay.expt_dp, lay.etp * lay.ep),
+    }
+    return {
+        axis: group_of(size, step, first, gpus_per_node) for axis, (size, step) in shapes.items()
+    }
+
+
+def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Group]:
+    """The groups over which encoder, language model and experts are replicated."""
+    e = layouts.encoder
+    groups = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
+    return group_of(e.dp, e.tp, 0, gpus_per_node), groups["dp_cp"], groups["expt_dp"]
+
+
+def ring(machine: Machine, group: Group, size: float) -> float:
+    """An all-gather or reduce-scatter of so many bytes in all: a rank sends all but its part."""
+    if group.size == 1:
+        return 0.0
+    sent = size * (group.size - 1) / group.size
+    return _latency(machine, group) + sent / _bandwidth(machine, group)
+
+
+def all_to_all(machine: Machine, group: Group, size: float) -> float:
+    """Every rank has so many bytes, and sends each rank of the group an equal part."""
+    if group.size == 1:
+        return 0.0
+    local = machine.node_speed
+    inside = size * (group.per_node - 1) / group.size / local
+    outside = size * (group.size - group.per_node) / group.size / machine.network_speed
+    return _latency(machine, group) + max(inside, outside)
+
+
+def send(machine: Machine, group: Group, size: float) -> float:
+    """From one rank of a group to the next one."""
+    leaves = group.nodes > 1
+    bandwidth = machine.network_speed if leaves else machine.node_speed
+    latency = machine.network_latency if leaves else machine.node_latency
+    return latency + size / bandwidth
+
+
+def _latency(machine: Machine, group: Group) -> float:
+    inside = machine.node_latency * math.log2(max(1.0, group.per_node))
+    return inside + machine.network_latency * math.log2(group.nodes)
+
+
+def _bandwidth(machine: Machine, group: Group) -> float:
+    if group.nodes == 1:
+        return machine.node_speed
+    return min(machine.node_speed, machine.network_speed * group.per_node)

@@ -1,0 +1,221 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of the pieces of a step: layers with their collectives, the bridge, and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.presets import LanguagePreset
+from planner import activations, flops
+from planner.activations import KEPT_FOR_LAYER, Rows
+from planner.communication import Group, all_to_all, groups_of, replicas_of, ring, send
+from planner.flops import BACKWARD
+from planner.machine import Machine
+from planner.parameters import chunks_of, stages_of
+from planner.plan import Plan
+
+GATHERS = 5
+"""Collectives of a layer over TP with sequence parallelism: forward an all-gather and a
+reduce-scatter, backward these and one more all-gather for the weights' gradient."""
+ADAM_BYTES = 34
+"""That the optimizer reads and writes of each number of its share: gradient, weight, two moments,
+the weight again in the model's precision; and the gradient for its norm."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of forward and backward of one microbatch, or of several pieces of it.
+
+    Attributes:
+        encoder, language: compute. recompute: forwards that run again, with their collectives.
+        tensor, experts, context: collectives of tensor, expert and context parallelism.
+    """
+
+    encoder: float = 0.0
+    language: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    experts: float = 0.0
+    context: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Cost(*(mine + theirs for mine, theirs in pairs))
+
+    def times(self, factor: float) -> Cost:
+        """Of so many of it."""
+        return Cost(*(factor * seconds for seconds in vars(self).values()))
+
+    @property
+    def total(self) -> float:
+        """Seconds of all."""
+        return sum(vars(self).values())
+
+    @property
+    def forward(self) -> float:
+        """A third of the compute and half of the collectives."""
+        compute = (self.encoder + self.language) / (1 + BACKWARD)
+        return compute + (self.tensor + self.experts + self.context) / 2
+
+    @property
+    def backward(self) -> float:
+        """The rest."""
+        return self.total - self.forward
+
+
+def language_chunks(plan: Plan, machine: Machine, gpus_per_node: int) -> list[Cost]:
+    """Cost of one microbatch in each virtual stage of the whole pipeline, in its order."""
+    p, lay, rows = plan.preset.language, plan.layouts.language, plan.rows(machine)
+    offset = plan.layouts.language_offset
+    return list(_chunks(p, lay, rows, plan.recompute, _Hashed(machine), gpus_per_node, offset))
+
+
+class _Hashed:
+    """A machine as a key of a cache: by identity."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __hash__(self) -> int:
+        return id(self.machine)
+
+    def __eq__(self, other: object) -> bool:
+        return self.machine is other.machine
+
+
+@cache
+def _chunks(
+    p: LanguagePreset,
+    lay: Layout,
+    rows: Rows,
+    again: str,
+    hashed: _Hashed,
+    per_node: int,
+    first: int,
+) -> tuple[Cost, ...]:
+    machine = hashed.machine
+    groups = groups_of(lay, per_node, first)
+    layers = {
+        kind: _layer(kind, p, lay, rows, again, machine, groups)
+        for kind in set(p.hybrid_layer_pattern) - {"|"}
+    }
+    chunks = [
+        sum((layers[kind].times(chunk.count(kind)) for kind in sorted(set(chunk))), Cost())
+        for chunk in chunks_of(p.hybrid_layer_pattern, lay)
+    ]
+    tokens = rows.samples * rows.seq_length / lay.cp
+    size = tokens * p.hidden_size * machine.precision
+    chunks[0] += Cost(tensor=2 * ring(machine, groups["tp"], size))
+    work = flops.head(p, lay, rows.samples, rows.seq_length)
+    kept = activations.head(p, lay, rows) * (4 + machine.precision)
+    loss = (1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept)
+    gathered = GATHERS * ring(machine, groups["tp"], size)
+    chunks[-1] += Cost(language=loss + machine.overhead["head"], tensor=gathered)
+    return tuple(chunks)
+
+
+def _layer(
+    kind: str,
+    p: LanguagePreset,
+    lay: Layout,
+    rows: Rows,
+    again: str,
+    machine: Machine,
+    groups: dict[str, Group],
+) -> Cost:
+    work = flops.language_layer(kind, p, lay, rows.samples, rows.seq_length)
+    if "experts" in work:
+        work["experts"] *= rows.imbalance
+    kept = machine.precision * activations.language_layer(kind, p, lay, rows)
+    overhead = machine.overhead[kind]
+    if kind == "E":
+        overhead += machine.overhead["expert"] * p.num_experts / lay.ep
+    compute = (1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept) + overhead
+    tokens = rows.samples * rows.seq_length / lay.cp
+    size = tokens * p.hidden_size * machine.precision
+    tensor = GATHERS * ring(machine, groups["tp"], size)
+    experts = context = 0.0
+    if kind == "E":
+        sent = size / lay.tp * p.moe_router_topk * rows.imbalance
+        experts = 4 * all_to_all(machine, groups["ep"], sent)
+        experts += 4 * ring(machine, groups["expt_tp"], sent * lay.etp)
+    elif lay.cp > 1:
+        context = 2 * _context(kind, p, lay, tokens / lay.tp, rows.samples, machine, groups["cp"])
+    cost = Cost(0.0, compute, 0.0, tensor, experts, context)
+    if kind in KEPT_FOR_LAYER[again]:
+        cost += Cost(recompute=cost.forward)
+    return cost
+
+
+def _context(
+    kind: str,
+    p: LanguagePreset,
+    lay: Layout,
+    tokens: float,
+    samples: int,
+    machine: Machine,
+    group: Group,
+) -> float:
+    """Collectives over CP in one forward: keys and values, or states that are passed."""
+    width = machine.precision
+    if kind == "*":
+        q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
+        moved = all_to_all(machine, group, tokens * (2 * q + kv) * width)  # to zigzag, and back
+        return moved + ring(machine, group, tokens * lay.cp * kv * width)
+    state = p.mamba_num_heads * p.mamba_head_dim * p.mamba_state_dim
+    if kind == "G":
+        state = p.linear_num_value_heads * p.linear_key_head_dim * p.linear_value_head_dim
+    if kind not in "MG":
+        return 0.0
+    halo = send(machine, group, 0.0)
+    return halo + ring(machine, group, 4.0 * samples * state / lay.tp * lay.cp)
+
+
+def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int = 1) -> Cost:
+    """Encoder and projector on so many microbatches at once, on the rank with most tiles."""
+    e, lay = plan.preset.encoder, plan.layouts.encoder
+    tiles = plan.most_tiles(microbatches)
+    work = flops.encoder_tile(plan.preset, lay)
+    kept = machine.precision * activations.encoder_tile(plan.preset, lay)
+    compute = tiles * ((1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept))
+    layers = e.layers / lay.pp
+    tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
+    reduced = 2 * ring(machine, group, tokens * e.hidden * machine.precision)
+    return Cost(encoder=compute + layers * machine.overhead["vit"], tensor=4 * layers * reduced)
+
+
+def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
+    """Both ways over the bridge in a step, where most is received: docs/reviewer/pipeline.md."""
+    e, lay, batch = plan.layouts.encoder, plan.layouts.language, plan.layouts.batch
+    rows = batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
+    size = rows * plan.preset.language.hidden_size * machine.precision
+    if plan.layouts.non_colocated:
+        most = size / min(e.dp, lay.dp)
+        leaves = plan.layouts.language_offset + lay.size > gpus_per_node
+        received = 2 * most
+    else:
+        forward = size * max(0.0, 1 / lay.dp - 1 / e.dp)
+        backward = size * (1 / e.dp - min(1 / e.dp, 1 / lay.dp) / lay.cp)
+        received = forward + (size / e.dp if lay.pp > 1 else backward)
+        leaves = max(lay.tp * lay.cp, e.tp, lay.size if lay.pp > 1 else 1) > gpus_per_node
+    if not received:
+        return 0.0
+    crossings = 2 * plan.layouts.num_microbatches if lay.pp == 1 else 2
+    bandwidth = machine.network_speed if leaves else machine.node_speed
+    latency = machine.network_latency if leaves else machine.node_latency
+    return crossings * latency + received / bandwidth
+
+
+def after_backward(plan: Plan, machine: Machine, gpus_per_node: int) -> tuple[float, float]:
+    """Seconds of gradients and weights over replicas, and of Adam, where most is held."""
+    groups = replicas_of(plan.layouts, gpus_per_node)
+    most = max((held.by_replicas for held in stages_of(plan.preset, plan.layouts)), key=sum)
+    reduced = adam = 0.0
+    for group, numbers in zip(groups, most, strict=True):
+        reduced += ring(machine, group, 4.0 * numbers)
+        reduced += ring(machine, group, machine.precision * numbers)
+        adam += ADAM_BYTES * numbers / group.size + 4.0 * numbers
+    return reduced, adam / machine.optimizer_bandwidth

@@ -1,0 +1,93 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated week of training: the share of it that becomes steps which last.
+
+Failures of GPUs are independent, so the run's come as a Poisson process. One loses the steps since
+the last checkpoint and the time of a restart. A checkpoint stops training while it is written. In a
+step in which a GPU is slow all others wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from argparse import Namespace
+from dataclasses import dataclass, replace
+
+WEEK = 7 * 24 * 3600.0
+WEEKS = 20
+"""Weeks that are simulated for each figure."""
+CHECKPOINT_SECONDS = (5.0, 30.0, 120.0)
+MTBF_FACTORS = (0.25, 1.0, 4.0)
+"""Of the asked-for mean time between failures: what the table shows."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Of a run, in seconds.
+
+    Attributes:
+        mtbf: mean time between failures of the whole run.
+        checkpoint: that a checkpoint stops training. interval: training between two of them.
+        restart: from a failure to the next step.
+        straggler_chance: that a step has a slow GPU. straggler_slowdown: such a step over a usual
+            one.
+    """
+
+    step: float
+    mtbf: float
+    checkpoint: float
+    interval: float
+    restart: float
+    straggler_chance: float = 0.0
+    straggler_slowdown: float = 1.0
+
+
+def best_interval(checkpoint: float, mtbf: float) -> float:
+    """Young's: sqrt(2 · checkpoint · MTBF), Communications of the ACM 17 (1974)."""
+    return math.sqrt(2 * checkpoint * mtbf)
+
+
+def goodput(run: Conditions, seed: int = 0, duration: float = WEEKS * WEEK) -> float:
+    """Seconds of lasting steps at full speed, over all seconds."""
+    random_numbers = random.Random(seed)
+    mean_step = run.step * (1 + run.straggler_chance * (run.straggler_slowdown - 1))
+    steps = max(1, round(run.interval / mean_step))
+    cycle = steps * mean_step + run.checkpoint
+    now = kept = 0.0
+    while now < duration:
+        until_failure = min(random_numbers.expovariate(1 / run.mtbf), duration - now)
+        kept += until_failure // cycle * steps * run.step
+        now += until_failure + run.restart
+    return kept / now
+
+
+def table(run: Conditions) -> list[tuple[float, float, float, float]]:
+    """MTBF and checkpoint seconds, the best interval there, and the goodput."""
+    rows = []
+    for factor in MTBF_FACTORS:
+        for checkpoint in CHECKPOINT_SECONDS:
+            mtbf = run.mtbf * factor
+            interval = best_interval(checkpoint, mtbf)
+            case = replace(run, mtbf=mtbf, checkpoint=checkpoint, interval=interval)
+            rows.append((mtbf, checkpoint, interval, goodput(case)))
+    return rows
+
+
+def describe_goodput(options: Namespace) -> str:
+    """The table of a command line."""
+    run = Conditions(
+        step=options.step_seconds,
+        mtbf=options.gpu_mtbf_hours * 3600 / options.gpus,
+        checkpoint=0.0,
+        interval=0.0,
+        restart=60 * options.restart_minutes,
+        straggler_chance=options.straggler_chance,
+        straggler_slowdown=options.straggler_slowdown,
+    )
+    lines = ["failures every   checkpoint takes   one every   goodput"]
+    for mtbf, checkpoint, interval, share in table(run):
+        lines.append(
+            f"{mtbf / 3600:12.1f} h {checkpoint:16.0f} s {interval / 60:7.1f} min {share:9.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a rank of every pipeline stage: parameters and state exactly, activations by formula.
+
+The peak is at a backward's begin, when all is kept; what layers use in passing is freed before.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.presets import LanguagePreset
+from layout_view.schedule import order_of_stage
+from planner import activations
+from planner.activations import KEPT_FOR_LAYER, Rows
+from planner.machine import Machine
+from planner.parameters import Held, chunks_of_stage, stages_of
+from planner.plan import Plan
+
+BUCKET_MULTIPLE = 128
+"""Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
+
+Parts = dict[str, float]
+"""Bytes of a rank by part."""
+
+
+def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
+    """Parts of a rank of each pipeline stage."""
+    layouts = plan.layouts
+    parts = []
+    for stage, held in enumerate(stages_of(plan.preset, layouts)):
+        state = _state(held, layouts, machine.precision)
+        first = layouts.encoder.pp if layouts.non_colocated else 0
+        if stage < first:
+            kept = _encoder_stage(plan, machine, stage)
+        else:
+            kept = _language_stage(plan, machine, stage - first)
+        parts.append(state | kept | {"reserved": machine.reserved_bytes})
+    return parts
+
+
+def peak(parts: list[Parts]) -> float:
+    """Bytes of the rank that needs most."""
+    return max(sum(part.values()) for part in parts)
+
+
+def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
+    """Parameters, fp32 gradients, Adam's share: two moments, and fp32 weights beside bf16."""
+    replicas = (
+        layouts.encoder.dp,
+        layouts.language.dp * layouts.language.cp,
+        layouts.language.expt_dp,
+    )
+    numbers = sharded = 0.0
+    for aligned, copies in zip(held.by_replicas, replicas, strict=True):
+        size = padded(aligned, copies)
+        numbers += size
+        sharded += size / copies
+    return {
+        "parameters": precision * numbers,
+        "gradients": 4.0 * numbers,
+        "optimizer": (12.0 if precision == 2 else 8.0) * sharded,
+    }
+
+
+def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
+    lay, stages = plan.layouts.encoder, plan.layouts.encoder.pp + plan.layouts.language.pp
+    in_flight = min(stages - stage, plan.layouts.num_microbatches)
+    one = plan.most_tiles() * machine.precision
+    one *= activations.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1)
+    return {"encoder activations": in_flight * one}
+
+
+def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
+    """Colocated, with the encoder's activations: a macro-batch's, or with a pipeline a batch's."""
+    p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
+    width, rows = machine.precision, plan.rows(machine)
+    parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
+    if not plan.layouts.non_colocated:
+        parts["encoder activations"] = width * _encoder_kept(plan, stage)
+    return parts
+
+
+def padded(aligned: int, replicas: int) -> int:
+    """Numbers of a gradient buffer."""
+    multiple = math.lcm(replicas, BUCKET_MULTIPLE)
+    return -(-aligned // multiple) * multiple
+
+
+@cache
+def _language_kept(
+    p: LanguagePreset, lay: Layout, rows: Rows, again: str, number: int, width: int, stage: int
+) -> Parts:
+    chunks = chunks_of_stage(p.hybrid_layer_pattern, lay, stage)
+    kinds = set("".join(chunks))
+    layers = {kind: activations.recomputed_layer(kind, p, lay, rows, again) for kind in kinds}
+    kept = tuple(sum(layers[kind] for kind in chunk) for chunk in chunks)
+    runs_again = kinds & set(KEPT_FOR_LAYER[again])
+    largest = max(
+        (activations.language_layer(kind, p, lay, rows) for kind in runs_again), default=0.0
+    )
+    is_last = stage == lay.pp - 1
+    return {
+        "language activations": width * most_in_flight(stage, lay, number, kept),
+        "loss": (4 + width) * activations.head(p, lay, rows) if is_last else 0.0,
+        "recomputed layer": 2 * width * largest,  # and gradients of about its size
+    }
+
+
+def _encoder_kept(plan: Plan, stage: int) -> float:
+    """Numbers that colocated encoders keep while the language model runs, and the bridge's rows."""
+    lay, at_once = plan.layouts, plan.encoded_at_once
+    of_tile = activations.encoder_tile(plan.preset, lay.encoder)
+    width = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
+    encoded = plan.most_tiles(at_once) * width
+    consumed = at_once * plan.images.mean * lay.batch.micro_size * width if stage == 0 else 0.0
+    kept = min(plan.recompute_encoder or at_once, at_once)
+    return plan.most_tiles(kept) * of_tile + encoded + 2 * consumed
+
+
+@cache
+def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: tuple[float, ...]) -> float:
+    """The most that a stage's virtual stages keep at once, in Megatron's order of microbatches.
+
+    Args:
+        kept: by each virtual stage of one microbatch.
+    """
+    if lay.pp == 1:
+        return sum(kept)
+    # In flight no more once the warm-up is over; its length does not grow with the microbatches.
+    number = min(microbatches, 4 * lay.pp)
+    now = most = 0.0
+    for way, chunk, _ in order_of_stage(stage, lay.pp, number, lay.vpp):
+        now += kept[chunk] if way == "forward" else -kept[chunk]
+        most = max(most, now)
+    return most

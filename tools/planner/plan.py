@@ -1,0 +1,76 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A plan: two checked layouts, what is recomputed, and the images that the batch brings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.presets import VLMPreset
+from planner.activations import Rows
+from planner.machine import Machine
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Image tiles of a sample: the mean, and the deviation from it."""
+
+    mean: float
+    deviation: float = 0.0
+
+    @classmethod
+    def of(cls, chances: dict[int, float]) -> Tiles:
+        """From the chance of each number of tiles; chances need not add up to 1."""
+        total = sum(chances.values())
+        mean = sum(count * chance for count, chance in chances.items()) / total
+        square = sum(count**2 * chance for count, chance in chances.items()) / total
+        return cls(mean, math.sqrt(max(0.0, square - mean**2)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is priced.
+
+    Attributes:
+        recompute: none, moe (Megatron's selective recompute of MoE layers) or full.
+        macro_batch: of ``--encoder-macro-batch``, colocated without a pipeline.
+        recompute_encoder: of ``--recompute-encoder``; 0 keeps activations.
+        imbalance: tokens of the busiest experts' rank over the mean.
+    """
+
+    preset: VLMPreset
+    layouts: Layouts
+    images: Tiles
+    recompute: str = "none"
+    recompute_encoder: int = 0
+    macro_batch: int = 1
+    imbalance: float = 1.0
+
+    @property
+    def encoded_at_once(self) -> int:
+        """Microbatches whose images the encoder takes at once: with a pipeline, a step's."""
+        if self.layouts.non_colocated:
+            return 1
+        return self.layouts.num_microbatches if self.layouts.language.pp > 1 else self.macro_batch
+
+    def most_tiles(self, microbatches: int = 1) -> float:
+        """Tiles of so many microbatches on the encoder rank that has most of them.
+
+        Colocated, tiles are cut evenly. Non-colocated, a rank encodes whole samples: the largest of
+        dp sums is estimated as a normal distribution's, mean + deviation · sqrt(2 ln dp).
+        """
+        lay = self.layouts
+        samples = microbatches * lay.batch.micro_size * lay.language.dp / lay.encoder.dp
+        mean = samples * self.images.mean
+        if not lay.non_colocated:
+            return float(math.ceil(mean))
+        spread = self.images.deviation * math.sqrt(samples * 2 * math.log(lay.encoder.dp))
+        return mean + spread
+
+    def rows(self, machine: Machine) -> Rows:
+        """A microbatch as the language model's layers see it."""
+        batch, has_ranks = self.layouts.batch, self.layouts.language.ep > 1
+        imbalance = self.imbalance if has_ranks else 1.0
+        return Rows(batch.micro_size, batch.seq_length, machine.fused, imbalance)

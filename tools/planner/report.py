@@ -1,0 +1,205 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plans as a table, as data and as a picture, with the command that runs the best of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from planner.flops import of_sample
+from planner.machine import Machine
+from planner.memory import peak
+from planner.plan import Plan
+from planner.search import Found, Priced, Task
+
+RECOMPUTE = {
+    "none": [],
+    "moe": ["--recompute-granularity selective", "--recompute-modules moe"],
+    "full": ["--recompute-granularity full", "--recompute-method uniform --recompute-num-layers 1"],
+}
+"""Options of the program, by what is recomputed."""
+GIB = 2**30
+COLLECTIVES = ("tensor", "context", "gradients")
+"""Shown as one column; experts' and the bridge have their own."""
+
+
+def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]:
+    """The command line that runs a plan, a line each."""
+    nodes = -(-world // gpus_per_node)
+    launch = f"torchrun --nproc-per-node {min(world, gpus_per_node)}"
+    if nodes > 1:
+        launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    return [f"{launch} examples/mimo/pretrain_nemotron_vlm.py", *options_of(plan, model)]
+
+
+def options_of(plan: Plan, model: str) -> list[str]:
+    """The program's options for a plan on GPUs."""
+    lay, batch = plan.layouts, plan.layouts.batch
+    options = [
+        f"--model {model} --device cuda --bf16 --placement {lay.placement}",
+        f"--encoder {lay.encoder} --language {lay.language}",
+        f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size} "
+        f"--micro-batch-size {batch.micro_size}",
+        *RECOMPUTE[plan.recompute],
+    ]
+    if plan.macro_batch > 1:
+        options.append(f"--encoder-macro-batch {plan.macro_batch}")
+    if plan.recompute_encoder:
+        options.append(f"--recompute-encoder {plan.recompute_encoder}")
+    return options
+
+
+def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
+    """Everything that is printed."""
+    counts = found.counts
+    images = f"{task.images.mean:g}" + (
+        f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
+    )
+    title = (
+        f"{task.preset.name} on {task.world} GPUs, {task.gpus_per_node} a node: {task.seq_length} "
+        f"tokens and {images} tiles a sample, global batch {task.global_batch}\n"
+        f"{counts['fit']} plans fit {machine.memory_bytes / 1e9:.0f} GB, "
+        f"{counts.get('too large', 0)} do not; {machine.source}"
+    )
+    best = found.best[0]
+    lines = command(best.plan, task.world, task.gpus_per_node, model)
+    return "\n\n".join(
+        [
+            title,
+            _table([_header(), *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
+            _why(found.best),
+            "memory of the best, GiB of a rank by pipeline stage\n" + _memory(best),
+            "run it with\n" + " \\\n    ".join(lines),
+        ]
+    )
+
+
+def _header() -> list[str]:
+    return [
+        "",
+        "s/step",
+        "tokens/s/GPU",
+        "TFLOP/s",
+        "GiB",
+        "bubble",
+        "bridge",
+        "all-to-all",
+        "other comm.",
+        "encoder",
+        "language",
+        "micro",
+        "recompute",
+        "placement",
+    ]
+
+
+def _row(number: int, task: Task, priced: Priced) -> list[str]:
+    figures, plan = figures_of(task, priced), priced.plan
+    step, parts = priced.step.seconds, priced.step.parts
+    again = [plan.recompute] if plan.recompute != "none" else []
+    again += [f"encoder/{plan.recompute_encoder}"] if plan.recompute_encoder else []
+    micro = str(plan.layouts.batch.micro_size) + (f"×{plan.macro_batch}" * (plan.macro_batch > 1))
+    return [
+        str(number),
+        f"{step:.3f}",
+        f"{figures['tokens_per_second_per_gpu']:,.0f}",
+        f"{figures['tflops_per_gpu']:.0f}",
+        f"{figures['peak_bytes'] / GIB:.0f}",
+        f"{parts['bubble'] / step:.1%}",
+        f"{parts['bridge'] / step:.1%}",
+        f"{parts['experts'] / step:.1%}",
+        f"{sum(parts[name] for name in COLLECTIVES) / step:.1%}",
+        str(plan.layouts.encoder),
+        str(plan.layouts.language),
+        micro,
+        "+".join(again) or "-",
+        plan.layouts.placement,
+    ]
+
+
+def figures_of(task: Task, priced: Priced) -> dict[str, float]:
+    """Throughput and peak memory; operations are counted without what is recomputed."""
+    step = priced.step.seconds * task.world
+    work = of_sample(task.preset, task.seq_length, task.images.mean) * task.global_batch
+    return {
+        "step_seconds": priced.step.seconds,
+        "tokens_per_second_per_gpu": task.global_batch * task.seq_length / step,
+        "tflops_per_gpu": work / step / 1e12,
+        "peak_bytes": peak(priced.memory),
+    }
+
+
+def _why(best: list[Priced]) -> str:
+    """What the next plans take longer for: the parts that grow most against the best."""
+    first = best[0].step
+    lines = [f"why the next ones lose to 1 ({_shares(best[0])})"]
+    for number, priced in enumerate(best[1:], 2):
+        parts = priced.step.parts
+        grown = sorted(((parts[name] - first.parts[name], name) for name in parts), reverse=True)
+        more = ", ".join(f"{name} +{by:.3f} s" for by, name in grown[:2] if by > 5e-4)
+        less = min((by, name) for by, name in grown)
+        gain = f"; {less[1]} {less[0]:.3f} s" if less[0] < -5e-4 else ""
+        lines.append(f"{number:2}  +{priced.step.seconds - first.seconds:.3f} s: {more}{gain}")
+    return "\n".join(lines)
+
+
+def _shares(priced: Priced) -> str:
+    step = priced.step
+    largest = sorted(step.parts.items(), key=lambda part: -part[1])[:4]
+    return ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in largest)
+
+
+def _memory(priced: Priced) -> str:
+    names = list(dict.fromkeys(name for part in priced.memory for name in part))
+    rows = [["stage", *names, "sum"]]
+    for stage, part in zip(priced.step.stages, priced.memory, strict=True):
+        cells = [part.get(name, 0.0) for name in names]
+        rows.append([stage, *(f"{cell / GIB:.1f}" for cell in (*cells, sum(cells)))])
+    return _table(rows)
+
+
+def rows_of(task: Task, found: Found, model: str) -> dict:
+    """The plans, for JSON."""
+    return {
+        "world": task.world,
+        "gpus_per_node": task.gpus_per_node,
+        "counts": found.counts,
+        "plans": [
+            figures_of(task, priced)
+            | {
+                "placement": priced.plan.layouts.placement,
+                "encoder": asdict(priced.plan.layouts.encoder),
+                "language": asdict(priced.plan.layouts.language),
+                "batch": asdict(priced.plan.layouts.batch),
+                "recompute": priced.plan.recompute,
+                "recompute_encoder": priced.plan.recompute_encoder,
+                "macro_batch": priced.plan.macro_batch,
+                "seconds": priced.step.parts,
+                "bytes": dict(zip(priced.step.stages, priced.memory, strict=True)),
+                "command": command(priced.plan, task.world, task.gpus_per_node, model),
+            }
+            for priced in found.best
+        ],
+    }
+
+
+def draw_timeline(priced: Priced, path: Path) -> None:
+    """Write the picture of a plan's step."""
+    from bench.timeline import draw
+
+    plan, step = priced.plan, priced.step
+    title = (
+        f"{plan.layouts.placement}: encoder {plan.layouts.encoder}, language "
+        f"{plan.layouts.language}; {step.seconds:.3f} s, without gradients and optimizer"
+    )
+    draw(path, {title: step.spans}, step.stages)
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,176 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step: its pieces in the order of the runtime's schedule.
+
+Colocated: without a pipeline, encoder, bridge and language model of each microbatch one after the
+other; with one, three phases (docs/reviewer/pipeline.md). Non-colocated: one pipeline of both.
+Nothing overlaps: neither collectives nor the optimizer's, as by default in the program.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from layout_view.schedule import Span, simulate
+from planner.communication import groups_of, send
+from planner.costs import Cost, after_backward, bridge_seconds, encoder_cost, language_chunks
+from planner.machine import Machine
+from planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's time, and where it goes.
+
+    Attributes:
+        seconds: of the step.
+        work: seconds that all ranks together are busy.
+        parts: seconds of a rank of the busiest pipeline stage; ``bubble`` is its waiting.
+        stages: names of the pipeline's stages. spans: what each does when; none of an estimate.
+    """
+
+    seconds: float
+    work: float
+    parts: dict[str, float]
+    stages: list[str]
+    spans: list[list[Span]]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the ranks do in a step.
+
+    Attributes:
+        chunks: cost of a microbatch by virtual stage of the pipeline. modules: of its stages.
+        hop: seconds from a stage to the next one.
+        encoder: of a macro-batch outside of the pipeline. macro_batches: their number.
+        bridge: seconds of a step outside of the pipeline.
+    """
+
+    chunks: list[Cost]
+    modules: list[str]
+    hop: float
+    encoder: Cost
+    macro_batches: float
+    bridge: float
+
+    @property
+    def stages(self) -> list[Cost]:
+        """Cost of a microbatch by stage, of all its virtual stages."""
+        size = len(self.modules)
+        return [sum(self.chunks[stage::size], Cost()) for stage in range(size)]
+
+
+def step_time(plan: Plan, machine: Machine, gpus_per_node: int, exact: bool = True) -> Step:
+    """Price one step.
+
+    Args:
+        exact: simulate the pipeline, microbatch by microbatch; else a formula, for searches.
+    """
+    layouts, number = plan.layouts, plan.layouts.num_microbatches
+    work = _work(plan, machine, gpus_per_node)
+    length, spans = _pipeline(plan, work, machine.microbatch_overhead, exact)
+    alone = work.encoder.times(work.macro_batches)
+    if exact and not layouts.non_colocated:
+        wrap = _macro_batches if layouts.language.pp == 1 else _phases
+        spans = [wrap(line, work, plan.encoded_at_once) for line in spans]
+    gradients, optimizer = after_backward(plan, machine, gpus_per_node)
+    after = {
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "overhead": machine.step_overhead + number * machine.microbatch_overhead,
+    }
+    total = length + alone.total + work.bridge + gradients + optimizer + machine.step_overhead
+    everyone = _all_work(plan, work, gradients + optimizer + machine.step_overhead, machine)
+    if machine.shared_cores:
+        total = max(total, everyone / machine.shared_cores)
+    busiest = max(work.stages, key=lambda cost: cost.total).times(number) + alone
+    bridge = bridge_seconds(plan, machine, gpus_per_node)
+    parts = vars(busiest) | {"bridge": bridge} | after
+    parts["bubble"] = max(0.0, total - sum(parts.values()))
+    return Step(total, everyone, parts, _names(plan), spans)
+
+
+def _names(plan: Plan) -> list[str]:
+    layouts = plan.layouts
+    names = [f"stage {stage}" for stage in range(layouts.language.pp)]
+    if layouts.non_colocated:
+        return [f"encoder {stage}" for stage in range(layouts.encoder.pp)] + names
+    return names if layouts.language.pp > 1 else ["all ranks"]
+
+
+def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
+    layouts, lay = plan.layouts, plan.layouts.language
+    groups = groups_of(layouts.encoder, gpus_per_node)
+    at_once = plan.encoded_at_once
+    encoder = encoder_cost(plan, machine, groups["tp"], at_once)
+    bridge = bridge_seconds(plan, machine, gpus_per_node)
+    chunks = language_chunks(plan, machine, gpus_per_node)
+    modules = ["language"] * lay.pp
+    rows = plan.rows(machine)
+    size = rows.samples * rows.seq_length / lay.cp / lay.tp * plan.preset.language.hidden_size
+    pipeline = groups_of(lay, gpus_per_node, layouts.language_offset)["pp"]
+    hop = send(machine, pipeline, size * machine.precision)
+    if layouts.non_colocated:
+        modules = ["encoder"] * layouts.encoder.pp + modules
+        hop = max(hop, bridge / layouts.num_microbatches / 2)
+        chunks = [encoder] * layouts.encoder.pp + chunks
+        return _Work(chunks, modules, hop, Cost(), 0.0, 0.0)
+    if plan.recompute_encoder:
+        shares = math.ceil(at_once / plan.recompute_encoder)
+        layers = plan.preset.encoder.layers * machine.overhead["vit"]
+        encoder += Cost(recompute=encoder.forward + (shares - 1) * layers)
+    return _Work(chunks, modules, hop, encoder, layouts.num_microbatches / at_once, bridge)
+
+
+def _pipeline(
+    plan: Plan, work: _Work, overhead: float, exact: bool
+) -> tuple[float, list[list[Span]]]:
+    """Seconds of all microbatches in the pipeline, which may have one stage, and its spans."""
+    number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
+    if not exact:
+        each = [cost.total + overhead for cost in work.stages]
+        ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
+        return number * max(each) + ends, []
+
+    def seconds(way: str, virtual: int) -> float:
+        return getattr(work.chunks[virtual], way) + overhead / 2 / vpp
+
+    spans = simulate(work.modules, seconds, number, vpp, work.hop)
+    return max(line[-1][2] for line in spans), spans
+
+
+def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:
+    """A stage's whole step: encoder, its part of the pipeline, and the encoder's backward."""
+    begin = work.encoder.forward + work.bridge / 2
+    moved = [(phase, begin + start, begin + stop) for phase, start, stop in line]
+    end = moved[-1][2] + work.bridge / 2
+    first = ("encoder forward", 0.0, work.encoder.forward)
+    return [first, *moved, ("encoder backward", end, end + work.encoder.backward)]
+
+
+def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
+    """Without a pipeline: the encoder's forward and backward around each macro-batch."""
+    spans: list[Span] = []
+    now = 0.0
+    for first in range(0, len(line), 2 * at_once):
+        microbatches = line[first : first + 2 * at_once]
+        spans.append(("encoder forward", now, now + work.encoder.forward))
+        shift = spans[-1][2] - microbatches[0][1]
+        spans += [(phase, shift + begin, shift + end) for phase, begin, end in microbatches]
+        now = spans[-1][2] + work.encoder.backward
+        spans.append(("encoder backward", spans[-1][2], now))
+    return spans
+
+
+def _all_work(plan: Plan, work: _Work, after: float, machine: Machine) -> float:
+    """Seconds of all ranks together: what shared cores have to do, whoever waits for whom."""
+    layouts = plan.layouts
+    ranks = [layouts.language.size // layouts.language.pp] * layouts.language.pp
+    if layouts.non_colocated:
+        ranks = [layouts.encoder.size // layouts.encoder.pp] * layouts.encoder.pp + ranks
+    alone = work.macro_batches * work.encoder.total + work.bridge + after
+    each = layouts.num_microbatches
+    busy = [each * (cost.total + machine.microbatch_overhead) + alone for cost in work.stages]
+    return sum(count * seconds for count, seconds in zip(ranks, busy, strict=True))
