@@ -7,13 +7,16 @@ arguments) and ``log``, a file for what the ranks say. Each is answered by a lin
 status of the first rank that failed, else 0.
 """
 
+import functools
 import gc
+import inspect
 import json
 import os
 import runpy
 import signal
 import socket
 import sys
+from argparse import ArgumentParser
 from importlib import import_module
 
 import stand_ins
@@ -32,6 +35,7 @@ def main() -> None:
     stand_ins.install()
     for module in IMPORTED_ONCE:
         import_module(module)
+    read_options_once()
     gc.freeze()  # what is imported stays shared with the ranks
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
@@ -46,6 +50,12 @@ def main() -> None:
                 return run_rank(rank, port, **asked)
             ranks.add(process)
         print(ended(ranks), file=answers)
+
+
+def read_options_once() -> None:
+    """Megatron reads the texts of its options from its sources each time that it parses them."""
+    inspect.getsource = functools.cache(inspect.getsource)
+    import_module("megatron.training.arguments").add_megatron_arguments(ArgumentParser())
 
 
 def run_rank(rank: int, port: int, ranks: int, command: list[str], log: str) -> None:
