@@ -5,7 +5,20 @@
 So every behaviour is seen once; rows are sorted with that in mind, the most demanding first.
 """
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _attention_backend_is_forgotten() -> Iterator[None]:
+    """A model notes its backend in the environment, where the next one refuses another."""
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        if name.startswith("NVTE_"):
+            del os.environ[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
