@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("row", choices=ROWS["row"])
     parser.add_argument("--device", choices=ROWS["device"], default="cuda")
+    parser.add_argument("--only", metavar="RUN", action="append", help="of the row; by default all")
     parser.add_argument("--json", type=Path, help="where to write all that was measured")
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
@@ -54,12 +55,14 @@ def main(arguments: list[str]) -> int:
     common = f"{ROWS['device'][own.device]['arguments']} {row['arguments']}"
     found = []
     for run in row["runs"]:
+        if own.only and run["name"] not in own.only:
+            continue
         command = [*shlex.split(f"{common} {run.get('arguments', '')}"), *more]
         found.append({"name": run["name"], **measured(run["ranks"], command)})
         print(line(found[-1], found[0]), flush=True)
-    if own.json:
-        whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
-        own.json.write_text(json.dumps(whole, indent=1) + "\n")
+        if own.json:
+            whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
+            own.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
 
@@ -79,7 +82,6 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
             command,
             check=True,
             cwd=os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM"),
-            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TRITON_CACHE_AUTOTUNING": "1"} | os.environ,
         )
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
         log = (out / "log.txt").read_text()
@@ -92,6 +94,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     return {
         "ranks": ranks,
         "arguments": arguments,
+        "loss": [record["loss"] for record in records],
         "first_step_s": records[0]["step_time_s"],
         "step_s": seconds,
         "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,

@@ -66,6 +66,15 @@ WITHOUT_KERNELS = {
 }
 """On a CPU, whose cores the ranks share."""
 
+WITH_ENGINE = {
+    "transformer_impl": "transformer_engine",
+    "moe_grouped_gemm": True,
+    "moe_router_fusion": True,
+    "moe_permute_fusion": True,
+    "use_fused_weighted_squared_relu": True,
+}
+"""On a GPU with Transformer Engine."""
+
 
 def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     """Of a preset on a device, by the names of Megatron's arguments.
@@ -83,10 +92,16 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    return chosen | {
-        "transformer_impl": "transformer_engine" if has_engine else "local",
-        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-    }
+    return (
+        chosen
+        | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
+        | {
+            "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+            "cross_entropy_loss_fusion": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        }
+    )
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:

@@ -90,7 +90,12 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     for part in PARTS_OF_IMAGES:
         add(f"--{part}-lr", type=float, metavar="LR", help=f"of the {part}, in place of --lr")
         add(f"--{part}-weight-decay", type=float, metavar="DECAY", help="its own, likewise")
-    add("--data", default="digits", metavar="digits|mock|energon:PATH", help="samples")
+    add(
+        "--data",
+        default="digits",
+        metavar="digits|digits:N|mock|energon:PATH",
+        help="samples: strips of one to three scanned digits, of N digits, noise, or shards",
+    )
     add(
         "--pack",
         action="store_true",

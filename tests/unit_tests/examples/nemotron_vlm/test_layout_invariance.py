@@ -36,7 +36,6 @@ class TestFourRanks:
     def test_trajectory_equals_one_rank(self, encoder, language):
         assert_same_trajectory_as_one_rank(encoder, language, common=OWN_DEFAULTS)
 
-
     @requires_world_size(4)
     @pytest.mark.parametrize(
         ("encoder", "language", "samples"),
