@@ -68,7 +68,6 @@ WITHOUT_KERNELS = {
 
 WITH_ENGINE = {
     "transformer_impl": "transformer_engine",
-    "moe_grouped_gemm": True,
     "moe_router_fusion": True,
     "moe_permute_fusion": True,
     "use_fused_weighted_squared_relu": True,
@@ -97,6 +96,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
         | {
             "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+            "moe_grouped_gemm": True,
             "cross_entropy_loss_fusion": True,
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
