@@ -61,17 +61,17 @@ def table(rows: list[dict]) -> str:
                 f"{run['tflops_per_gpu'] / PEAK:.1%}",
                 f"{ratio:.2f}",
                 f"{run['peak_memory_gib']:.0f}",
-                *(f"{share:.1%}" for share in shares(run).values()),
+                *("–" if share is None else f"{share:.1%}" for share in shares(run).values()),
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def shares(run: dict) -> dict[str, float]:
+def shares(run: dict) -> dict[str, float | None]:
     """Of the first GPU's step, by part; it is idle beside the data that it waits for."""
-    traced = run["trace"] or dict.fromkeys(PARTS, 0.0)
-    found = {"data": run["data_wait"], "idle": max(0.0, (run["idle"] or 0.0) - run["data_wait"])}
-    return {name: found.get(name, traced[name]) for name in PARTS}
+    traced = run["trace"] or dict.fromkeys(PARTS)
+    idle = None if run["idle"] is None else max(0.0, run["idle"] - run["data_wait"])
+    return {"data": run["data_wait"], "idle": idle} | {n: traced[n] for n in tuple(PARTS)[2:]}
 
 
 def draw(rows: list[dict], png: Path) -> None:
@@ -89,7 +89,7 @@ def draw(rows: list[dict], png: Path) -> None:
     speed.set_xlabel(f"TFLOP/s a GPU; dotted: 40 % of {PEAK}")
     left = [0.0] * len(runs)
     for part, colour in PARTS.items():
-        widths = [shares(run)[part] for _, run in runs]
+        widths = [shares(run)[part] or 0.0 for _, run in runs]
         parts.barh(places, widths, left=left, color=colour, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     parts.set_xlabel("share of a step")
