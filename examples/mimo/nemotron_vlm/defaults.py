@@ -8,6 +8,8 @@ from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
 
+import torch
+
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.own_options import SIZES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
@@ -96,12 +98,17 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
         | {
             "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-            "moe_grouped_gemm": True,
+            "moe_grouped_gemm": _has_grouped_gemm(),
             "cross_entropy_loss_fusion": True,
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
         }
     )
+
+
+def _has_grouped_gemm() -> bool:
+    """Whether Megatron takes ``--moe-grouped-gemm`` on this device: from A100s on."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
