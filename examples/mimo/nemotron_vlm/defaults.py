@@ -98,7 +98,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
         | {
             "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-            "moe_grouped_gemm": _has_grouped_gemm(),
+            "moe_grouped_gemm": _has_grouped_gemm(has_engine),
             "cross_entropy_loss_fusion": True,
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
@@ -106,9 +106,12 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     )
 
 
-def _has_grouped_gemm() -> bool:
-    """Whether Megatron takes ``--moe-grouped-gemm`` on this device: from A100s on."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+def _has_grouped_gemm(has_engine: bool) -> bool:
+    """Whether ``--moe-grouped-gemm`` is taken: from A100s on, without the engine by PyTorch's."""
+    has_kernels = has_engine or hasattr(torch.nn.functional, "grouped_mm")
+    return (
+        has_kernels and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:

@@ -21,7 +21,8 @@ class GroupedExperts(SequentialMLP):
     the experts' sizes on the device: nothing here waits for it.
 
     Raises:
-        ValueError: with ``moe_grouped_gemm``, for experts with biases or gates.
+        ValueError: with ``moe_grouped_gemm``, for experts with biases or gates, and before PyTorch
+            2.10, which has no grouped GEMM for all.
     """
 
     def __init__(self, num_local_experts: int, config, *args, **kwargs) -> None:
@@ -30,6 +31,8 @@ class GroupedExperts(SequentialMLP):
                 "moe_grouped_gemm of local layers takes no biases and no gated units: "
                 "leave it out, or choose transformer_impl='transformer_engine'"
             )
+        if config.moe_grouped_gemm and not hasattr(F, "grouped_mm"):
+            raise ValueError("moe_grouped_gemm of local layers needs PyTorch 2.10 or newer")
         super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(
