@@ -81,15 +81,16 @@ def try_each(
     content, passed = _content(features, root), True
     out.mkdir(parents=True, exist_ok=True)
     print(trial.HEAD, flush=True)
-    for feature in wanted:
-        content.start_again()
-        with repository.worktree() as tree:
-            for one in features.stack(feature.name):
-                _commit(one, content, repository, tree)
-            for ranks in worlds or features.ranks_of(feature):
-                found = trial.try_feature(features, feature, ranks, root, tree, out)
-                print(found.row(), flush=True)
-                passed = passed and found.passed
+    with repository.worktree() as pristine:
+        for feature in wanted:
+            content.start_again()
+            with repository.worktree() as tree:
+                for one in features.stack(feature.name):
+                    _commit(one, content, repository, tree)
+                for ranks in worlds or features.ranks_of(feature):
+                    found = trial.try_feature(features, feature, ranks, pristine, tree, out)
+                    print(found.row(), flush=True)
+                    passed = passed and found.passed
     return passed
 
 
