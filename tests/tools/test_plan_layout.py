@@ -134,5 +134,5 @@ class TestProgram:
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path):
-    write_machine(H200, tmp_path / "machine.json")
+    write_machine(H200, tmp_path / "machine.json", {})
     assert find_machine(str(tmp_path / "machine.json")) == H200

@@ -64,7 +64,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="for --gpu of a plan")
-    add("--model", default="tiny", metavar="NAME|FILE", help="whose layers are measured")
+    add("--model", metavar="NAME|FILE", help="whose layers; tiny, with cuda nano-vl-30b-a3b")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what to measure")
     add("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
     parser.set_defaults(run=_calibrate)
@@ -142,9 +142,9 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _calibrate(options: argparse.Namespace) -> None:
     from planner.calibrate import calibrate
-    from planner.machine import write_machine
 
-    write_machine(calibrate(options.model, options.device, options.gpu), options.out)
+    model = options.model or {"cpu": "tiny", "cuda": "nano-vl-30b-a3b"}[options.device]
+    calibrate(model, options.device, options.gpu, options.out)
     print(f"{options.out}: for --gpu", file=sys.stderr)
 
 

@@ -86,15 +86,15 @@ def find_machine(name: str) -> Machine:
     if name in table:
         return Machine(**defaults | table[name])
     try:
-        return Machine(**json.loads(Path(name).read_text()))
+        return Machine(**json.loads(Path(name).read_text())["machine"])
     except OSError as error:
         known = ", ".join(table)
         raise UserError(f"--gpu {name}: no such GPU and no file; choose from {known}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
         raise UserError(f"--gpu {name}: not a file of calibrate, with {wanted}") from error
 
 
-def write_machine(machine: Machine, path: Path) -> None:
-    """Write it for ``find_machine``."""
-    path.write_text(json.dumps(asdict(machine), indent=2) + "\n")
+def write_machine(machine: Machine, path: Path, fitted_to: dict) -> None:
+    """Write it for ``find_machine``, with the measurements that it was fitted to."""
+    path.write_text(json.dumps(fitted_to | {"machine": asdict(machine)}, indent=1) + "\n")
