@@ -34,8 +34,8 @@ from planner.measure import options_of  # noqa: E402
 from planner.memory import memory_of, most_in_flight, peak  # noqa: E402
 from planner.parameters import Sizes, stages_of  # noqa: E402
 
-TOLERANCE, RECOMPUTED = 0.1, 0.2
-"""Of peak memory, relative; runs that recompute have 16 to 18 % less than predicted."""
+TOLERANCE = 0.1
+"""Of peak memory, relative: what layers need in passing is estimated."""
 
 
 class TestParameters:
@@ -97,11 +97,8 @@ class TestActivations:
     def test_and_all_the_rest_are_what_a_run_on_one_rank_has(self, tmp_path):
         model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
         full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        cases = {
-            f"{model} 4": TOLERANCE,
-            f"{model} 2 {full}": RECOMPUTED,
-            f"{model} 1 --encoder-macro-batch 4 --recompute-encoder 1": RECOMPUTED,
-        }
+        encoder = "--encoder-macro-batch 4 --recompute-encoder 1"
+        cases = [f"{model} 4", f"{model} 2 {full}", f"{model} 1 {encoder}"]
         listed, found = tmp_path / "cases.json", tmp_path / "found.json"
         listed.write_text(json.dumps([case.split() for case in cases]))
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -115,6 +112,6 @@ class TestActivations:
         )
         cpu = replace(find_machine("h200"), precision=4, fused=False, reserved_bytes=0.0)
         measured = json.loads(found.read_text())
-        for (case, tolerance), (rank,) in zip(cases.items(), measured, strict=True):
+        for case, (rank,) in zip(cases, measured, strict=True):
             predicted = peak(memory_of(plan_of(options_of(case.split(), 1)), cpu))
-            assert predicted == pytest.approx(rank["peak_bytes"], rel=tolerance), case
+            assert predicted == pytest.approx(rank["peak_bytes"], rel=TOLERANCE), case
