@@ -20,6 +20,8 @@ from in_checkout import run
 
 def main(argv: list[str]) -> int:
     """Run it; returns the exit status, 2 for what a user got wrong."""
+    if "calibrate" not in argv:  # nothing is compiled, and PyTorch's compiler is slow to import
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return run(lambda: _main(argv))
 
 

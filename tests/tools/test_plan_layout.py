@@ -57,8 +57,7 @@ class TestSearch:
     def test_takes_what_the_program_takes_of_a_thousand_random_layouts(self):
         preset, draw = find_preset("tiny"), random.Random(1)
         searched = {
-            (lay.encoder, lay.language, lay.batch, lay.placement)
-            for lay in candidates(task_of())
+            (lay.encoder, lay.language, lay.batch, lay.placement) for lay in candidates(task_of())
         }
         taken = 0
         for _ in range(RANDOM_LAYOUTS):

@@ -42,8 +42,14 @@ class Cost:
     context: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Cost(*(mine + theirs for mine, theirs in pairs))
+        return Cost(
+            self.encoder + other.encoder,
+            self.language + other.language,
+            self.recompute + other.recompute,
+            self.tensor + other.tensor,
+            self.experts + other.experts,
+            self.context + other.context,
+        )
 
     def times(self, factor: float) -> Cost:
         """Of so many of it."""

@@ -26,7 +26,7 @@ from planner.activations import KEPT_FOR_LAYER
 from planner.machine import Machine
 from planner.memory import Parts, memory_of, peak
 from planner.plan import Plan, Tiles
-from planner.step_time import Step, step_time
+from planner.step_time import Step, estimate, step_time
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCH = 4
@@ -83,7 +83,7 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
             plan = fitting(task, layouts, machine, macro_batch)
             counts["too large" if plan is None else "fit"] += 1
             if plan is not None:
-                seconds = step_time(plan, machine, task.gpus_per_node, exact=False).seconds
+                seconds = estimate(plan, machine, task.gpus_per_node)
                 estimates.append((seconds, len(estimates), plan))
     best = [
         Priced(plan, step_time(plan, machine, task.gpus_per_node), memory_of(plan, machine))
