@@ -17,10 +17,15 @@ from mini import REPOSITORY
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
+from calibration.measure import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import stages_on_meta  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.parameter_table import count_by_module  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, most_in_flight, peak  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.parameters import Sizes, stages_of  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
@@ -28,11 +33,6 @@ from megatron.training.global_vars import (  # noqa: E402
     set_global_variables,
     unset_global_variables,
 )
-from planner.calibrate import plan_of  # noqa: E402
-from planner.machine import find_machine  # noqa: E402
-from planner.measure import options_of  # noqa: E402
-from planner.memory import memory_of, most_in_flight, peak  # noqa: E402
-from planner.parameters import Sizes, stages_of  # noqa: E402
 
 TOLERANCE = 0.1
 """Of peak memory, relative: what layers need in passing is estimated."""
@@ -77,7 +77,7 @@ class TestParameters:
         buffer = DistributedOptimizer._compute_per_buffer_param_layout(
             parameters, None, replicas, DistributedDataParallelConfig()
         )
-        from planner.memory import padded
+        from examples.mimo.nemotron_vlm.planner.memory import padded
 
         assert padded(Sizes.of(sizes).aligned, replicas) == buffer.bucket_indices[-1][1]
 
@@ -105,7 +105,7 @@ class TestActivations:
         alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         paths = [str(REPOSITORY / "tools"), os.environ["PYTHONPATH"]]
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "planner.measure", listed, found],
+            [sys.executable, "-W", "ignore", "-m", "calibration.measure", listed, found],
             env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths)},
             check=True,
             capture_output=True,

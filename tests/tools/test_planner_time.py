@@ -17,18 +17,24 @@ import mini  # noqa: E402, F401  (makes tools importable)
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.model import placed  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import flops  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.communication import (  # noqa: E402
+    Group,
+    all_to_all,
+    groups_of,
+    replicas_of,
+    ring,
+)
+from examples.mimo.nemotron_vlm.planner.costs import bridge_seconds  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.goodput import Conditions, best_interval, goodput  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.step_time import estimate, step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from layout_view.view import View  # noqa: E402
 from megatron.core.models.mimo.module_groups import make_modules  # noqa: E402
 from megatron.training.training import num_floating_point_operations  # noqa: E402
-from planner import flops  # noqa: E402
-from planner.communication import Group, all_to_all, groups_of, replicas_of, ring  # noqa: E402
-from planner.costs import bridge_seconds  # noqa: E402
-from planner.goodput import Conditions, best_interval, goodput  # noqa: E402
-from planner.machine import find_machine  # noqa: E402
-from planner.plan import Plan, Tiles  # noqa: E402
-from planner.step_time import estimate, step_time  # noqa: E402
 
 H200 = find_machine("h200")
 

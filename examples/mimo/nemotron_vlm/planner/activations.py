@@ -143,6 +143,9 @@ def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool 
 
 
 def head(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
-    """Numbers that final norm and loss keep of one microbatch, its softmax among them."""
+    """Logits and what the final norm keeps of one microbatch.
+
+    Of each logit there is its softmax, in fp32, and fused layers have an fp32 gradient beside it.
+    """
     tokens = rows.samples * rows.seq_length / lay.cp
     return tokens * (_norm(p.hidden_size, rows.fused) + p.vocab_size) / lay.tp

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
-from planner.flops import of_sample
-from planner.machine import Machine
-from planner.memory import peak
-from planner.plan import Plan
-from planner.search import Found, Priced, Task
+from examples.mimo.nemotron_vlm.planner.flops import of_sample
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.memory import peak
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.search import Found, Priced, Task
 
 RECOMPUTE = {
     "none": [],
@@ -52,15 +51,14 @@ def options_of(plan: Plan, model: str) -> list[str]:
 
 def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
     """Everything that is printed."""
-    counts = found.counts
     images = f"{task.images.mean:g}" + (
         f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
     )
     title = (
         f"{task.preset.name} on {task.world} GPUs, {task.gpus_per_node} a node: {task.seq_length} "
         f"tokens and {images} tiles a sample, global batch {task.global_batch}\n"
-        f"{counts['fit']} plans fit {machine.memory_bytes / 1e9:.0f} GB, "
-        f"{counts.get('too large', 0)} do not; {machine.source}"
+        f"the best that fit {machine.memory_bytes / 1e9:.0f} GB of {found.allowed} plans; "
+        f"{machine.source}"
     )
     best = found.best[0]
     lines = command(best.plan, task.world, task.gpus_per_node, model)
@@ -164,7 +162,7 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
     return {
         "world": task.world,
         "gpus_per_node": task.gpus_per_node,
-        "counts": found.counts,
+        "allowed": found.allowed,
         "plans": [
             figures_of(task, priced)
             | {
@@ -182,18 +180,6 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
             for priced in found.best
         ],
     }
-
-
-def draw_timeline(priced: Priced, path: Path) -> None:
-    """Write the picture of a plan's step."""
-    from bench.timeline import draw
-
-    plan, step = priced.plan, priced.step
-    title = (
-        f"{plan.layouts.placement}: encoder {plan.layouts.encoder}, language "
-        f"{plan.layouts.language}; {step.seconds:.3f} s, without gradients and optimizer"
-    )
-    draw(path, {title: step.spans}, step.stages)
 
 
 def _table(rows: list[list[str]]) -> str:

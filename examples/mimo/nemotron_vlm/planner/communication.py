@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a machine: train models of one kind of layer for some steps, and fit figures to it.
 
-The planner's time of a step is linear in the inverse efficiencies and in the overheads. So each run
-on one rank is one equation, whose coefficients are the planner's own prediction with one figure set
-to 1 and the others to 0; non-negative least squares on relative errors solves them. Collectives are
-timed between two ranks of this host.
+Each run on one rank is compared with the planner's own prediction, and least squares of the
+relative errors find the efficiencies and overheads. Collectives are timed between two ranks.
 
 What was measured is kept beside what was fitted: a case that the file has is not run again.
 """
@@ -26,24 +24,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 
-from examples.mimo.nemotron_vlm.arguments import Options
-from examples.mimo.nemotron_vlm.data.sample import most_tiles
+from calibration.measure import measured, options_of
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.placement import COLOCATED
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from megatron.training.global_vars import unset_global_variables
-from planner.machine import Machine, find_machine, write_machine
-from planner.measure import measured, options_of
-from planner.plan import Plan, Tiles
-from planner.step_time import step_time
 
-FREE = 1e30
-"""An efficiency, or a bandwidth, that takes no time."""
 LAYERS = 8
 SMALLER = {"num_experts": 16, "vocab_size": 32768}
 """At most so many: widths matter, and what does not fit one GPU does not."""
@@ -60,19 +54,34 @@ ON_GPU = (
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
 )
 """As large runs have it; with data made ahead."""
-USUAL_EFFICIENCY = {
-    "gemm": 0.4,
-    "attention": 0.1,
-    "scan": 0.05,
-    "delta": 0.05,
-    "experts": 0.3,
-    "vit": 0.4,
+WORK_OF = {"*": "attention", "M": "scan", "G": "delta", "E": "experts"}
+"""Work that only layers of a kind have."""
+USUAL = {
+    "cpu": {
+        "efficiency": dict(gemm=0.4, attention=0.1, scan=0.01, delta=0.01, experts=0.3, vit=0.4),
+        "overhead": dict.fromkeys(["*", "M", "G", "E", "-", "vit", "head"], 2e-3)
+        | {"expert": 5e-4},
+        "microbatch_overhead": 0.01,
+        "step_overhead": 0.01,
+        "optimizer_bandwidth": 1e9,
+        "launches_ahead": False,
+    },
+    "cuda": {
+        "efficiency": dict(gemm=0.65, attention=0.5, scan=0.1, delta=0.1, experts=0.4, vit=0.55),
+        "overhead": {"*": 2e-3, "M": 4e-3, "G": 4e-3, "E": 8e-3, "-": 1e-3, "vit": 1e-3}
+        | {"head": 3e-3, "expert": 2e-4},
+        "microbatch_overhead": 0.01,
+        "step_overhead": 0.03,
+        "optimizer_bandwidth": 2.4e12,
+        "launches_ahead": True,
+    },
 }
-USUAL_OVERHEAD = 2e-3
-DRAWN = 0.05
-"""Where the fit begins, and how much it is drawn there: a run's error of 5 % costs as much as a
-figure of twice the usual one."""
-GRANULARITIES = {None: "none", "selective": "moe", "full": "full"}
+"""Figures of a machine where the fit begins; what the runs do not tell stays there."""
+HIGHEST = 0.8
+"""Share of the peak that large matrix products reach; no efficiency is fitted above."""
+DRAWN = 0.03
+"""How much a figure is drawn to where the fit begins: a run's error of 3 % costs as much as a
+figure that is e times as large."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +114,7 @@ class Case:
         """What the planner prices."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
         layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, STATE_PASSING)
-        return Plan(preset, layouts, _mock_tiles(preset, self.seq_length))
-
-
-def plan_of(options: Options) -> Plan:
-    """The plan that a command line of the program is, with mock samples."""
-    args, preset = options.args, options.preset
-    return Plan(
-        preset,
-        options.layouts,
-        _mock_tiles(preset, args.seq_length),
-        GRANULARITIES[args.recompute_granularity],
-        args.recompute_encoder,
-        args.encoder_macro_batch,
-    )
-
-
-def _mock_tiles(preset: VLMPreset, seq_length: int) -> Tiles:
-    """Mock samples have as many as fit."""
-    return Tiles(max(1, most_tiles(preset.encoder.tokens_per_tile, seq_length)))
+        return Plan(preset, layouts, most_that_fit(preset, self.seq_length))
 
 
 def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
@@ -139,7 +130,7 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
     base = find_preset(model)
     kept = json.loads(file.read_text()) if file.exists() else {}
     runs = kept.get("runs", [])
-    machine = find_machine(gpu) if device == "cuda" else _of_this_cpu()
+    machine = replace(find_machine(gpu), **USUAL["cuda"]) if device == "cuda" else _of_this_cpu()
     if device == "cpu":
         from megatron.core import cpu_runtime
 
@@ -156,8 +147,10 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
         dist.destroy_process_group()
     if "collectives" not in kept:
         kept["collectives"] = _collectives(device)
-    machine = fitted(machine, [Case(**run["case"]).plan(base) for run in runs], runs)
-    write_machine(_with_collectives(machine, kept["collectives"]), file, kept | {"runs": runs})
+    found = fitted(machine, [Case(**run["case"]).plan(base) for run in runs], runs)
+    source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
+    found = replace(found, source=source, shared_cores=machine.shared_cores)
+    write_machine(_with_collectives(found, kept["collectives"]), file, kept | {"runs": runs})
 
 
 def _cases(base: VLMPreset) -> Iterator[Case]:
@@ -225,17 +218,12 @@ def _of_this_cpu() -> Machine:
         source=f"calibrated: ranks on {cores} CPU cores, fp32, in processor time",
         peak_flops=peak,
         memory_bytes=memory,
-        memory_bandwidth=0.0,
         node_bandwidth=1.0,
         network_bandwidth=1.0,
         link_efficiency=1.0,
         node_latency=0.0,
         network_latency=0.0,
-        efficiency={},
-        overhead={},
-        microbatch_overhead=0.0,
-        step_overhead=0.0,
-        optimizer_bandwidth=FREE,
+        **USUAL["cpu"],
         fused=False,
         precision=4,
         shared_cores=cores,
@@ -243,41 +231,37 @@ def _of_this_cpu() -> Machine:
 
 
 def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
-    """The machine whose predictions are closest to what was measured, relatively."""
-    seconds = [run["seconds"] for run in runs]
+    """The machine whose predictions are closest to what was measured, relatively.
+
+    Its figures are drawn to the machine's, which decide those that the runs do not tell apart.
+    """
     kinds = set("".join(plan.preset.language.hybrid_layer_pattern for plan in plans)) - {"|"}
-    shares = USUAL_EFFICIENCY | machine.efficiency
-    usual = {("efficiency", kind): 1 / share for kind, share in shares.items()}
-    usual |= {("overhead", kind): USUAL_OVERHEAD for kind in (*sorted(kinds), "vit", "head")}
-    usual |= {("overhead", "expert"): USUAL_OVERHEAD / 4, ("optimizer_bandwidth", ""): 1e-9}
-    usual |= {(name, ""): 10 * USUAL_OVERHEAD for name in ("microbatch_overhead", "step_overhead")}
-    free = replace(
-        machine,
-        memory_bandwidth=0.0,
-        efficiency=dict.fromkeys(USUAL_EFFICIENCY, FREE),
-        overhead={kind: 0.0 for group, kind in usual if group == "overhead"},
-        microbatch_overhead=0.0,
-        step_overhead=0.0,
-        optimizer_bandwidth=FREE,
-        shared_cores=0,
-    )
-    rows = np.array(
-        [
-            [
-                step_time(plan, _with(free, {name: value}), 1).seconds
-                for name, value in usual.items()
-            ]
-            for plan in plans
-        ]
-    )
-    # In units of the usual figures, to which those that the runs do not tell apart are drawn.
-    equations = np.vstack([rows / np.array(seconds)[:, None], DRAWN * np.eye(len(usual))])
-    factors, _ = nnls(equations, np.append(np.ones(len(plans)), DRAWN * np.ones(len(usual))))
-    figures = {name: value * usual[name] for name, value in zip(usual, factors, strict=True)}
-    source = f"{machine.source.split(';')[0]}; {len(plans)} runs on one rank"
-    overhead = machine.overhead | free.overhead  # of kinds of layers that no run has, the old ones
-    found = replace(free, shared_cores=machine.shared_cores, source=source, overhead=overhead)
-    return _with(found, figures)
+    work = ["gemm", "vit", *(WORK_OF[kind] for kind in sorted(kinds) if kind in WORK_OF)]
+    figures = [("efficiency", kind) for kind in work]
+    figures += [("overhead", kind) for kind in (*sorted(kinds), "expert", "vit", "head")]
+    figures += [(name, "") for name in ("microbatch_overhead", "step_overhead")]
+    figures += [("optimizer_bandwidth", "")]
+    machine = replace(machine, shared_cores=0)
+    seconds = np.array([run["seconds"] for run in runs])
+
+    def scaled(logarithms: np.ndarray) -> Machine:
+        changed = asdict(machine)
+        for (group, kind), factor in zip(figures, np.exp(logarithms), strict=True):
+            place, key = (changed[group], kind) if kind else (changed, group)
+            place[key] = float(place[key] * factor)
+        return Machine(**changed)
+
+    def misses(logarithms: np.ndarray) -> np.ndarray:
+        guess = scaled(logarithms)
+        predicted = np.array([step_time(plan, guess, 1).seconds for plan in plans])
+        return np.append(predicted / seconds - 1, DRAWN * logarithms)
+
+    highest = [
+        np.log(HIGHEST / machine.efficiency[kind]) if group == "efficiency" else np.inf
+        for group, kind in figures
+    ]
+    found = least_squares(misses, np.zeros(len(figures)), bounds=(-np.inf, highest))
+    return scaled(found.x)
 
 
 def _with_collectives(machine: Machine, measured: list[dict]) -> Machine:
@@ -300,25 +284,12 @@ def _with_collectives(machine: Machine, measured: list[dict]) -> Machine:
     )
 
 
-def _with(machine: Machine, figures: dict[tuple[str, str], float]) -> Machine:
-    """The machine with figures set; efficiencies and bandwidths are given inverse."""
-    changed = asdict(machine)
-    for (group, kind), value in figures.items():
-        if group in ("efficiency", "optimizer_bandwidth"):
-            value = 1 / value if value > 1 / FREE else FREE
-        if kind:
-            changed[group][kind] = float(value)
-        else:
-            changed[group] = float(value)
-    return Machine(**changed)
-
-
 def _collectives(device: str) -> list[dict]:
     """Seconds of collectives of two ranks of this host; none with one GPU."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         return []
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", "2", "-m", "planner.calibrate", device]
+    launch += ["--nproc-per-node", "2", "-m", "calibration.calibrate", device]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(launch, capture_output=True, text=True, env=environment)
     if done.returncode:

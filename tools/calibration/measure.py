@@ -6,7 +6,7 @@ On CPU ranks, which share cores with each other and with whatever else runs, a s
 processor time of the rank's process; the step's wall time is kept beside it. On a GPU it is the
 time of the device, waiting included.
 
-    torchrun --nproc-per-node N -m planner.measure CASES FILE
+    torchrun --nproc-per-node N -m calibration.measure CASES FILE
 
 runs the cases of CASES one after the other, a JSON list of the program's command lines, and writes
 to FILE what each rank found of each.

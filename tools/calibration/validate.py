@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare predictions with measured steps, on CPU ranks of this host.
 
-    python -m planner.validate MACHINE.json OUT.json [PICTURE.png]
+    python -m calibration.validate MACHINE.json OUT.json [PICTURE.png]
 
 MACHINE.json is of ``calibrate``, which ran on one rank: none of the layouts here has fitted it. The
 ranks share cores, so what is compared is the processor time of all ranks together: waiting, and
@@ -19,11 +19,11 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from planner.calibrate import plan_of
-from planner.machine import Machine, find_machine
-from planner.measure import options_of
-from planner.memory import memory_of, peak
-from planner.step_time import step_time
+from calibration.measure import options_of
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import plan_of
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CASES = [
@@ -71,7 +71,7 @@ def measure(file: Path) -> list[Found]:
             listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
             listed.write_text(json.dumps([arguments_of(case) for case in cases]))
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            launch += ["--nproc-per-node", str(world), "-m", "planner.measure"]
+            launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run([*launch, listed, written], check=True, env=environment)
             ranks = json.loads(written.read_text())

@@ -12,11 +12,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from layout_view.schedule import Span, simulate
-from planner.communication import groups_of, send
-from planner.costs import Cost, after_backward, bridge_seconds, encoder_cost, language_chunks
-from planner.machine import Machine
-from planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.communication import groups_of, send
+from examples.mimo.nemotron_vlm.planner.costs import (
+    Cost,
+    after_backward,
+    bridge_seconds,
+    encoder_cost,
+    language_chunks,
+)
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import Span, simulate
 
 
 @dataclass(frozen=True)

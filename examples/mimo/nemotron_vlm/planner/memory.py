@@ -11,13 +11,13 @@ import math
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.planner import activations
+from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.parameters import Held, chunks_of_stage, stages_of
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import order_of_stage
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
-from layout_view.schedule import order_of_stage
-from planner import activations
-from planner.activations import KEPT_FOR_LAYER, Rows
-from planner.machine import Machine
-from planner.parameters import Held, chunks_of_stage, stages_of
-from planner.plan import Plan
 
 BUCKET_MULTIPLE = 128
 """Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
@@ -108,7 +108,7 @@ def _language_kept(
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width) * activations.head(p, lay, rows) if is_last else 0.0,
+        "loss": (4 + width + 4 * rows.fused) * activations.head(p, lay, rows) * is_last,
         "recomputed layer": width * largest,
     }
 
