@@ -16,9 +16,11 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 import mini  # noqa: E402, F401  (makes tools importable)
 import plan_layout  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
@@ -116,7 +118,7 @@ class TestProgram:
             (["--gpus", "8", "--global-batch-size", "8", "--model", "none"], "--model none"),
             (["--gpus", "8", "--global-batch-size", "8", "--gpu", "none"], "--gpu none"),
             (["--gpus", "7", "--global-batch-size", "5"], "no plan for 7 GPUs"),
-            (["--gpus", "1", "--global-batch-size", "8"], "none of them fits 141 GB"),
+            (["--gpus", "1", "--global-batch-size", "8"], "none fits 141 GB"),
             (
                 ["--gpus", "8", "--global-batch-size", "8", "--tiles", "99"],
                 "99 tiles of 256",
@@ -128,6 +130,17 @@ class TestProgram:
         assert plan_layout.main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and reason in line
+
+    def test_the_training_program_plans_too(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        cpu_runtime.install()
+        batch = ["--seq-length", "64", "--global-batch-size", "64"]
+        options = [*batch, "--plan", "16", "--plan-gpu", "h100"]
+        shown = plan(options, own_options(options))
+        assert "tiny on 16 GPUs, 8 a node: 64 tokens and 12 tiles a sample" in shown
+        layouts = [*options, "--language", "tp=2"]
+        with pytest.raises(UserError, match="leave out --language"):
+            plan(layouts, own_options(layouts))
 
     def test_simulates_weeks(self, capsys, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "1")

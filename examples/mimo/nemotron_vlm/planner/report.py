@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.memory import peak
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.search import Found, Priced, Task
+from examples.mimo.nemotron_vlm.planner.step_time import names_of_stages
 
 RECOMPUTE = {
     "none": [],
@@ -67,7 +68,8 @@ def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
             title,
             _table([_header(), *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
             _why(found.best),
-            "memory of the best, GiB of a rank by pipeline stage\n" + _memory(best),
+            "memory of the best, GiB of a rank by pipeline stage\n"
+            + memory_table(best.plan, machine),
             "run it with\n" + " \\\n    ".join(lines),
         ]
     )
@@ -148,12 +150,14 @@ def _shares(priced: Priced) -> str:
     return ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in largest)
 
 
-def _memory(priced: Priced) -> str:
-    names = list(dict.fromkeys(name for part in priced.memory for name in part))
+def memory_table(plan: Plan, machine: Machine) -> str:
+    """GiB of a rank of each pipeline stage, by part."""
+    stages = memory_of(plan, machine)
+    names = list(dict.fromkeys(name for parts in stages for name in parts if parts[name]))
     rows = [["stage", *names, "sum"]]
-    for stage, part in zip(priced.step.stages, priced.memory, strict=True):
+    for stage, part in zip(names_of_stages(plan), stages, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage, *(f"{cell / GIB:.1f}" for cell in (*cells, sum(cells)))])
+        rows.append([stage, *(f"{cell / GIB:.3g}" for cell in (*cells, sum(cells)))])
     return _table(rows)
 
 

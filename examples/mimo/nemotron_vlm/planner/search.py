@@ -91,8 +91,8 @@ def plans_of(task: Task, machine: Machine) -> Found:
     found = search(task, machine)
     if not found.best:
         raise UserError(
-            f"no plan for {task.world} GPUs: the program's rules allow {found.allowed} layouts, "
-            f"and none of them fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
+            f"no plan for {task.world} GPUs: of the {found.allowed} that the program's rules allow "
+            f"none fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
             "--seq-length, or a --global-batch-size that they divide"
         )
     return found

@@ -92,7 +92,7 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
     bridge = bridge_seconds(plan, machine, gpus_per_node)
     parts = vars(busiest) | {"bridge": bridge} | after
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, everyone, parts, _names(plan), spans)
+    return Step(total, everyone, parts, names_of_stages(plan), spans)
 
 
 def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
@@ -106,7 +106,8 @@ def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
     return number * max(each) + ends + alone + after
 
 
-def _names(plan: Plan) -> list[str]:
+def names_of_stages(plan: Plan) -> list[str]:
+    """Of the pipeline: the encoder's first where it has ranks of its own."""
     layouts = plan.layouts
     names = [f"stage {stage}" for stage in range(layouts.language.pp)]
     if layouts.non_colocated:
