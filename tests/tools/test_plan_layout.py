@@ -13,8 +13,10 @@ import pytest
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
-import mini  # noqa: E402, F401  (makes tools importable)
+import mini  # noqa: E402  (makes tools importable)
 import plan_layout  # noqa: E402
+from calibration.calibrate import Case  # noqa: E402
+from calibration.fit import USUAL, fitted  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
@@ -26,11 +28,13 @@ from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 
 H200 = find_machine("h200")
+MEASURED = mini.REPOSITORY / "tools/calibration/h200.json"
 WORLD = 16
 RANDOM_LAYOUTS = 1000
 
@@ -151,3 +155,22 @@ class TestProgram:
 def test_a_machine_is_read_as_it_was_written(tmp_path):
     write_machine(H200, tmp_path / "machine.json", {})
     assert find_machine(str(tmp_path / "machine.json")) == H200
+
+
+class TestCalibration:
+    def test_of_the_h200_is_what_the_table_has(self):
+        fitted_machine = find_machine(str(MEASURED))
+        for name, share in fitted_machine.efficiency.items():
+            assert H200.efficiency[name] == pytest.approx(share, rel=0.02), name
+        assert {k: round(v, 4) for k, v in fitted_machine.overhead.items()} == pytest.approx(
+            H200.overhead, abs=1e-4
+        )
+
+    def test_predicts_runs_of_a_machine_that_it_does_not_know(self):
+        base = find_preset("nano-vl-30b-a3b")
+        cases = [Case(**run["case"]) for run in json.loads(MEASURED.read_text())["runs"]]
+        plans = [case.plan(base) for case in cases]
+        runs = [{"seconds": step_time(each, H200, 1).seconds} for each in plans]
+        found = fitted(replace(H200, **USUAL["cuda"]), plans, runs)
+        predicted = [step_time(each, found, 1).seconds for each in plans]
+        assert predicted == pytest.approx([run["seconds"] for run in runs], rel=0.05)

@@ -18,14 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import least_squares
 
+from calibration.collectives import REPEATS, timed_collectives, with_collectives
+from calibration.fit import USUAL, fitted
 from calibration.measure import measured, options_of
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout
@@ -33,7 +34,6 @@ from examples.mimo.nemotron_vlm.layout_rules import resolve
 from examples.mimo.nemotron_vlm.placement import COLOCATED
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
-from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from megatron.training.global_vars import unset_global_variables
@@ -45,43 +45,11 @@ SEQ_LENGTH = 4096
 """At most."""
 SAMPLES = 4
 """Of the larger microbatches; the smaller ones have one."""
-SMALL = 2**12
-LARGE = {"cpu": 2**22, "cuda": 2**26}
-"""Bytes of the collectives that give latency and bandwidth."""
-REPEATS = 20
 ON_GPU = (
     "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
 )
 """As large runs have it; with data made ahead."""
-WORK_OF = {"*": "attention", "M": "scan", "G": "delta", "E": "experts"}
-"""Work that only layers of a kind have."""
-USUAL = {
-    "cpu": {
-        "efficiency": dict(gemm=0.4, attention=0.1, scan=0.01, delta=0.01, experts=0.3, vit=0.4),
-        "overhead": dict.fromkeys(["*", "M", "G", "E", "-", "vit", "head"], 2e-3)
-        | {"expert": 5e-4},
-        "microbatch_overhead": 0.01,
-        "step_overhead": 0.01,
-        "optimizer_bandwidth": 1e9,
-        "launches_ahead": False,
-    },
-    "cuda": {
-        "efficiency": dict(gemm=0.65, attention=0.5, scan=0.1, delta=0.1, experts=0.4, vit=0.55),
-        "overhead": {"*": 2e-3, "M": 4e-3, "G": 4e-3, "E": 8e-3, "-": 1e-3, "vit": 1e-3}
-        | {"head": 3e-3, "expert": 2e-4},
-        "microbatch_overhead": 0.01,
-        "step_overhead": 0.03,
-        "optimizer_bandwidth": 2.4e12,
-        "launches_ahead": True,
-    },
-}
-"""Figures of a machine where the fit begins; what the runs do not tell stays there."""
-HIGHEST = 0.8
-"""Share of the peak that large matrix products reach; no efficiency is fitted above."""
-DRAWN = 0.03
-"""How much a figure is drawn to where the fit begins: a run's error of 3 % costs as much as a
-figure that is e times as large."""
 
 
 @dataclass(frozen=True)
@@ -136,21 +104,27 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
 
         cpu_runtime.install()
     done = [Case(**run["case"]) for run in runs]
-    for case in _cases(base):
-        if case in done or not (found := _run(case, base, device)):
-            continue
-        runs.append({"case": asdict(case)} | found)
-        file.write_text(json.dumps(kept | {"runs": runs}) + "\n")
+    with tempfile.TemporaryDirectory() as directory:
+        lines = {
+            case: _line(case, base, device, Path(directory) / f"{number}.json")
+            for number, case in enumerate(_cases(base))
+            if case not in done
+        }
+        with _busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
+            for case, line in lines.items():
+                if found := _run(case, line):
+                    runs.append({"case": asdict(case)} | found)
+                    file.write_text(json.dumps(kept | {"runs": runs}) + "\n")
     if not runs:
         raise UserError(f"--device {device}: none of the runs that measure it worked")
     if dist.is_initialized():
         dist.destroy_process_group()
     if "collectives" not in kept:
-        kept["collectives"] = _collectives(device)
+        kept["collectives"] = timed_collectives(device)
     found = fitted(machine, [Case(**run["case"]).plan(base) for run in runs], runs)
     source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
     found = replace(found, source=source, shared_cores=machine.shared_cores)
-    write_machine(_with_collectives(found, kept["collectives"]), file, kept | {"runs": runs})
+    write_machine(with_collectives(found, kept["collectives"]), file, kept | {"runs": runs})
 
 
 def _cases(base: VLMPreset) -> Iterator[Case]:
@@ -176,20 +150,23 @@ def _cases(base: VLMPreset) -> Iterator[Case]:
     yield of("*", thin, 2, 2, vocab_size=4 * sizes["vocab_size"])
 
 
-def _run(case: Case, base: VLMPreset, device: str) -> dict[str, float] | None:
+def _line(case: Case, base: VLMPreset, device: str, model: Path) -> list[str]:
+    """The program's command line; writes the model."""
+    write_preset(case.preset(base), model)
+    line = f"--model {model} --device {device} --global-batch-size {case.samples} "
+    line += f"--micro-batch-size {case.micro} {ON_GPU if device == 'cuda' else ''}"
+    return line.split()
+
+
+def _run(case: Case, line: list[str]) -> dict[str, float] | None:
     """Seconds of a step and peak bytes of a case; None where it fails, which is said."""
     name = " ".join(f"{key}={value}" for key, value in asdict(case).items())
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "model.json"
-        write_preset(case.preset(base), file)
-        line = f"--model {file} --device {device} --global-batch-size {case.samples} "
-        line += f"--micro-batch-size {case.micro} {ON_GPU if device == 'cuda' else ''}"
-        try:
-            found = measured(options_of(line.split(), 1))
-        except Exception as error:  # of any kind: the other cases are worth their time
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            found = None
+    try:
+        found = measured(options_of(line, 1))
+    except Exception as error:  # of any kind: the other cases are worth their time
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        found = None
     if not found:
         unset_global_variables()
     gc.collect()
@@ -200,6 +177,26 @@ def _run(case: Case, base: VLMPreset, device: str) -> dict[str, float] | None:
     text = f"{name}: {found.seconds:.4f} s, {found.peak_bytes / 1e9:.2f} GB"
     print(f"{text}; all of it took {taken:.0f} s", file=sys.stderr, flush=True)
     return {"seconds": found.seconds, "peak_bytes": found.peak_bytes}
+
+
+@contextmanager
+def _busy_cores(lines: list[list[str]]) -> Iterator[None]:
+    """While it lasts, every other core does the same runs: cores that are busy slow each other."""
+    with tempfile.TemporaryDirectory() as directory:
+        cases = Path(directory) / "cases.json"
+        cases.write_text(json.dumps(3 * lines))
+        command = [sys.executable, "-W", "ignore", "-m", "calibration.measure", cases, os.devnull]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        others = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            for _ in range(len(os.sched_getaffinity(0)) - 1)
+        ]
+        try:
+            yield
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 def _of_this_cpu() -> Machine:
@@ -228,108 +225,3 @@ def _of_this_cpu() -> Machine:
         precision=4,
         shared_cores=cores,
     )
-
-
-def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
-    """The machine whose predictions are closest to what was measured, relatively.
-
-    Its figures are drawn to the machine's, which decide those that the runs do not tell apart.
-    """
-    kinds = set("".join(plan.preset.language.hybrid_layer_pattern for plan in plans)) - {"|"}
-    work = ["gemm", "vit", *(WORK_OF[kind] for kind in sorted(kinds) if kind in WORK_OF)]
-    figures = [("efficiency", kind) for kind in work]
-    figures += [("overhead", kind) for kind in (*sorted(kinds), "expert", "vit", "head")]
-    figures += [(name, "") for name in ("microbatch_overhead", "step_overhead")]
-    figures += [("optimizer_bandwidth", "")]
-    machine = replace(machine, shared_cores=0)
-    seconds = np.array([run["seconds"] for run in runs])
-
-    def scaled(logarithms: np.ndarray) -> Machine:
-        changed = asdict(machine)
-        for (group, kind), factor in zip(figures, np.exp(logarithms), strict=True):
-            place, key = (changed[group], kind) if kind else (changed, group)
-            place[key] = float(place[key] * factor)
-        return Machine(**changed)
-
-    def misses(logarithms: np.ndarray) -> np.ndarray:
-        guess = scaled(logarithms)
-        predicted = np.array([step_time(plan, guess, 1).seconds for plan in plans])
-        return np.append(predicted / seconds - 1, DRAWN * logarithms)
-
-    highest = [
-        np.log(HIGHEST / machine.efficiency[kind]) if group == "efficiency" else np.inf
-        for group, kind in figures
-    ]
-    found = least_squares(misses, np.zeros(len(figures)), bounds=(-np.inf, highest))
-    return scaled(found.x)
-
-
-def _with_collectives(machine: Machine, measured: list[dict]) -> Machine:
-    """The machine with the latency and bandwidth of collectives, where they were measured."""
-    if not measured:
-        return machine
-    small, large = (
-        np.mean([one["seconds"] for one in measured if (one["bytes"] == SMALL) == is_small])
-        for is_small in (True, False)
-    )
-    size = max(one["bytes"] for one in measured)
-    bandwidth = (size - SMALL) / 2 / max(large - small, 1e-9)
-    return replace(
-        machine,
-        node_bandwidth=bandwidth,
-        network_bandwidth=bandwidth,
-        link_efficiency=1.0,
-        node_latency=small,
-        network_latency=small,
-    )
-
-
-def _collectives(device: str) -> list[dict]:
-    """Seconds of collectives of two ranks of this host; none with one GPU."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        return []
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", "2", "-m", "calibration.calibrate", device]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(launch, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        print(f"collectives: {done.stderr[-500:]}", file=sys.stderr)
-        return []
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _time_collectives(device: str) -> None:
-    """On one of two ranks: print what small and large collectives take."""
-    rank, on_gpu = int(os.environ["LOCAL_RANK"]), device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    clock = time.perf_counter if on_gpu else time.process_time
-    taken = []
-    for size in (SMALL, LARGE[device]):
-        whole, part = torch.zeros(size // 4), torch.zeros(size // 8)
-        ways = {
-            "all-gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
-            "reduce-scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(
-                part, whole
-            ),
-            "all-to-all": lambda whole=whole: dist.all_to_all_single(whole.clone(), whole),
-        }
-        for name, collective in ways.items():
-            for count in (5, REPEATS):  # the first ones warm up
-                dist.barrier()
-                float(whole[0])  # waits for the device
-                begin = clock()
-                for _ in range(count):
-                    collective()
-                float(whole[0])
-                seconds = (clock() - begin) / count
-            taken.append({"collective": name, "bytes": size, "seconds": seconds})
-    if rank == 0:
-        print(json.dumps(taken))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _time_collectives(sys.argv[1])

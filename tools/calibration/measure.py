@@ -108,7 +108,8 @@ def measured(options: Options) -> Measured:
         try:
             train(session)
         finally:
-            close_session(session)
+            if dist.get_world_size() == 1 or not sys.exc_info()[0]:  # the others may still train
+                close_session(session)
     steps = begins[:: options.layouts.num_microbatches][WARM_UP:]
     work, wall = (
         [after[clock] - before[clock] for before, after in zip(steps, steps[1:], strict=False)]
