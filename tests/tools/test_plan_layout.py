@@ -17,6 +17,7 @@ import mini  # noqa: E402  (makes tools importable)
 import plan_layout  # noqa: E402
 from calibration.calibrate import Case  # noqa: E402
 from calibration.fit import USUAL, fitted  # noqa: E402
+from calibration.validate import benchmarked, errors, rank_correlation  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
@@ -35,6 +36,7 @@ from megatron.core import cpu_runtime  # noqa: E402
 
 H200 = find_machine("h200")
 MEASURED = mini.REPOSITORY / "tools/calibration/h200.json"
+BENCHMARKS = MEASURED.with_name("h200_runs.json")
 WORLD = 16
 RANDOM_LAYOUTS = 1000
 
@@ -158,6 +160,16 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
 
 
 class TestCalibration:
+    def test_predicts_the_benchmarks_of_an_h200(self, monkeypatch):
+        """Time within 20 %, memory within 5 %: docs/planner.md has the table."""
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        cpu_runtime.install()
+        rows = benchmarked(H200, json.loads(BENCHMARKS.read_text())["runs"])
+        assert len(rows) >= 6
+        assert max(map(abs, errors(rows, "seconds"))) < 0.2
+        assert max(map(abs, errors(rows, "bytes"))) < 0.05
+        assert rank_correlation(rows, "seconds") > 0.9
+
     def test_of_the_h200_is_what_the_table_has(self):
         fitted_machine = find_machine(str(MEASURED))
         for name, share in fitted_machine.efficiency.items():
