@@ -148,7 +148,22 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         const=1,
         default=0,
         metavar="RANKS",
-        help="count the parameters of the model, or of so many ranks in the layouts, and end",
+        help="count the parameters of the model, or of so many ranks in the layouts, predict their "
+        "memory, and end",
+    )
+    add(
+        "--plan",
+        type=int,
+        default=0,
+        metavar="GPUS",
+        help="print the fastest layouts of the model and the batch on so many GPUs, 8 a node, and "
+        "end; tools/plan_layout.py of the repository can do more",
+    )
+    add(
+        "--plan-gpu",
+        default="h200",
+        metavar="NAME|FILE",
+        help="h100, h200, b200, or a file of tools/plan_layout.py calibrate",
     )
 
 
