@@ -31,7 +31,7 @@ ALONE = {
 }
 """The environment of a single process started without torchrun."""
 
-KERNELS = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "megatron-mimo")
+KERNELS = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "megatron-mimo")
 """Where kernels and what their tuning found are kept for the next run, by device and version."""
 
 KEPT = {
