@@ -247,13 +247,13 @@ def main(machine: str, out: str, *more: str) -> None:
     """Compare, and print the table; on CPU ranks, measure before what OUT lacks."""
     from megatron.core import cpu_runtime
 
+    cpu_runtime.install()
     file = Path(out)
     if not find_machine(machine).shared_cores:
         runs = [run for path in (out, *more) for run in json.loads(Path(path).read_text())["runs"]]
         print(table(benchmarked(find_machine(machine), runs)))
         return
     found = measure(file)
-    cpu_runtime.install()
     rows = compare(find_machine(machine), found)
     file.write_text(json.dumps({"found": found, "rows": rows}, indent=1) + "\n")
     print(table(rows))
