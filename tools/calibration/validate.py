@@ -13,7 +13,6 @@ what tools/bench/vlm.py measured on GPUs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -55,6 +54,11 @@ CASES = [
 """Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
 SAMPLES = 8
 """Of a step."""
+DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
+DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
+DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]
+DECIDE += ["--encoder-macro-batch", "--recompute-encoder"]
+"""Options of a benchmark that decide what is predicted."""
 MODEL = Path(__file__).with_name("validation_model.json")
 
 
@@ -94,11 +98,11 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
     """A row for each run of tools/bench/vlm.py, whose step is without the wait for data."""
     rows = []
     for run in runs:
-        asked, _ = _asked().parse_known_args(run["arguments"])
-        named = {name: value for name, value in vars(asked).items() if name != "data"}
-        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in named.items()]
-        plan = plan_of(options_of([word for pair in words for word in pair], run["ranks"]))
-        if tiles := asked.data.partition(":")[2]:
+        words = run["arguments"]
+        asked = [pair for pair in zip(words, words[1:], strict=False) if pair[0] in DECIDE]
+        plan = plan_of(options_of([word for pair in asked for word in pair], run["ranks"]))
+        data = words[len(words) - words[::-1].index("--data")] if "--data" in words else ""
+        if tiles := data.partition(":")[2]:
             plan = replace(plan, images=Tiles(min(float(tiles), plan.images.mean)))
         step, held = step_time(plan, machine, 8), memory_of(plan, machine)
         rows.append(
@@ -115,19 +119,6 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
             }
         )
     return rows
-
-
-def _asked() -> argparse.ArgumentParser:
-    """Options of a run that decide what the planner predicts."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts", "vocab-size"):
-        parser.add_argument(f"--{name}")
-    for name in ("seq-length", "global-batch-size", "micro-batch-size", "encoder", "language"):
-        parser.add_argument(f"--{name}")
-    for name in ("placement", "encoder-macro-batch", "recompute-encoder"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--data", default="mock")
-    return parser
 
 
 def _row(plan: Plan, ranks: int, options: str) -> dict:
