@@ -47,9 +47,6 @@ CASES = [
     (4, "dp=4", "pp=4", 2, ""),
     (4, "dp=4", "tp=2,dp=2,ep=4,etp=1", 4, ""),
     (4, "dp=2", "dp=2,ep=2", 2, "--placement non-colocated"),
-    (8, "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2", 2, ""),
-    (8, "dp=8", "tp=2,cp=2,pp=2,ep=2,etp=1", 4, ""),
-    (8, "dp=8", "dp=8,ep=4", 1, ""),
 ]
 """Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
 SAMPLES = 8
@@ -90,7 +87,8 @@ def measure(file: Path) -> list[Found]:
             subprocess.run([*launch, listed, written], check=True, env=environment)
             ranks = json.loads(written.read_text())
         found += [{"case": c, "ranks": r} for c, r in zip(cases, ranks, strict=True)]
-        file.write_text(json.dumps({"found": found}) + "\n")
+        lines = ",\n ".join(map(json.dumps, found))
+        file.write_text(f'{{"found": [\n {lines}\n]}}\n')
     return found
 
 
@@ -244,9 +242,7 @@ def main(machine: str, out: str, *more: str) -> None:
         runs = [run for path in (out, *more) for run in json.loads(Path(path).read_text())["runs"]]
         print(table(benchmarked(find_machine(machine), runs)))
         return
-    found = measure(file)
-    rows = compare(find_machine(machine), found)
-    file.write_text(json.dumps({"found": found, "rows": rows}, indent=1) + "\n")
+    rows = compare(find_machine(machine), measure(file))
     print(table(rows))
     for picture in more:
         draw(rows, Path(picture))
