@@ -13,7 +13,6 @@ what tools/bench/vlm.py measured on GPUs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -48,13 +47,15 @@ CASES = [
     (4, "dp=4", "pp=4", 2, ""),
     (4, "dp=4", "tp=2,dp=2,ep=4,etp=1", 4, ""),
     (4, "dp=2", "dp=2,ep=2", 2, "--placement non-colocated"),
-    (8, "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2", 2, ""),
-    (8, "dp=8", "tp=2,cp=2,pp=2,ep=2,etp=1", 4, ""),
-    (8, "dp=8", "dp=8,ep=4", 1, ""),
 ]
 """Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
 SAMPLES = 8
 """Of a step."""
+DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
+DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
+DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]
+DECIDE += ["--encoder-macro-batch", "--recompute-encoder"]
+"""Options of a benchmark that decide what is predicted."""
 MODEL = Path(__file__).with_name("validation_model.json")
 
 
@@ -86,7 +87,8 @@ def measure(file: Path) -> list[Found]:
             subprocess.run([*launch, listed, written], check=True, env=environment)
             ranks = json.loads(written.read_text())
         found += [{"case": c, "ranks": r} for c, r in zip(cases, ranks, strict=True)]
-        file.write_text(json.dumps({"found": found}) + "\n")
+        lines = ",\n ".join(map(json.dumps, found))
+        file.write_text(f'{{"found": [\n {lines}\n]}}\n')
     return found
 
 
@@ -94,11 +96,11 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
     """A row for each run of tools/bench/vlm.py, whose step is without the wait for data."""
     rows = []
     for run in runs:
-        asked, _ = _asked().parse_known_args(run["arguments"])
-        named = {name: value for name, value in vars(asked).items() if name != "data"}
-        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in named.items()]
-        plan = plan_of(options_of([word for pair in words for word in pair], run["ranks"]))
-        if tiles := asked.data.partition(":")[2]:
+        words = run["arguments"]
+        asked = [pair for pair in zip(words, words[1:], strict=False) if pair[0] in DECIDE]
+        plan = plan_of(options_of([word for pair in asked for word in pair], run["ranks"]))
+        data = words[len(words) - words[::-1].index("--data")] if "--data" in words else ""
+        if tiles := data.partition(":")[2]:
             plan = replace(plan, images=Tiles(min(float(tiles), plan.images.mean)))
         step, held = step_time(plan, machine, 8), memory_of(plan, machine)
         rows.append(
@@ -115,19 +117,6 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
             }
         )
     return rows
-
-
-def _asked() -> argparse.ArgumentParser:
-    """Options of a run that decide what the planner predicts."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts", "vocab-size"):
-        parser.add_argument(f"--{name}")
-    for name in ("seq-length", "global-batch-size", "micro-batch-size", "encoder", "language"):
-        parser.add_argument(f"--{name}")
-    for name in ("placement", "encoder-macro-batch", "recompute-encoder"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--data", default="mock")
-    return parser
 
 
 def _row(plan: Plan, ranks: int, options: str) -> dict:
@@ -247,15 +236,13 @@ def main(machine: str, out: str, *more: str) -> None:
     """Compare, and print the table; on CPU ranks, measure before what OUT lacks."""
     from megatron.core import cpu_runtime
 
+    cpu_runtime.install()
     file = Path(out)
     if not find_machine(machine).shared_cores:
         runs = [run for path in (out, *more) for run in json.loads(Path(path).read_text())["runs"]]
         print(table(benchmarked(find_machine(machine), runs)))
         return
-    found = measure(file)
-    cpu_runtime.install()
-    rows = compare(find_machine(machine), found)
-    file.write_text(json.dumps({"found": found, "rows": rows}, indent=1) + "\n")
+    rows = compare(find_machine(machine), measure(file))
     print(table(rows))
     for picture in more:
         draw(rows, Path(picture))

@@ -48,7 +48,7 @@ def dry_run(argv: list[str], ranks: int) -> str:
     Raises:
         UserError: for bad input, or where several processes were started.
     """
-    _check_alone("--dry-run counts")
+    _check_alone()
     os.environ["WORLD_SIZE"] = str(ranks)  # which grids are held to
     options = parse(argv, ranks)
     set_global_variables(options.args, build_tokenizer=False)
@@ -72,7 +72,7 @@ def plan(argv: list[str], own: Namespace) -> str:
     Raises:
         UserError: for bad input, or where no plan fits.
     """
-    _check_alone("--plan plans")
+    _check_alone()
     if own.language or own.encoder:
         raise UserError("--plan finds the layouts: leave out --language and --encoder")
     options = parse(argv, 1)
@@ -83,10 +83,10 @@ def plan(argv: list[str], own: Namespace) -> str:
     return describe(task, machine, plans_of(task, machine), own.model)
 
 
-def _check_alone(what: str) -> None:
+def _check_alone() -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started > 1:
-        raise UserError(f"{what} for all ranks: start it on 1 rank, not {started}")
+        raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
 
 
 def _memory(options: Options) -> str:

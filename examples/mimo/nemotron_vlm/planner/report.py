@@ -20,6 +20,8 @@ RECOMPUTE = {
 }
 """Options of the program, by what is recomputed."""
 GIB = 2**30
+HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", "bubble", "bridge", "all-to-all"]
+HEADS += ["other comm.", "encoder", "language", "micro", "recompute", "placement"]
 COLLECTIVES = ("tensor", "context", "gradients")
 """Shown as one column; experts' and the bridge have their own."""
 
@@ -66,32 +68,13 @@ def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
     return "\n\n".join(
         [
             title,
-            _table([_header(), *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
+            _table([HEADS, *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
             _why(found.best),
             "memory of the best, GiB of a rank by pipeline stage\n"
             + memory_table(best.plan, machine),
             "run it with\n" + " \\\n    ".join(lines),
         ]
     )
-
-
-def _header() -> list[str]:
-    return [
-        "",
-        "s/step",
-        "tokens/s/GPU",
-        "TFLOP/s",
-        "GiB",
-        "bubble",
-        "bridge",
-        "all-to-all",
-        "other comm.",
-        "encoder",
-        "language",
-        "micro",
-        "recompute",
-        "placement",
-    ]
 
 
 def _row(number: int, task: Task, priced: Priced) -> list[str]:
