@@ -12,7 +12,7 @@ from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
-from layout_view.schedule import order_of_stage
+from megatron.core.pipeline_parallel.stage_order import order_of_stage
 from planner import activations
 from planner.activations import KEPT_FOR_LAYER, Rows
 from planner.machine import Machine

@@ -149,6 +149,15 @@ class TestRefused:
                 ["--recompute-encoder needs --placement colocated"],
             ),
             ("--language pp=2 --encoder-macro-batch 2", ["--encoder-macro-batch needs", "pp=1"]),
+            ("--language dp=2 --encoder-schedule bubbles", ["--encoder-schedule bubbles needs"]),
+            (
+                "--language pp=2 --encoder tp=2 --encoder-schedule bubbles",
+                ["TP group of --encoder tp=2", "one stage of --language", "has 1 ranks"],
+            ),
+            (
+                "--language pp=2,vpp=2 --encoder-schedule bubbles --no-overlap-p2p-communication",
+                ["--no-overlap-p2p-communication does not go with"],
+            ),
         ],
     )
     def test_names_what_does_not_go_together(self, arguments, texts):
