@@ -22,7 +22,6 @@ def open_links(pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None
     The first use of a link makes a rank wait until its other end is used, also by a send.
     """
     links = FilledWaits(pp_group, config, lambda _: None)
-    links.config.variable_seq_lengths = False
     token = torch.zeros(1, dtype=config.pipeline_dtype, device=torch.cuda.current_device())
     links.send_forward_backward_recv_forward_backward(token, token, True, True, token.shape)
     links.finish()
@@ -37,7 +36,8 @@ class FilledWaits(P2PCommunicator):
 
     Args:
         pp_group: the pipeline's ranks.
-        config: the language model's.
+        config: the language model's; without ``variable_seq_lengths``, for which neighbours wait
+            for each other's shapes first.
         work: called before each wait, with ``recv_prev`` or ``recv_next``.
     """
 

@@ -43,8 +43,9 @@ def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
         raise ValueError("encoding in bubbles needs a pipeline of the language model")
     if len(stages) > 1 and not config.overlap_p2p_comm:
         raise ValueError("encoding in bubbles needs overlap_p2p_comm with virtual stages")
-    if config.overlap_moe_expert_parallel_comm:
-        raise ValueError("encoding in bubbles knows no overlap_moe_expert_parallel_comm")
+    for name in ("variable_seq_lengths", "overlap_moe_expert_parallel_comm"):
+        if getattr(config, name):
+            raise ValueError(f"encoding in bubbles does not go with {name}")
     for (name, _), bridge in stages[0].colocated_comms.items():
         topology = bridge.topology
         places = {(topology.src[rank].dp, at.pp) for rank, at in topology.dest.items()}
@@ -105,7 +106,7 @@ class EncoderInBubbles:
     def work(self, wait: str) -> None:
         """What is to be done before a wait, as `FilledWaits` calls it."""
         place = self._receives[wait].popleft()
-        self._advance(min(place, *self._forwards) if self._forwards else place)
+        self._advance(min(place, self._forwards[0]) if self._forwards else place)
 
     def microbatches(self, chunk: int) -> Iterator[Microbatch]:
         """What virtual stage ``chunk`` takes; drawing one is the beginning of its forward."""
