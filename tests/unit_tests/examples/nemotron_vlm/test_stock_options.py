@@ -46,6 +46,11 @@ SAME_NUMBERS = [
         "dp=4,ep=2",
     ),
     (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+    ((*OVERLAP, "--encoder-schedule", "bubbles"), PIPELINE),
+    (
+        ("--encoder-schedule", "bubbles", "--recompute-encoder", "1", "--overlap-grad-reduce"),
+        "pp=2,vpp=2,dp=2,ep=2",
+    ),
 ]
 """Options that change nothing of the numbers, several at once, each with a layout."""
 

@@ -207,7 +207,9 @@ class ColocatedBridgeCommunicator:
         """
         self.return_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
         for group in filter(None, (self.block_pg, self.return_pg)):
-            dist.barrier(group)  # its first use waits for all members
+            # The first exchange between two ranks makes the host wait for both.
+            token = torch.zeros(group.size(), device=torch.cuda.current_device())
+            dist.all_to_all_single(torch.empty_like(token), token, group=group)
 
     def begin(self, rows: Tensor, routes: tuple[Route, Route]) -> Moving:
         """Begin to hand rows over, ``[rows, H]``; not differentiable, and waits for no one.
