@@ -31,11 +31,22 @@ ALONE = {
 }
 """The environment of a single process started without torchrun."""
 
+KERNELS = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "megatron-mimo")
+"""Where kernels and what their tuning found are kept for the next run, by device and version."""
+
+KEPT = {
+    "TRITON_CACHE_AUTOTUNING": "1",
+    "TRITON_CACHE_DIR": str(KERNELS / "triton"),
+    "TORCHINDUCTOR_CACHE_DIR": str(KERNELS / "inductor"),
+}
+"""Read by Triton and PyTorch when they are imported."""
+
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
+    os.environ.update(KEPT | os.environ)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron can do without

@@ -29,3 +29,8 @@ def test_the_stages_of_a_layout_hold_the_model_between_them():
     assert encoder == [0.6516, 0.6516] and projector == [0.1599, 0.1599]
     sharded = 23 * 128 * 2 * 2688 * 1856 / 1e9
     assert sum(language) == pytest.approx(31.5779 - sharded * 7 / 8, abs=2e-3)
+    heads, *stages = end.output.splitlines()[4:7]
+    assert heads.split()[:4] == ["stage", "parameters", "gradients", "optimizer"]
+    predicted = [float(line.split()[2]) for line in stages]
+    held = [(e + p + n) * 4e9 / 2**30 for e, p, n in zip(encoder, projector, language, strict=True)]
+    assert predicted == pytest.approx(held, rel=5e-3)  # fp32, to three digits

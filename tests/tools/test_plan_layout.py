@@ -13,22 +13,30 @@ import pytest
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
-import mini  # noqa: E402, F401  (makes tools importable)
+import mini  # noqa: E402  (makes tools importable)
 import plan_layout  # noqa: E402
+from calibration.calibrate import Case  # noqa: E402
+from calibration.fit import USUAL, fitted  # noqa: E402
+from calibration.validate import benchmarked, errors, rank_correlation  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
-from planner.machine import find_machine, write_machine  # noqa: E402
-from planner.memory import peak  # noqa: E402
-from planner.plan import Tiles  # noqa: E402
-from planner.report import options_of  # noqa: E402
-from planner.search import Task, candidates, search  # noqa: E402
 
 H200 = find_machine("h200")
+MEASURED = mini.REPOSITORY / "tools/calibration/h200.json"
+BENCHMARKS = MEASURED.with_name("h200_runs.json")
 WORLD = 16
 RANDOM_LAYOUTS = 1000
 
@@ -57,8 +65,7 @@ class TestSearch:
     def test_takes_what_the_program_takes_of_a_thousand_random_layouts(self):
         preset, draw = find_preset("tiny"), random.Random(1)
         searched = {
-            (lay.encoder, lay.language, lay.batch, lay.placement)
-            for lay in candidates(task_of())
+            (lay.encoder, lay.language, lay.batch, lay.placement) for lay in candidates(task_of())
         }
         taken = 0
         for _ in range(RANDOM_LAYOUTS):
@@ -88,7 +95,7 @@ class TestSearch:
         narrow = search(task, replace(H200, memory_bytes=120e9))
         for found, limit in ((wide, 141e9), (narrow, 120e9)):
             assert all(peak(priced.memory) <= limit for priced in found.best)
-        assert narrow.counts["fit"] < wide.counts["fit"]
+        assert narrow.best[0].step.seconds > wide.best[0].step.seconds
         assert {priced.plan.recompute for priced in narrow.best} & {"moe", "full"}
 
     def test_orders_by_time(self):
@@ -117,8 +124,11 @@ class TestProgram:
             (["--gpus", "8", "--global-batch-size", "8", "--model", "none"], "--model none"),
             (["--gpus", "8", "--global-batch-size", "8", "--gpu", "none"], "--gpu none"),
             (["--gpus", "7", "--global-batch-size", "5"], "no plan for 7 GPUs"),
-            (["--gpus", "1", "--global-batch-size", "8"], "none of them fits 141 GB"),
-            (["--gpus", "8", "--global-batch-size", "8", "--tiles", "99"], "--tiles: 99 tiles"),
+            (["--gpus", "1", "--global-batch-size", "8"], "none fits 141 GB"),
+            (
+                ["--gpus", "8", "--global-batch-size", "8", "--tiles", "99"],
+                "99 tiles of 256",
+            ),
         ],
     )
     def test_refuses_in_one_line(self, arguments, reason, capsys, monkeypatch):
@@ -127,6 +137,17 @@ class TestProgram:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and reason in line
 
+    def test_the_training_program_plans_too(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        cpu_runtime.install()
+        batch = ["--seq-length", "64", "--global-batch-size", "64"]
+        options = [*batch, "--plan", "16", "--plan-gpu", "h100"]
+        shown = plan(options, own_options(options))
+        assert "tiny on 16 GPUs, 8 a node: 64 tokens and 12 tiles a sample" in shown
+        layouts = [*options, "--language", "tp=2"]
+        with pytest.raises(UserError, match="leave out --language"):
+            plan(layouts, own_options(layouts))
+
     def test_simulates_weeks(self, capsys, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "1")
         assert plan_layout.main(["goodput", "--gpus", "1024", "--step-seconds", "2"]) == 0
@@ -134,5 +155,34 @@ class TestProgram:
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path):
-    write_machine(H200, tmp_path / "machine.json")
+    write_machine(H200, tmp_path / "machine.json", {})
     assert find_machine(str(tmp_path / "machine.json")) == H200
+
+
+class TestCalibration:
+    def test_predicts_the_benchmarks_of_an_h200(self, monkeypatch):
+        """Time within 20 %, memory within 5 %: docs/planner.md has the table."""
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        cpu_runtime.install()
+        rows = benchmarked(H200, json.loads(BENCHMARKS.read_text())["runs"])
+        assert len(rows) >= 6
+        assert max(map(abs, errors(rows, "seconds"))) < 0.2
+        assert max(map(abs, errors(rows, "bytes"))) < 0.05
+        assert rank_correlation(rows, "seconds") > 0.9
+
+    def test_of_the_h200_is_what_the_table_has(self):
+        fitted_machine = find_machine(str(MEASURED))
+        for name, share in fitted_machine.efficiency.items():
+            assert H200.efficiency[name] == pytest.approx(share, rel=0.02), name
+        assert {k: round(v, 4) for k, v in fitted_machine.overhead.items()} == pytest.approx(
+            H200.overhead, abs=1e-4
+        )
+
+    def test_predicts_runs_of_a_machine_that_it_does_not_know(self):
+        base = find_preset("nano-vl-30b-a3b")
+        cases = [Case(**run["case"]) for run in json.loads(MEASURED.read_text())["runs"]]
+        plans = [case.plan(base) for case in cases]
+        runs = [{"seconds": step_time(each, H200, 1).seconds} for each in plans]
+        found = fitted(replace(H200, **USUAL["cuda"]), plans, runs)
+        predicted = [step_time(each, found, 1).seconds for each in plans]
+        assert predicted == pytest.approx([run["seconds"] for run in runs], rel=0.05)

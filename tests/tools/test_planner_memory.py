@@ -17,10 +17,15 @@ from mini import REPOSITORY
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
+from calibration.measure import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import stages_on_meta  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.parameter_table import count_by_module  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, most_in_flight, peak  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.parameters import Sizes, stages_of  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
@@ -28,14 +33,9 @@ from megatron.training.global_vars import (  # noqa: E402
     set_global_variables,
     unset_global_variables,
 )
-from planner.calibrate import plan_of  # noqa: E402
-from planner.machine import find_machine  # noqa: E402
-from planner.measure import options_of  # noqa: E402
-from planner.memory import memory_of, most_in_flight, peak  # noqa: E402
-from planner.parameters import Sizes, stages_of  # noqa: E402
 
-TOLERANCE, RECOMPUTED = 0.1, 0.2
-"""Of peak memory, relative; runs that recompute have 16 to 18 % less than predicted."""
+TOLERANCE = 0.1
+"""Of peak memory, relative: what layers need in passing is estimated."""
 
 
 class TestParameters:
@@ -77,7 +77,7 @@ class TestParameters:
         buffer = DistributedOptimizer._compute_per_buffer_param_layout(
             parameters, None, replicas, DistributedDataParallelConfig()
         )
-        from planner.memory import padded
+        from examples.mimo.nemotron_vlm.planner.memory import padded
 
         assert padded(Sizes.of(sizes).aligned, replicas) == buffer.bucket_indices[-1][1]
 
@@ -97,24 +97,21 @@ class TestActivations:
     def test_and_all_the_rest_are_what_a_run_on_one_rank_has(self, tmp_path):
         model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
         full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        cases = {
-            f"{model} 4": TOLERANCE,
-            f"{model} 2 {full}": RECOMPUTED,
-            f"{model} 1 --encoder-macro-batch 4 --recompute-encoder 1": RECOMPUTED,
-        }
+        encoder = "--encoder-macro-batch 4 --recompute-encoder 1"
+        cases = [f"{model} 4", f"{model} 2 {full}", f"{model} 1 {encoder}"]
         listed, found = tmp_path / "cases.json", tmp_path / "found.json"
         listed.write_text(json.dumps([case.split() for case in cases]))
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         paths = [str(REPOSITORY / "tools"), os.environ["PYTHONPATH"]]
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "planner.measure", listed, found],
+            [sys.executable, "-W", "ignore", "-m", "calibration.measure", listed, found],
             env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths)},
             check=True,
             capture_output=True,
         )
         cpu = replace(find_machine("h200"), precision=4, fused=False, reserved_bytes=0.0)
         measured = json.loads(found.read_text())
-        for (case, tolerance), (rank,) in zip(cases.items(), measured, strict=True):
+        for case, (rank,) in zip(cases, measured, strict=True):
             predicted = peak(memory_of(plan_of(options_of(case.split(), 1)), cpu))
-            assert predicted == pytest.approx(rank["peak_bytes"], rel=tolerance), case
+            assert predicted == pytest.approx(rank["peak_bytes"], rel=TOLERANCE), case

@@ -16,7 +16,7 @@ from overlay.lock import Lock
 from overlay.patchset import OVERLAY_ROOTS
 
 LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
-APPLY_SECONDS, DRIFT_SECONDS = 20.0, 60.0
+APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0
 
 
 @pytest.fixture(params=LOCK.locked)

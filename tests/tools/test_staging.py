@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mini import UPSTREAM, Result, World, git, run, snapshot, write_tree
-from staging import cli, formatting
+from staging import cli, formatting, trial
+from upstream_tests.outcomes import Outcome, Outcomes
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
 TEXT = 'what = "The what."\nwhy = "The why."\ndesign = "The design."\n'
@@ -149,6 +150,47 @@ def test_the_checkout_stays_as_it_was(staged, feature):
     assert state() == before
     branches = git(staged.checkout, "branch", "--format=%(refname:short)").splitlines()
     assert (code, branches) == ((0, ["main", "pr"]) if feature == "second" else (1, ["main"]))
+
+
+TRIED = {
+    "tests/unit_tests/test_first.py": """
+import pathlib
+def test_that_the_second_is_not_here():
+    assert not pathlib.Path("megatron/core/new").exists()
+def test_that_the_first_is_here():
+    assert "ours" in pathlib.Path("megatron/core/replaced.py").read_text()
+""",
+    "tools/staging/fixes/test_second.py": "def test_that_fails():\n    assert False\n",
+}
+
+
+class OneTest:
+    """Ranks of which one test of upstream's passes where nothing is staged."""
+
+    def __init__(self, tree: Path, *_):
+        self.staged = "A_three" in (tree / "megatron/core/a.py").read_text()
+
+    def run(self, files: list[str], *_) -> Outcomes:
+        return {f"{files[0]}::test": Outcome("failed" if self.staged else "passed")}
+
+
+def test_trying_runs_the_tests_of_each_feature_in_a_tree_of_its_own(staged, monkeypatch):
+    monkeypatch.setattr(trial, "World", OneTest)
+    write_tree(staged.root, TRIED)
+    data = staged.root / "tools/staging/features.toml"
+    upstream = 'upstream = ["tests/unit_tests/test_theirs.py"]\nfails ='
+    data.write_text(data.read_text().replace("fails =", upstream))
+    write_tree(staged.checkout, {"tests/unit_tests/test_theirs.py": ""})
+    git(staged.checkout, "add", ".")
+    git(staged.checkout, "commit", "-qm", "upstream's test")
+    found = run("--root", staged.root, staged.checkout, "--try", "first", program=cli.main)
+    assert (found.code, found.out[2:]) == (
+        1,
+        ["| first | 1 | 2 passed | 1 | 0 | 1 |", "lost: tests/unit_tests/test_theirs.py::test"],
+    )
+    found = run("--root", staged.root, staged.checkout, "--try", "second", program=cli.main)
+    assert (found.code, found.out[2:]) == (1, ["| second | 1 | **1 failed** | 0 | 0 | 0 |"])
+    assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
 
 
 def _dirty(world: World) -> None:

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The features of upstream PRs: each file is of exactly one, and imports follow the graph."""
 
+import ast
 import subprocess
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,13 @@ def owners() -> dict[str, str]:
     }
 
 
+def fixtures(conftest: str) -> list[str]:
+    """The fixtures that are defined in one of our files, by name."""
+    nodes = ast.parse(FEATURES.tests[conftest].read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return [f.name for f in functions if any("fixture" in ast.unparse(d) for d in f.decorator_list)]
+
+
 def test_every_file_patch_and_test_is_of_one_feature():
     assert FEATURES.problems() == []
 
@@ -57,6 +66,20 @@ def test_imports_between_features_follow_the_graph():
                 used = imports(source, name_of(Path(path)), set(owner))
                 lost += [f"{path} → {u} of {owner[u]}" for u in used if owner[u] not in below]
     assert lost == []
+
+
+def test_no_test_asks_for_a_fixture_that_is_not_staged():
+    stays = [path for path in FEATURES.tests if any(fnmatchcase(path, p) for p in FEATURES.stays)]
+    lost = {name for path in stays if path.endswith("conftest.py") for name in fixtures(path)}
+    assert lost
+    for path in FEATURES.tests.keys() - set(stays):
+        for node in ast.walk(ast.parse(FEATURES.tests[path].read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert not lost & {one.arg for one in node.args.args}, f"{path}: {node.name}"
+
+
+def test_a_feature_that_changes_upstreams_files_names_upstreams_tests_of_them():
+    assert [f.name for f in FEATURES.all() if f.patches and not f.upstream] == []
 
 
 def test_imports_of_patches_follow_the_graph(tmp_path):

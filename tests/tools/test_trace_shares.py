@@ -32,7 +32,7 @@ def test_communication_is_exposed_where_nothing_else_runs():
             {"ph": "i", "name": "an instant", "ts": 3},
         ]
     )
-    assert found.idle == pytest.approx(0.30)
+    assert (found.total, found.idle) == pytest.approx((100, 0.30))
     assert (found.communication, found.exposed) == pytest.approx((0.30, 0.20))
     assert (found.bridge, found.optimizer) == pytest.approx((0.05, 0.12))
     assert found.kernels == pytest.approx(

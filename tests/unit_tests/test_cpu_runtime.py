@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.cpu_runtime.__main__ import main
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -32,9 +33,11 @@ pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="this run uses its GPUs")
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def run_python(code: str) -> subprocess.CompletedProcess:
+def run_python(code: str) -> None:
     """Run `code` in a process of its own, without the runtime that this one has installed."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 class TestDevices:
@@ -239,51 +242,38 @@ class TestInstall:
         install()
         assert (torch.empty, torch.Tensor.to, torch.cuda.Stream, dist.all_reduce) == before
 
-    def test_importing_megatron_installs_nothing(self):
-        done = run_python(
-            "import sys, torch; before = dict(vars(torch.cuda)); to = torch.Tensor.to\n"
+    def test_importing_megatron_and_the_runtime_changes_nothing(self):
+        run_python(
+            "import sys, torch; before = dict(vars(torch.cuda))\n"
+            "to, empty = torch.Tensor.to, torch.empty\n"
             "import megatron.core, megatron.core.pipeline_parallel, megatron.core.models.gpt\n"
             "assert not any('cpu_runtime' in name for name in sys.modules)\n"
-            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
-            "assert torch.Tensor.to is to\n"
-        )
-        assert done.returncode == 0, done.stderr
-
-    def test_importing_the_runtime_changes_nothing(self):
-        done = run_python(
-            "import torch, megatron.core; before = dict(vars(torch.cuda)); empty = torch.empty\n"
             "import megatron.core.cpu_runtime\n"
             "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
-            "assert torch.empty is empty\n"
+            "assert torch.Tensor.to is to and torch.empty is empty\n"
         )
-        assert done.returncode == 0, done.stderr
 
-    def test_installing_over_a_used_gpu_is_refused(self):
-        done = run_python(
-            "import torch; torch.cuda.is_initialized = lambda: True\n"
-            "from megatron.core.cpu_runtime import install; install()\n"
-        )
-        assert done.returncode == 1
-        assert "after CUDA had been initialised" in done.stderr
-
-    def test_names_imported_before_are_rebound(self):
-        done = run_python(
+    def test_installing_is_refused_over_a_used_gpu_and_rebinds_names_imported_before(self):
+        run_python(
+            "import torch\n"
             "from megatron.core.tensor_parallel import mappings, random\n"
-            "from megatron.core.cpu_runtime import install; install()\n"
-            "import torch; assert random.device_ctx_manager is torch.cuda.device\n"
-            "from megatron.core import jit; assert jit.jit_fuser is torch.compile\n"
+            "from megatron.core import jit\n"
+            "from megatron.core.cpu_runtime import install\n"
+            "unused, torch.cuda.is_initialized = torch.cuda.is_initialized, lambda: True\n"
+            "try: install()\n"
+            "except RuntimeError as error: assert 'after CUDA had been initialised' in str(error)\n"
+            "else: raise AssertionError('not refused')\n"
+            "torch.cuda.is_initialized = unused\n"
+            "device, compiled = torch.cuda.device, torch.compile\n"
+            "install()\n"
+            "assert device is not torch.cuda.device and compiled is not torch.compile\n"
+            "assert random.device_ctx_manager is torch.cuda.device\n"
+            "assert jit.jit_fuser is torch.compile\n"
         )
-        assert done.returncode == 0, done.stderr
 
     def test_a_missing_script_is_named(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron.core.cpu_runtime", "nowhere.py"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 1
-        assert "no file at 'nowhere.py'" in done.stderr
+        with pytest.raises(SystemExit, match="no file at 'nowhere.py'"):
+            main(["nowhere.py"])
 
 
 class TestUpstreamScript:

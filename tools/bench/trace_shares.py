@@ -23,12 +23,14 @@ RANGES = {"bridge": "mimo bridge", "optimizer": "Optimizer.step"}
 class Shares:
     """Of the profiled time, as fractions of it.
 
+    total: the profiled time itself, in the trace's unit: µs where PyTorch wrote it.
     idle: no kernel runs, and none is copied: launch gaps and waits for the host.
     communication, exposed: NCCL's kernels run; and nothing else does.
     bridge, optimizer: from the first kernel of such a range to its last.
     kernels: the ten that take most time, with their names cut to 60 letters.
     """
 
+    total: float
     idle: float
     communication: float
     exposed: float
@@ -75,6 +77,7 @@ def shares(events: list[dict]) -> Shares | None:
     for event in work:
         by_name[event["name"][:60]] += event["dur"] / total
     return Shares(
+        total=total,
         idle=1.0 - length(work),
         communication=length(sent),
         exposed=length(work) - length(computed),

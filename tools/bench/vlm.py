@@ -4,8 +4,9 @@
 
 A row of vlm.toml names the runs. Each is the training program itself: three steps that do not
 count, ten that do, and two under PyTorch's profiler, whose trace says where the first GPU's time
-goes. Times are medians; tokens are all of the rows, text and images; TFLOP/s are Megatron's count,
-of all modules, without what is computed again.
+goes; idle is what its kernels leave of a step that was not profiled. Times are medians; tokens are
+all of the rows, text and images; TFLOP/s are Megatron's count, of all modules, without what is
+computed again.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py two-gpus --json two-gpus.json
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("row", choices=ROWS["row"])
     parser.add_argument("--device", choices=ROWS["device"], default="cuda")
+    parser.add_argument("--only", metavar="RUN", action="append", help="of the row; by default all")
     parser.add_argument("--json", type=Path, help="where to write all that was measured")
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
@@ -54,12 +56,14 @@ def main(arguments: list[str]) -> int:
     common = f"{ROWS['device'][own.device]['arguments']} {row['arguments']}"
     found = []
     for run in row["runs"]:
+        if own.only and run["name"] not in own.only:
+            continue
         command = [*shlex.split(f"{common} {run.get('arguments', '')}"), *more]
         found.append({"name": run["name"], **measured(run["ranks"], command)})
         print(line(found[-1], found[0]), flush=True)
-    if own.json:
-        whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
-        own.json.write_text(json.dumps(whole, indent=1) + "\n")
+        if own.json:
+            whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
+            own.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
 
@@ -79,7 +83,6 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
             command,
             check=True,
             cwd=os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM"),
-            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TRITON_CACHE_AUTOTUNING": "1"} | os.environ,
         )
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
         log = (out / "log.txt").read_text()
@@ -88,16 +91,20 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
     numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
+    busy = trace and (1 - trace.idle) * trace.total / 1e6 / PROFILED
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
         "arguments": arguments,
+        "loss": [record["loss"] for record in records],
         "first_step_s": records[0]["step_time_s"],
         "step_s": seconds,
         "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,
         "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
         "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
+        # Launches are slower under the profiler, kernels are not.
+        "idle": busy and max(0.0, 1 - busy / seconds),
         "trace": trace and trace.as_dict(),
     }
 
@@ -120,7 +127,8 @@ def line(run: dict, first: dict) -> str:
         f"{ratio:5.2f} x, data {run['data_wait']:.1%}"
     )
     if run["trace"]:
-        names = ("idle", "exposed", "bridge", "optimizer")
+        text += f", idle {run['idle']:.1%}"
+        names = ("exposed", "bridge", "optimizer")
         text += "".join(f", {name} {run['trace'][name]:.1%}" for name in names)
     return text
 

@@ -10,7 +10,7 @@ package is ``EXTERNAL``, and what should be in the tree and is not is ``None``.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from overlay.checkout import parents
 from overlay.signature import Signature
@@ -22,6 +22,9 @@ _PLAIN_DECORATORS = set(
     "deprecate_inference_params experimental_fn wraps lru_cache cache".split()
 )
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+_parsed = cache(ast.parse)  # most files are the same in both trees
 
 
 @dataclass(eq=False)
@@ -97,7 +100,7 @@ class Tree:
                 self._modules[name] = Module(name, f"{base}/__init__.py", ast.Module([], []))
             for path in (f"{base}.py", f"{base}/__init__.py"):
                 if path in self.files:
-                    self._modules[name] = Module(name, path, ast.parse(self.files[path]))
+                    self._modules[name] = Module(name, path, _parsed(self.files[path]))
         return self._modules[name]
 
     def follow(self, module: str, *chain: str):

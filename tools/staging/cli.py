@@ -7,14 +7,19 @@ from pathlib import Path
 
 from overlay.checkout import Checkout
 from overlay.cli import REPOSITORY, Parser, reported
-from overlay.errors import USAGE, OverlayError
+from overlay.errors import FAILED, USAGE, OverlayError
 from overlay.git import write_files
 from overlay.patchset import PatchSet
+from staging import trial
 from staging.content import Content
 from staging.description import graph, message, pr_text
 from staging.features import Feature, Features
 from staging.formatting import check_tools, format_files, unclean
 from staging.repository import Repository
+
+
+def _worlds(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,9 +32,13 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--feature", metavar="NAME", help="it, upon the features that it needs")
     what.add_argument("--all", action="store_true", help="the whole stack")
+    what.add_argument(
+        "--try", nargs="*", dest="try_", metavar="NAME", help="run the tests of each, staged alone"
+    )
     what.add_argument("--graph", action="store_true", help="print the features for the docs")
     parser.add_argument("--branch", metavar="B", help="name of the branch, which is new")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: CHECKOUT-prs/B")
+    parser.add_argument("--worlds", type=_worlds, metavar="N,…", help="of --try: numbers of ranks")
     return parser
 
 
@@ -45,9 +54,7 @@ def stage(
     repository.check_new_branch(branch)
     if out.exists() and any(out.iterdir()):
         raise OverlayError(USAGE, f"{out} is not empty")
-    features.patchset.check_against_lock()
-    check_tools()
-    content, lines = Content(features, Checkout(root)), []
+    content, lines = _content(features, root), []
     with repository.worktree() as tree:
         for feature in wanted:
             commit = _commit(feature, content, repository, tree)
@@ -57,6 +64,40 @@ def stage(
     for feature in wanted:
         write_files(out, {f"{feature.name}/PR.md": pr_text(features, feature).encode()})
     return [*lines, f"branch {branch}; {len(patches)} patches and each PR.md in {out}"]
+
+
+def try_each(
+    features: Features, wanted: list[Feature], root: Path, worlds: list[int] | None, out: Path
+) -> bool:
+    """Stage each feature upon what it needs and run its tests there; True if all passed.
+
+    Args:
+        worlds: numbers of ranks; None: those that the feature's tests are for.
+
+    Raises:
+        OverlayError: a feature cannot be staged.
+    """
+    repository = Repository(root)
+    content, passed = _content(features, root), True
+    out.mkdir(parents=True, exist_ok=True)
+    print(trial.HEAD, flush=True)
+    with repository.worktree() as pristine:
+        for feature in wanted:
+            content.start_again()
+            with repository.worktree() as tree:
+                for one in features.stack(feature.name):
+                    _commit(one, content, repository, tree)
+                for ranks in worlds or features.ranks_of(feature):
+                    found = trial.try_feature(features, feature, ranks, pristine, tree, out)
+                    print(found.row(), flush=True)
+                    passed = passed and found.passed
+    return passed
+
+
+def _content(features: Features, root: Path) -> Content:
+    features.patchset.check_against_lock()
+    check_tools()
+    return Content(features, Checkout(root))
 
 
 def _commit(feature: Feature, content: Content, repository: Repository, tree: Path) -> str:
@@ -77,14 +118,19 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.graph:
         print(graph(features))
         return 0
-    if not (options.checkout and options.branch):
-        parser.error("CHECKOUT and --branch are needed")
+    trying = options.try_ is not None
+    if not options.checkout or trying == bool(options.branch):
+        parser.error("CHECKOUT is needed, and --branch but for --try")
+    root = options.checkout.resolve()
+    out = options.out or root.with_name(f"{root.name}-prs") / (options.branch or "try")
+    if trying:
+        wanted = [features.get(name, "--try") for name in options.try_] or features.all()
+        return 0 if try_each(features, wanted, root, options.worlds, out.resolve()) else FAILED
     wanted = features.all()
     if options.feature:
         features.get(options.feature)
         wanted = features.stack(options.feature)
-    root = options.checkout.resolve()
-    out = (options.out or root.with_name(f"{root.name}-prs") / options.branch).resolve()
+    out = out.resolve()
     print("\n".join(stage(features, wanted, root, options.branch, out)))
     return 0
 

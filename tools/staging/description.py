@@ -24,8 +24,8 @@ def pr_text(features: Features, feature: Feature) -> str:
     lines += [f"- `{path}`" for path in tests]
     if feature.fails:
         lines += ["", f"Without this change, `{TESTS}/{feature.fails}` fails."]
-    lines += ["", "How to run them, on GPUs or without:", "", "```", *_commands(features, feature)]
-    lines += ["```", ""]
+    lines += ["", "How to run them, on GPUs or without:", "", "```", *setting(features, feature)]
+    lines += [*commands(features, feature).values(), "```", ""]
     if feature.upstream:
         lines += ["Existing tests of the files that change:", ""]
         lines += [f"- `{path}`" for path in feature.upstream] + [""]
@@ -34,20 +34,25 @@ def pr_text(features: Features, feature: Feature) -> str:
     return "\n".join(lines + (needs or ["nothing"])) + "\n"
 
 
-def _commands(features: Features, feature: Feature) -> list[str]:
-    """How to run a feature's tests, without upstream's conftest, which downloads test data."""
+def setting(features: Features, feature: Feature) -> list[str]:
+    """What a shell has before the commands: the environment, and `tests`."""
     files = [path for path in sorted(features.tests_of(feature)) if _is_test(path)]
+    lines = ["export PYTHONPATH=. OMP_NUM_THREADS=1", "export TRITON_INTERPRET=1  # without a GPU"]
+    return [*lines, f"tests=({' '.join(files)})"]
+
+
+def commands(features: Features, feature: Feature) -> dict[int, str]:
+    """How to run a feature's tests on N ranks, without upstream's conftest (it downloads data)."""
     below = {path for one in features.stack(feature.name) for path in features.tests_of(one)}
     plugin = [f"-p {TESTS}.{_PLUGIN}".replace("/", ".")]
     if f"{TESTS}/{_PLUGIN}.py" not in below:
         plugin = []
     options = " ".join(["--noconftest", *plugin])
-    lines = ["export PYTHONPATH=. OMP_NUM_THREADS=1", "export TRITON_INTERPRET=1  # without a GPU"]
-    lines.append(f"tests=({' '.join(files)})")
-    for size in features.ranks_of(feature):
-        program = "python" if size == 1 else f"torchrun --nproc-per-node {size}"
-        lines.append(f'{program} -m pytest {options} "${{tests[@]}}"')
-    return lines
+    programs = {
+        size: "python" if size == 1 else f"torchrun --nproc-per-node {size}"
+        for size in features.ranks_of(feature)
+    }
+    return {n: f'{program} -m pytest {options} "${{tests[@]}}"' for n, program in programs.items()}
 
 
 def _is_test(path: str) -> bool:

@@ -8,6 +8,8 @@ from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
 
+import torch
+
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.own_options import SIZES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
@@ -66,6 +68,14 @@ WITHOUT_KERNELS = {
 }
 """On a CPU, whose cores the ranks share."""
 
+WITH_ENGINE = {
+    "transformer_impl": "transformer_engine",
+    "moe_router_fusion": True,
+    "moe_permute_fusion": True,
+    "use_fused_weighted_squared_relu": True,
+}
+"""On a GPU with Transformer Engine."""
+
 
 def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     """Of a preset on a device, by the names of Megatron's arguments.
@@ -83,10 +93,25 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    return chosen | {
-        "transformer_impl": "transformer_engine" if has_engine else "local",
-        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-    }
+    return (
+        chosen
+        | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
+        | {
+            "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+            "moe_grouped_gemm": _has_grouped_gemm(has_engine),
+            "cross_entropy_loss_fusion": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        }
+    )
+
+
+def _has_grouped_gemm(has_engine: bool) -> bool:
+    """Whether ``--moe-grouped-gemm`` is taken: from A100s on, without the engine by PyTorch's."""
+    has_kernels = has_engine or hasattr(torch.nn.functional, "grouped_mm")
+    return (
+        has_kernels and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:

@@ -1,12 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a model, or of the ranks of a layout, without one of them in memory."""
+"""What a run would be, without one rank: parameters, memory, and which layouts to take."""
 
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -24,6 +26,12 @@ from examples.mimo.nemotron_vlm.parameter_table import (
     format_ranks,
     format_table,
 )
+from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
+from examples.mimo.nemotron_vlm.planner.report import describe, memory_table
+from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.teardown import destroy
@@ -31,7 +39,7 @@ from megatron.training.global_vars import set_global_variables, unset_global_var
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
-    """Tables of parameter counts: of one rank by part, of several by module and pipeline stage.
+    """Parameter counts, of one rank by part, of several by module and pipeline stage; and memory.
 
     Args:
         argv: the command line.
@@ -40,23 +48,65 @@ def dry_run(argv: list[str], ranks: int) -> str:
     Raises:
         UserError: for bad input, or where several processes were started.
     """
-    started = int(os.environ["WORLD_SIZE"])
-    if started > 1:
-        raise UserError(f"--dry-run counts for all ranks: start it on 1 rank, not {started}")
+    _check_alone("--dry-run counts")
     os.environ["WORLD_SIZE"] = str(ranks)  # which grids are held to
     options = parse(argv, ranks)
     set_global_variables(options.args, build_tokenizer=False)
     try:
         if ranks == 1:
             with stages_on_meta(options, 0) as (model,):
-                return format_table(count_parameters(model, options.preset))
+                counted = format_table(count_parameters(model, options.preset))
+            return f"{counted}\n{_memory(options)}"
         counts = {}
         for first, after in _alike(options.layouts):
             with stages_on_meta(options, first) as stages:
                 counts[first, after - 1] = count_by_module(stages)
-        return format_ranks(counts)
+        return f"{format_ranks(counts)}\n{_memory(options)}"
     finally:
         unset_global_variables()
+
+
+def plan(argv: list[str], own: Namespace) -> str:
+    """The fastest plans for the GPUs of ``--plan``, as text.
+
+    Raises:
+        UserError: for bad input, or where no plan fits.
+    """
+    _check_alone("--plan plans")
+    if own.language or own.encoder:
+        raise UserError("--plan finds the layouts: leave out --language and --encoder")
+    options = parse(argv, 1)
+    args, preset = options.args, options.preset
+    tiles = most_that_fit(preset, args.seq_length)
+    task = Task(preset, own.plan, 8, args.seq_length, args.global_batch_size, tiles)
+    machine = find_machine(own.plan_gpu)
+    return describe(task, machine, plans_of(task, machine), own.model)
+
+
+def _check_alone(what: str) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if started > 1:
+        raise UserError(f"{what} for all ranks: start it on 1 rank, not {started}")
+
+
+def _memory(options: Options) -> str:
+    """What the planner predicts of the memory of these options, and with other recompute."""
+    args, asked = options.args, plan_of(options)
+    machine = replace(
+        find_machine("h200"),
+        precision=2 if args.bf16 or args.fp16 else 4,
+        fused=args.device == "cuda" and args.transformer_impl != "local",
+        reserved_bytes=0.0,
+    )
+    others = (
+        f"{again} {peak(memory_of(replace(asked, recompute=again), machine)) / 2**30:.3g}"
+        for again in KEPT_FOR_LAYER
+    )
+    return (
+        f"predicted GiB of a rank with {asked.images.mean:g} tiles a sample, recompute "
+        f"{asked.recompute}:\n{memory_table(asked, machine)}\n"
+        f"most of a rank with other recompute of the language model: {', '.join(others)}"
+    )
 
 
 def _alike(layouts: Layouts) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,6 +43,7 @@ def _local() -> LayerSpecs:
 def _transformer_engine() -> LayerSpecs:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
         TENorm,
         TERowParallelLinear,
     )
@@ -50,8 +52,17 @@ def _transformer_engine() -> LayerSpecs:
         get_vit_layer_with_transformer_engine_spec,
     )
     from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 
+    class BiasInGemm(TELayerNormColumnParallelLinear):
+        """Adds its bias in the GEMM; MLP would add it in a pass of its own before an exact GELU."""
+
+        def __init__(self, *args, skip_bias_add: bool, **kwargs) -> None:
+            super().__init__(*args, skip_bias_add=False, **kwargs)
+
+    vit = get_vit_layer_with_transformer_engine_spec()
+    mlp = MLPSubmodules(linear_fc1=BiasInGemm, linear_fc2=TERowParallelLinear)
     layers = hybrid_stack_spec.submodules
     gdn = layers.gdn_layer
     mixer = replace(gdn.submodules.self_attention, module=SiluGatedDeltaNet)
@@ -60,7 +71,10 @@ def _transformer_engine() -> LayerSpecs:
     experts = with_layout_free_router(moe.submodules.mlp)
     moe = replace(moe, submodules=replace(moe.submodules, mlp=experts))
     return LayerSpecs(
-        vit_layer=get_vit_layer_with_transformer_engine_spec(),
+        vit_layer=replace(
+            vit,
+            submodules=replace(vit.submodules, mlp=partial(MLP.as_mlp_submodule, submodules=mlp)),
+        ),
         projector_norm=TENorm,
         projector_mlp=MLPSubmodules(
             linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear

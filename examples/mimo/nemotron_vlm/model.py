@@ -82,6 +82,9 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
         "perform_initialization": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        # Else the backward of a step's first microbatch overwrites main gradients (Transformer
+        # Engine's is_first_microbatch), and Megatron counts the language model's microbatches.
+        "disable_parameter_transpose_cache": True,
     }
     sizes = preset.encoder
     return VLMConfigs(

@@ -98,7 +98,12 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     for part in PARTS_OF_IMAGES:
         add(f"--{part}-lr", type=float, metavar="LR", help=f"of the {part}, in place of --lr")
         add(f"--{part}-weight-decay", type=float, metavar="DECAY", help="its own, likewise")
-    add("--data", default="digits", metavar="digits|mock|energon:PATH", help="samples")
+    add(
+        "--data",
+        default="digits",
+        metavar="digits|digits:N|mock|energon:PATH",
+        help="samples: strips of one to three scanned digits, of N digits, noise, or shards",
+    )
     add(
         "--pack",
         action="store_true",
@@ -151,7 +156,22 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         const=1,
         default=0,
         metavar="RANKS",
-        help="count the parameters of the model, or of so many ranks in the layouts, and end",
+        help="count the parameters of the model, or of so many ranks in the layouts, predict their "
+        "memory, and end",
+    )
+    add(
+        "--plan",
+        type=int,
+        default=0,
+        metavar="GPUS",
+        help="print the fastest layouts of the model and the batch on so many GPUs, 8 a node, and "
+        "end; tools/plan_layout.py of the repository can do more",
+    )
+    add(
+        "--plan-gpu",
+        default="h200",
+        metavar="NAME|FILE",
+        help="h100, h200, b200, or a file of tools/plan_layout.py calibrate",
     )
 
 

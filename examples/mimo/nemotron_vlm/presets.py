@@ -99,8 +99,13 @@ class VLMPreset:
         vit = vit_flops(
             patches, patches + e.class_tokens, e.layers, e.hidden, e.ffn, 3 * e.patch**2
         )
-        widths = (e.output_size, self.projector_ffn, self.language.hidden_size)
-        return vit + mlp_flops(e.tokens_per_tile, widths)
+        return vit + self.projector_flops_per_tile
+
+    @property
+    def projector_flops_per_tile(self) -> float:
+        """Of these, the projector's."""
+        widths = (self.encoder.output_size, self.projector_ffn, self.language.hidden_size)
+        return mlp_flops(self.encoder.tokens_per_tile, widths)
 
 
 def tiny() -> VLMPreset:

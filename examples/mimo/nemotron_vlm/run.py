@@ -87,6 +87,11 @@ def run(argv: list[str]) -> None:
 
             print(dry_run(argv, own.dry_run), file=sys.__stdout__)
             return
+        if own.plan:
+            from examples.mimo.nemotron_vlm.dry_run import plan
+
+            print(plan(argv, own), file=sys.__stdout__)
+            return
         options = parse(argv)
         args = options.args
         _check_outputs(args)
@@ -212,7 +217,7 @@ def _say(text: str, args: Namespace) -> None:
 def _log_file(own: Namespace, argv: list[str]) -> Path | None:
     if own.log_file == "-" or {"-h", "--help"} & set(argv):
         return None
-    if own.log_file or own.dry_run:
+    if own.log_file or own.dry_run or own.plan:
         return Path(own.log_file or os.devnull)
     return own.metrics_out.with_name("log.txt") if own.metrics_out else None
 

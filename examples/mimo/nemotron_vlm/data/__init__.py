@@ -14,6 +14,8 @@ from examples.mimo.nemotron_vlm.presets import EncoderPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 
+DIGITS = "digits:"
+
 ENERGON = "energon:"
 
 
@@ -34,12 +36,17 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
     try:
         if name.startswith(ENERGON):
             source = _energon(name.removeprefix(ENERGON), args, sizes)
+        elif name.startswith(DIGITS):
+            source = DigitStrips(**sizes, digits=_count(name.removeprefix(DIGITS)))
+            source.text("train", 0)
         elif name in SOURCES:
             source = SOURCES[name](**sizes)
             source.text("train", 0)
         else:
             known = ", ".join(SOURCES)
-            raise UserError(f"--data {name}: no such data; choose from {known}, {ENERGON}PATH")
+            raise UserError(
+                f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH"
+            )
     except ImportError as error:
         raise UserError(str(error)) from error
     except ValueError as error:
@@ -59,6 +66,12 @@ def fingerprint(source: SampleSource, args: Namespace) -> str:
         return source.fingerprint
     packing = args.pack_window, args.sample_multiple, args.seq_length
     return f"{source.fingerprint} packed {packing}"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--data {DIGITS}{text}: the digits of a strip must be 1 or more")
+    return int(text)
 
 
 def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scikit-learn's handwritten digits (real 8×8 scans of the UCI test set) as a reading task.
 
-A sample is a strip of one to three digits, each one image tile, and the question what they are.
+A sample is a strip of digits, each one image tile, and the question what they are.
 """
 
 from __future__ import annotations
@@ -35,9 +35,17 @@ class DigitStrips(DigitTask):
         tokens_per_tile: embeddings that the encoder makes of one tile.
         seq_length: tokens that a sample must fit.
         seed: of the drawing; the train/test split does not depend on it.
+        digits: of every strip; None for one to `MOST_DIGITS`.
     """
 
-    def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        tile: int,
+        tokens_per_tile: int,
+        seq_length: int,
+        seed: int,
+        digits: int | None = None,
+    ) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
         scans = load_digits()
@@ -51,9 +59,12 @@ class DigitStrips(DigitTask):
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed
-        self._most_digits = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
-        self.tiles_per_sample = (1 + self._most_digits) / 2
+        most = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
+        self._fewest, self._most = (1, most) if digits is None else (digits, digits)
+        self.tiles_per_sample = (self._fewest + self._most) / 2
         self.fingerprint = f"digits of {tile} pixels, seed {seed}"
+        if digits is not None:
+            self.fingerprint += f", {digits} a strip"
 
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""
@@ -75,4 +86,4 @@ class DigitStrips(DigitTask):
     def _chosen(self, split: str, number: int) -> np.ndarray:
         draw = np.random.default_rng([self._seed, split == "test", number])
         scans = len(self._splits[split][1])
-        return draw.integers(scans, size=draw.integers(1, self._most_digits + 1))
+        return draw.integers(scans, size=draw.integers(self._fewest, self._most + 1))

@@ -8,13 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from megatron.core.context_parallel_layout.route import Route
 from megatron.core.context_parallel_layout.token_layout import TokenLayout
 
 
 def exchange(
-    tensor: Tensor, route: Route, group: dist.ProcessGroup, adjoint: Route | None = None
+    tensor: Tensor,
+    route: Route,
+    group: dist.ProcessGroup,
+    adjoint: Route | None = None,
+    name: str = "token exchange",
 ) -> Tensor:
     """Move rows ``[n, ...]`` along ``route`` to ``[route.size, ...]``, and their gradient back.
 
@@ -24,8 +29,9 @@ def exchange(
 
     Args:
         adjoint: the gradient's way. The default is ``route`` reversed, which restores every bit.
+        name: of both ways in a profiler's trace.
     """
-    return _Exchange.apply(tensor, route, adjoint or route.reversed(), group)
+    return _Exchange.apply(tensor, route, adjoint or route.reversed(), group, name)
 
 
 def gather_tokens(tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup) -> Tensor:
@@ -40,15 +46,17 @@ def gather_tokens(tensor: Tensor, layout: TokenLayout, group: dist.ProcessGroup)
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, tensor: Tensor, route: Route, adjoint: Route, group: dist.ProcessGroup
+        ctx, tensor: Tensor, route: Route, adjoint: Route, group: dist.ProcessGroup, name: str
     ) -> Tensor:
-        ctx.adjoint, ctx.group = adjoint, group
-        return _move(tensor, route, group)
+        ctx.adjoint, ctx.group, ctx.name = adjoint, group, name
+        with record_function(name):
+            return _move(tensor, route, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _move(grad, ctx.adjoint, ctx.group), None, None, None
+        with record_function(ctx.name):
+            return _move(grad, ctx.adjoint, ctx.group), None, None, None, None
 
 
 class Moving:

@@ -17,7 +17,7 @@ from tests.unit_tests.test_utilities import requires_world_size
 class TestTwoRanks:
     @requires_world_size(2)
     @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
-    def test_trajectory_equals_one_rank(self, encoder):
+    def test_colocated_trajectory_equals_one_rank(self, encoder):
         assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2", common=OWN_DEFAULTS)
 
 
@@ -33,9 +33,8 @@ class TestFourRanks:
             pytest.param("tp=2,dp=2", "tp=4,dp=1", id="fan-in-2-tp-4"),
         ],
     )
-    def test_trajectory_equals_one_rank(self, encoder, language):
+    def test_colocated_trajectory_equals_one_rank(self, encoder, language):
         assert_same_trajectory_as_one_rank(encoder, language, common=OWN_DEFAULTS)
-
 
     @requires_world_size(4)
     @pytest.mark.parametrize(

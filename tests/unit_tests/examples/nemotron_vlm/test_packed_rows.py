@@ -71,7 +71,9 @@ class TestPackedRows:
         assert together["loss"] == pytest.approx(one_by_one["loss"], rel=1e-6)
         assert together["num_tokens"] == one_by_one["num_tokens"]
 
-    @requires_world_size(4)
+
+@requires_world_size(4)
+class TestFourRanks:
     @pytest.mark.parametrize(
         ("encoder", "language", "more"),
         [
@@ -88,8 +90,10 @@ class TestPackedRows:
             encoder, language, *more, common=(*OWN_DEFAULTS, *PACKED), samples=8, steps=5
         )
 
-    @requires_world_size(8)
-    def test_eight_ranks_equal_one(self):
+
+@requires_world_size(8)
+class TestEightRanks:
+    def test_trajectory_equals_one_rank(self):
         layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
         common = (*OWN_DEFAULTS, *PACKED)
         assert_same_trajectory_as_one_rank(*layouts, common=common, samples=8)

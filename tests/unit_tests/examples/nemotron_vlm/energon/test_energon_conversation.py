@@ -82,15 +82,6 @@ class TestAnswers:
         ids = chat.encode(ASKED).ids
         assert chat._tokenizer.decode(ids) == "user: is it 3 ?\nassistant: 3</s>\n"
 
-    def test_of_the_digits_tokenizer(self, digits):
-        chat = Chat(digits / "tokenizer")
-        ids, answer = chat.encode([Turn("user", "copy 12 ?"), Turn("assistant", "12")])
-        assert chat._tokenizer.convert_ids_to_tokens(ids) == [
-            "<s>", "<user>", "copy", "1", "2", "?", "<assistant>", "1", "2", "</s>",
-        ]  # fmt: skip
-        assert answer.tolist() == [False] * 7 + [True] * 3
-        assert ids[3:5].tolist() == [11, 12]
-
     def test_of_several_bytes_a_letter(self, tokenizer):
         turns = [Turn("user", "名前は？"), Turn("assistant", "画像 é")]
         assert answered(Chat(tokenizer(CHATML)), turns) == "画像 é<|im_end|>"

@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 
 import examples.mimo.nemotron_vlm.energon as package
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits_webdataset
 
 
@@ -29,3 +30,13 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch, error):
 def test_the_tool_does_not_write_over_data(digits, capsys):
     assert make_digits_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_the_tools_tokenizer_has_a_token_for_each_digit(digits):
+    chat = Chat(digits / "tokenizer")
+    ids, answer = chat.encode([Turn("user", "copy 12 ?"), Turn("assistant", "12")])
+    assert chat._tokenizer.convert_ids_to_tokens(ids) == [
+        "<s>", "<user>", "copy", "1", "2", "?", "<assistant>", "1", "2", "</s>",
+    ]  # fmt: skip
+    assert answer.tolist() == [False] * 7 + [True] * 3
+    assert ids[3:5].tolist() == [11, 12]

@@ -197,7 +197,8 @@ class ColocatedBridgeCommunicator:
             return tensor.contiguous()
         batch_dim = self.dim_mapping["b"]
         forward, backward = routes
-        moved = exchange(tensor.movedim(batch_dim, 0), forward, self.block_pg, adjoint=backward)
+        rows = tensor.movedim(batch_dim, 0)
+        moved = exchange(rows, forward, self.block_pg, adjoint=backward, name="mimo bridge")
         return moved.movedim(0, batch_dim).contiguous()
 
     def make_return_group(self) -> None:

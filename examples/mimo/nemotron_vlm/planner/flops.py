@@ -9,8 +9,8 @@ width that its heads have, not twice the hidden size, and the router is counted.
 from __future__ import annotations
 
 from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.planner.parameters import CONV_KERNEL
 from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
-from planner.parameters import CONV_KERNEL
 
 BACKWARD = 2.0
 """Of forwards."""
@@ -51,7 +51,9 @@ def head(p: LanguagePreset, lay: Layout, samples: int, seq: int) -> Work:
 
 def encoder_tile(preset: VLMPreset, lay: Layout) -> Work:
     """Encoder and projector on one tile, a stage's even share."""
-    return {"vit": preset.flops_per_tile / (1 + BACKWARD) / lay.tp / lay.pp}
+    share = (1 + BACKWARD) * lay.tp * lay.pp
+    projector = preset.projector_flops_per_tile
+    return {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
 
 
 def of_sample(preset: VLMPreset, seq: int, tiles: float) -> float:

@@ -75,6 +75,34 @@ def _per_token(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
     return kept + 2 * (p.ffn_hidden_size or 4 * p.hidden_size) / lay.tp
 
 
+def running_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
+    """Numbers of one layer in its backward, with nothing of it freed.
+
+    Beside what it keeps there are the gradients of one operation's inputs and outputs: at most
+    twice its largest tensor.
+    """
+    chunk = rows.seq_length / lay.cp
+    if layer == "*":
+        largest = (p.num_attention_heads + 2 * p.num_query_groups) * p.kv_channels
+    elif layer == "M":
+        inner = p.mamba_num_heads * p.mamba_head_dim
+        largest = 2 * inner + 2 * p.mamba_num_groups * p.mamba_state_dim + p.mamba_num_heads
+        if not rows.fused:
+            largest = max(largest, p.mamba_num_heads * min(SSD_CHUNK, chunk))
+    elif layer == "G":
+        value = p.linear_num_value_heads * p.linear_value_head_dim
+        largest = 2 * (p.linear_num_key_heads * p.linear_key_head_dim + value)
+        if not rows.fused:
+            largest = max(largest, p.linear_num_value_heads * min(GDN_CHUNK, chunk))
+    elif layer == "E":
+        widest = max(p.hidden_size, p.moe_ffn_hidden_size / lay.etp)
+        largest = p.moe_router_topk * rows.imbalance * lay.etp * widest
+    else:
+        largest = p.ffn_hidden_size or 4 * p.hidden_size
+    tokens = rows.samples * rows.seq_length / lay.cp
+    return language_layer(layer, p, lay, rows) + 2 * tokens * largest / lay.tp
+
+
 def _mamba(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
     heads, groups, state = p.mamba_num_heads, p.mamba_num_groups, p.mamba_state_dim
     inner = heads * p.mamba_head_dim
@@ -115,6 +143,9 @@ def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool 
 
 
 def head(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
-    """Numbers that final norm and loss keep of one microbatch, its softmax among them."""
+    """Logits and what the final norm keeps of one microbatch.
+
+    Of each logit there is its softmax, in fp32, and fused layers have an fp32 gradient beside it.
+    """
     tokens = rows.samples * rows.seq_length / lay.cp
     return tokens * (_norm(p.hidden_size, rows.fused) + p.vocab_size) / lay.tp

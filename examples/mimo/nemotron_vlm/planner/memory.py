@@ -11,13 +11,13 @@ import math
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.planner import activations
+from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.parameters import Held, chunks_of_stage, stages_of
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
-from planner import activations
-from planner.activations import KEPT_FOR_LAYER, Rows
-from planner.machine import Machine
-from planner.parameters import Held, chunks_of_stage, stages_of
-from planner.plan import Plan
 
 BUCKET_MULTIPLE = 128
 """Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
@@ -79,7 +79,11 @@ def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     width, rows = machine.precision, plan.rows(machine)
     parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
     if not plan.layouts.non_colocated:
-        parts["encoder activations"] = width * _encoder_kept(plan, stage)
+        encoder = width * _encoder_kept(plan)
+        if plan.recompute_encoder:  # runs again when the language model's are freed
+            encoder = max(0.0, encoder - sum(parts.values()))
+        parts["encoder activations"] = encoder
+        parts["bridge"] = width * _bridge_kept(plan, stage)
     return parts
 
 
@@ -99,25 +103,29 @@ def _language_kept(
     kept = tuple(sum(layers[kind] for kind in chunk) for chunk in chunks)
     runs_again = kinds & set(KEPT_FOR_LAYER[again])
     largest = max(
-        (activations.language_layer(kind, p, lay, rows) for kind in runs_again), default=0.0
+        (activations.running_layer(kind, p, lay, rows) for kind in runs_again), default=0.0
     )
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width) * activations.head(p, lay, rows) if is_last else 0.0,
-        "recomputed layer": 2 * width * largest,  # and gradients of about its size
+        "loss": (4 + width + 4 * rows.fused) * activations.head(p, lay, rows) * is_last,
+        "recomputed layer": width * largest,
     }
 
 
-def _encoder_kept(plan: Plan, stage: int) -> float:
-    """Numbers that colocated encoders keep while the language model runs, and the bridge's rows."""
-    lay, at_once = plan.layouts, plan.encoded_at_once
-    of_tile = activations.encoder_tile(plan.preset, lay.encoder)
-    width = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
-    encoded = plan.most_tiles(at_once) * width
-    consumed = at_once * plan.images.mean * lay.batch.micro_size * width if stage == 0 else 0.0
-    kept = min(plan.recompute_encoder or at_once, at_once)
-    return plan.most_tiles(kept) * of_tile + encoded + 2 * consumed
+def _encoder_kept(plan: Plan) -> float:
+    """Numbers that colocated encoders keep: while the language model runs, or recomputed."""
+    kept = min(plan.recompute_encoder or plan.encoded_at_once, plan.encoded_at_once)
+    of_tile = activations.encoder_tile(plan.preset, plan.layouts.encoder)
+    return plan.most_tiles(kept) * of_tile
+
+
+def _bridge_kept(plan: Plan, stage: int) -> float:
+    """Numbers of the rows that a rank encodes, and of those that it consumes."""
+    at_once, micro_size = plan.encoded_at_once, plan.layouts.batch.micro_size
+    row = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
+    consumed = at_once * plan.images.mean * micro_size if stage == 0 else 0.0
+    return (plan.most_tiles(at_once) + 2 * consumed) * row
 
 
 @cache

@@ -9,9 +9,9 @@ planner enumerates plans, asks the program's own rules whether they may run, and
   layer keeps for its backward; ``memory`` makes bytes of both, for every pipeline stage.
 - ``flops`` counts the work of a layer, ``machine`` says how long a machine takes for it,
   ``communication`` adds collectives by alpha-beta, over links that the rank map says they use.
-- ``step_time`` puts both into Megatron's own order of microbatches (``layout_view.schedule``).
-- ``search`` ranks the plans; ``report`` and ``cli`` show them; ``calibrate`` measures a machine;
-  ``validate`` compares with measured steps; ``goodput`` simulates a week with failures.
+- ``step_time`` puts both into Megatron's own order of microbatches (``schedule``).
+- ``search`` ranks the plans, ``report`` shows them; ``goodput`` simulates a week with failures.
 
-All but ``calibrate`` and ``validate`` is arithmetic on plain data: no process, no device.
+All of it is arithmetic on plain data: no process, no device. What it rests on is measured by
+``calibrate`` and compared by ``validate``, in tools/calibration of the repository.
 """

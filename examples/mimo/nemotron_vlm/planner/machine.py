@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,9 +13,6 @@ from pathlib import Path
 from examples.mimo.nemotron_vlm.errors import UserError
 
 TABLE = Path(__file__).with_name("gpus.toml")
-PASSES = 5
-"""Times that a kept tensor goes through memory: written, read again, its gradient written and read
-twice."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class Machine:
 
     Attributes:
         source: where the figures are from.
-        peak_flops, memory_bytes, memory_bandwidth: of one rank. memory_bandwidth 0: its time is in
-            the efficiencies, as measured.
+        peak_flops, memory_bytes: of one rank.
         node_bandwidth, network_bandwidth: of one rank, bytes a second one way.
         link_efficiency: share of both that collectives reach.
         node_latency, network_latency: seconds of a message.
@@ -35,6 +32,7 @@ class Machine:
         optimizer_bandwidth: bytes a second of the optimizer's pass over its state.
         fused: whether layers are those of GPUs, see ``activations``.
         precision: bytes of a parameter, 2 or 4.
+        launches_ahead: whether a host launches work for a device that is still busy.
         shared_cores: cores that all ranks share; 0 where each rank has a device of its own.
         reserved_bytes: of a rank that no tensor may have: context, communication buffers.
     """
@@ -42,7 +40,6 @@ class Machine:
     source: str
     peak_flops: float
     memory_bytes: float
-    memory_bandwidth: float
     node_bandwidth: float
     network_bandwidth: float
     link_efficiency: float
@@ -55,6 +52,7 @@ class Machine:
     optimizer_bandwidth: float
     fused: bool = True
     precision: int = 2
+    launches_ahead: bool = True
     shared_cores: int = 0
     reserved_bytes: float = 0.0
 
@@ -68,11 +66,23 @@ class Machine:
         """The same between nodes."""
         return self.link_efficiency * self.network_bandwidth
 
-    def seconds(self, work: dict[str, float], kept: float = 0.0) -> float:
-        """Of operations by kind, and of the bytes that go through memory for what is kept."""
-        moved = PASSES * kept / self.memory_bandwidth if self.memory_bandwidth else 0.0
+    def seconds(self, work: dict[str, float]) -> float:
+        """Of operations by kind; efficiencies have the time of what goes through memory in them."""
         computed = sum(count / self.efficiency[kind] for kind, count in work.items())
-        return computed / self.peak_flops + moved
+        return computed / self.peak_flops
+
+    def with_overhead(
+        self, seconds: float, kind: str, layers: float = 1.0, experts: float = 0.0
+    ) -> float:
+        """Seconds of so many layers' work, with what the host takes for them.
+
+        Where it launches ahead, the longer of both counts, and a part of the shorter one: a mean
+        between their sum and their maximum.
+        """
+        host = layers * self.overhead[kind]
+        if kind == "E":
+            host += self.overhead["expert"] * experts
+        return math.hypot(seconds, host) if self.launches_ahead else seconds + host
 
 
 def find_machine(name: str) -> Machine:
@@ -86,15 +96,15 @@ def find_machine(name: str) -> Machine:
     if name in table:
         return Machine(**defaults | table[name])
     try:
-        return Machine(**json.loads(Path(name).read_text()))
+        return Machine(**json.loads(Path(name).read_text())["machine"])
     except OSError as error:
         known = ", ".join(table)
         raise UserError(f"--gpu {name}: no such GPU and no file; choose from {known}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
         raise UserError(f"--gpu {name}: not a file of calibrate, with {wanted}") from error
 
 
-def write_machine(machine: Machine, path: Path) -> None:
-    """Write it for ``find_machine``."""
-    path.write_text(json.dumps(asdict(machine), indent=2) + "\n")
+def write_machine(machine: Machine, path: Path, fitted_to: dict) -> None:
+    """Write it for ``find_machine``, with the measurements that it was fitted to."""
+    path.write_text(json.dumps(fitted_to | {"machine": asdict(machine)}, indent=1) + "\n")

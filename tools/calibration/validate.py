@@ -1,29 +1,33 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compare predictions with measured steps, on CPU ranks of this host.
+"""Compare predictions with measured steps.
 
-    python -m planner.validate MACHINE.json OUT.json [PICTURE.png]
+    python -m calibration.validate MACHINE.json OUT.json [PICTURE.png]
+    python -m calibration.validate h200 BENCH.json…
 
-MACHINE.json is of ``calibrate``, which ran on one rank: none of the layouts here has fitted it. The
-ranks share cores, so what is compared is the processor time of all ranks together: waiting, and
-with it a pipeline's bubble, takes none.
+The first measures CPU ranks of this host. MACHINE.json is of ``calibrate``, which ran on one rank:
+none of the layouts here has fitted it. The ranks share cores, so what is compared is the processor
+time of all ranks together: waiting, and with it a pipeline's bubble, takes none. The second takes
+what tools/bench/vlm.py measured on GPUs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from planner.calibrate import plan_of
-from planner.machine import Machine, find_machine
-from planner.measure import options_of
-from planner.memory import memory_of, peak
-from planner.step_time import step_time
+from calibration.measure import options_of
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 CASES = [
@@ -34,9 +38,15 @@ CASES = [
     (2, "dp=2", "cp=2", 4, "--encoder-macro-batch 2"),
     (2, "dp=2", "pp=2", 2, ""),
     (2, "dp=1", "dp=1", 2, "--placement non-colocated"),
+    (4, "dp=4", "dp=4", 2, ""),
+    (4, "dp=4", "dp=4,ep=4", 2, ""),
+    (4, "dp=4", "dp=4,ep=2", 1, ""),
     (4, "dp=4", "tp=2,pp=2", 2, ""),
+    (4, "tp=4", "tp=4,ep=4,etp=1", 4, ""),
     (4, "tp=2,dp=2", "cp=2,dp=2,ep=2", 2, ""),
     (4, "dp=4", "pp=2,dp=2,vpp=2", 2, "--recompute-encoder 1"),
+    (4, "dp=4", "pp=4", 2, ""),
+    (4, "dp=4", "tp=2,dp=2,ep=4,etp=1", 4, ""),
     (4, "dp=2", "dp=2,ep=2", 2, "--placement non-colocated"),
     (8, "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2", 2, ""),
     (8, "dp=8", "tp=2,cp=2,pp=2,ep=2,etp=1", 4, ""),
@@ -71,13 +81,63 @@ def measure(file: Path) -> list[Found]:
             listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
             listed.write_text(json.dumps([arguments_of(case) for case in cases]))
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            launch += ["--nproc-per-node", str(world), "-m", "planner.measure"]
+            launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run([*launch, listed, written], check=True, env=environment)
             ranks = json.loads(written.read_text())
         found += [{"case": c, "ranks": r} for c, r in zip(cases, ranks, strict=True)]
         file.write_text(json.dumps({"found": found}) + "\n")
     return found
+
+
+def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
+    """A row for each run of tools/bench/vlm.py, whose step is without the wait for data."""
+    rows = []
+    for run in runs:
+        asked, _ = _asked().parse_known_args(run["arguments"])
+        named = {name: value for name, value in vars(asked).items() if name != "data"}
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in named.items()]
+        plan = plan_of(options_of([word for pair in words for word in pair], run["ranks"]))
+        if tiles := asked.data.partition(":")[2]:
+            plan = replace(plan, images=Tiles(min(float(tiles), plan.images.mean)))
+        step, held = step_time(plan, machine, 8), memory_of(plan, machine)
+        rows.append(
+            _row(plan, run["ranks"], f"micro {plan.layouts.batch.micro_size}")
+            | {
+                "seconds": {
+                    "predicted": step.seconds,
+                    "measured": run["step_s"] * (1 - run["data_wait"]),
+                },
+                "bytes": {
+                    "predicted": peak(held) - machine.reserved_bytes,
+                    "measured": run["peak_memory_gib"] * 2**30,
+                },
+            }
+        )
+    return rows
+
+
+def _asked() -> argparse.ArgumentParser:
+    """Options of a run that decide what the planner predicts."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts", "vocab-size"):
+        parser.add_argument(f"--{name}")
+    for name in ("seq-length", "global-batch-size", "micro-batch-size", "encoder", "language"):
+        parser.add_argument(f"--{name}")
+    for name in ("placement", "encoder-macro-batch", "recompute-encoder"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--data", default="mock")
+    return parser
+
+
+def _row(plan: Plan, ranks: int, options: str) -> dict:
+    return {
+        "ranks": ranks,
+        "placement": plan.layouts.placement,
+        "encoder": str(plan.layouts.encoder),
+        "language": str(plan.layouts.language),
+        "options": options,
+    }
 
 
 def compare(machine: Machine, found: list[Found]) -> list[dict]:
@@ -88,12 +148,8 @@ def compare(machine: Machine, found: list[Found]) -> list[dict]:
         plan = plan_of(options_of(arguments_of(case), case[0]))
         step = step_time(plan, machine, case[0])
         rows.append(
-            {
-                "ranks": case[0],
-                "placement": plan.layouts.placement,
-                "encoder": str(plan.layouts.encoder),
-                "language": str(plan.layouts.language),
-                "options": case[4],
+            _row(plan, case[0], case[4])
+            | {
                 "seconds": {
                     "predicted": step.work,
                     "measured": sum(rank["seconds"] for rank in ranks),
@@ -127,7 +183,7 @@ def rank_correlation(rows: list[dict], what: str) -> float:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| ranks | encoder | language | more | processor s: predicted | measured | error "
+        "| ranks | encoder | language | more | s: predicted | measured | error "
         "| MB: predicted | measured | error |",
         "|---:|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -187,17 +243,21 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def main(machine: str, out: str, picture: str = "") -> None:
-    """Measure what OUT lacks, then compare and print the table."""
+def main(machine: str, out: str, *more: str) -> None:
+    """Compare, and print the table; on CPU ranks, measure before what OUT lacks."""
     from megatron.core import cpu_runtime
 
     file = Path(out)
+    if not find_machine(machine).shared_cores:
+        runs = [run for path in (out, *more) for run in json.loads(Path(path).read_text())["runs"]]
+        print(table(benchmarked(find_machine(machine), runs)))
+        return
     found = measure(file)
     cpu_runtime.install()
     rows = compare(find_machine(machine), found)
     file.write_text(json.dumps({"found": found, "rows": rows}, indent=1) + "\n")
     print(table(rows))
-    if picture:
+    for picture in more:
         draw(rows, Path(picture))
 
 

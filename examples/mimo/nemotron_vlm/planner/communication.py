@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of collectives by alpha-beta, over the links that the rank map says a group uses.
 
-The first group of an axis stands for all. A ring takes ``latency`` a doubling of ranks, and the
+The first group of an axis stands for all. A ring takes the latency of each hop in turn, and the
 bytes that each rank sends go at the bandwidth of the slowest link: within a node NVLink, else the
 network adapters of all ranks of the group that share a node.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ def ring(machine: Machine, group: Group, size: float) -> float:
     """An all-gather or reduce-scatter of so many bytes in all: a rank sends all but its part."""
     if group.size == 1:
         return 0.0
-    sent = size * (group.size - 1) / group.size
-    return _latency(machine, group) + sent / _bandwidth(machine, group)
+    hops = (group.size - group.nodes) * machine.node_latency
+    hops += (group.nodes - 1) * machine.network_latency
+    return hops + size * (group.size - 1) / group.size / _bandwidth(machine, group)
 
 
 def all_to_all(machine: Machine, group: Group, size: float) -> float:
     """Every rank has so many bytes, and sends each rank of the group an equal part."""
     if group.size == 1:
         return 0.0
-    local = machine.node_speed
-    inside = size * (group.per_node - 1) / group.size / local
+    inside = size * (group.per_node - 1) / group.size / machine.node_speed
     outside = size * (group.size - group.per_node) / group.size / machine.network_speed
-    return _latency(machine, group) + max(inside, outside)
+    return send(machine, group, 0.0) + max(inside, outside)
 
 
 def send(machine: Machine, group: Group, size: float) -> float:
@@ -89,11 +88,6 @@ def send(machine: Machine, group: Group, size: float) -> float:
     bandwidth = machine.network_speed if leaves else machine.node_speed
     latency = machine.network_latency if leaves else machine.node_latency
     return latency + size / bandwidth
-
-
-def _latency(machine: Machine, group: Group) -> float:
-    inside = machine.node_latency * math.log2(max(1.0, group.per_node))
-    return inside + machine.network_latency * math.log2(group.nodes)
 
 
 def _bandwidth(machine: Machine, group: Group) -> float:

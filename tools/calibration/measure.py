@@ -6,7 +6,7 @@ On CPU ranks, which share cores with each other and with whatever else runs, a s
 processor time of the rank's process; the step's wall time is kept beside it. On a GPU it is the
 time of the device, waiting included.
 
-    torchrun --nproc-per-node N -m planner.measure CASES FILE
+    torchrun --nproc-per-node N -m calibration.measure CASES FILE
 
 runs the cases of CASES one after the other, a JSON list of the program's command lines, and writes
 to FILE what each rank found of each.
@@ -84,27 +84,32 @@ def measured(options: Options) -> Measured:
     """
     on_gpu = options.args.device == "cuda"
     follows = not on_gpu and options.layouts.language.cp == 1
-    tracker = LiveTensors()
+    tracker, following = LiveTensors(), contextlib.ExitStack()  # until the steps that are timed
     begins: list[tuple[float, float]] = []
 
     def note(*_) -> None:
-        if on_gpu:
+        if on_gpu and len(begins) % options.layouts.num_microbatches == 0:
             torch.cuda.synchronize()
         elif follows and len(begins) == WARM_UP * options.layouts.num_microbatches:
-            tracker.__exit__(None, None, None)
+            following.close()
         begins.append((time.perf_counter() if on_gpu else time.process_time(), time.perf_counter()))
 
     def observe(stages: list) -> list:
         stages[0].register_forward_pre_hook(note)
         return stages
 
-    with _silence():
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with _silence(), following:
         if follows:
-            tracker.__enter__()  # until the steps that are timed
+            following.enter_context(tracker)
         session = open_session(options, make_source(options.args, options.preset.encoder))
         session.cfg.model.post_wrap_hooks.append(observe)
-        train(session)
-        close_session(session)
+        try:
+            train(session)
+        finally:
+            if dist.get_world_size() == 1 or not sys.exc_info()[0]:  # the others may still train
+                close_session(session)
     steps = begins[:: options.layouts.num_microbatches][WARM_UP:]
     work, wall = (
         [after[clock] - before[clock] for before, after in zip(steps, steps[1:], strict=False)]

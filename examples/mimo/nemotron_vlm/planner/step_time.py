@@ -12,11 +12,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from layout_view.schedule import Span, simulate
-from planner.communication import groups_of, send
-from planner.costs import Cost, after_backward, bridge_seconds, encoder_cost, language_chunks
-from planner.machine import Machine
-from planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.communication import groups_of, send
+from examples.mimo.nemotron_vlm.planner.costs import (
+    Cost,
+    after_backward,
+    bridge_seconds,
+    encoder_cost,
+    language_chunks,
+)
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import Span, simulate
 
 
 @dataclass(frozen=True)
@@ -62,17 +68,14 @@ class _Work:
         return [sum(self.chunks[stage::size], Cost()) for stage in range(size)]
 
 
-def step_time(plan: Plan, machine: Machine, gpus_per_node: int, exact: bool = True) -> Step:
-    """Price one step.
-
-    Args:
-        exact: simulate the pipeline, microbatch by microbatch; else a formula, for searches.
-    """
+def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
+    """Price one step: the pipeline is simulated, microbatch by microbatch."""
     layouts, number = plan.layouts, plan.layouts.num_microbatches
     work = _work(plan, machine, gpus_per_node)
-    length, spans = _pipeline(plan, work, machine.microbatch_overhead, exact)
+    spans = _pipeline(plan, work, machine.microbatch_overhead)
+    length = max(line[-1][2] for line in spans)
     alone = work.encoder.times(work.macro_batches)
-    if exact and not layouts.non_colocated:
+    if not layouts.non_colocated:
         wrap = _macro_batches if layouts.language.pp == 1 else _phases
         spans = [wrap(line, work, plan.encoded_at_once) for line in spans]
     gradients, optimizer = after_backward(plan, machine, gpus_per_node)
@@ -89,10 +92,22 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int, exact: bool = Tr
     bridge = bridge_seconds(plan, machine, gpus_per_node)
     parts = vars(busiest) | {"bridge": bridge} | after
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, everyone, parts, _names(plan), spans)
+    return Step(total, everyone, parts, names_of_stages(plan), spans)
 
 
-def _names(plan: Plan) -> list[str]:
+def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
+    """Seconds of a step by a formula, for searches: a pipeline's ends wait for the other stages."""
+    number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
+    work = _work(plan, machine, gpus_per_node)
+    each = [cost.total + machine.microbatch_overhead for cost in work.stages]
+    ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
+    after = sum(after_backward(plan, machine, gpus_per_node)) + machine.step_overhead
+    alone = work.macro_batches * work.encoder.total + work.bridge
+    return number * max(each) + ends + alone + after
+
+
+def names_of_stages(plan: Plan) -> list[str]:
+    """Of the pipeline: the encoder's first where it has ranks of its own."""
     layouts = plan.layouts
     names = [f"stage {stage}" for stage in range(layouts.language.pp)]
     if layouts.non_colocated:
@@ -124,21 +139,14 @@ def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
     return _Work(chunks, modules, hop, encoder, layouts.num_microbatches / at_once, bridge)
 
 
-def _pipeline(
-    plan: Plan, work: _Work, overhead: float, exact: bool
-) -> tuple[float, list[list[Span]]]:
-    """Seconds of all microbatches in the pipeline, which may have one stage, and its spans."""
-    number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
-    if not exact:
-        each = [cost.total + overhead for cost in work.stages]
-        ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
-        return number * max(each) + ends, []
+def _pipeline(plan: Plan, work: _Work, overhead: float) -> list[list[Span]]:
+    """What each stage does when, of all microbatches in the pipeline, which may have one stage."""
+    vpp = plan.layouts.language.vpp
 
     def seconds(way: str, virtual: int) -> float:
         return getattr(work.chunks[virtual], way) + overhead / 2 / vpp
 
-    spans = simulate(work.modules, seconds, number, vpp, work.hop)
-    return max(line[-1][2] for line in spans), spans
+    return simulate(work.modules, seconds, plan.layouts.num_microbatches, vpp, work.hop)
 
 
 def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:

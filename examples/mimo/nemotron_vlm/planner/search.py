@@ -9,10 +9,12 @@ are priced by a formula, and the best of them by simulating their schedule.
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
     encoder_violation,
@@ -20,13 +22,13 @@ from examples.mimo.nemotron_vlm.layout_rules import (
     pair_violation,
 )
 from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
-from planner.activations import KEPT_FOR_LAYER
-from planner.machine import Machine
-from planner.memory import Parts, memory_of, peak
-from planner.plan import Plan, Tiles
-from planner.step_time import Step, step_time
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCH = 4
@@ -68,29 +70,55 @@ class Priced:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome: the best plans, fastest first, and how many fitted and did not."""
+    """The best plans, fastest first, of so many that the rules allow, whether they fit or not."""
 
     best: list[Priced]
-    counts: dict[str, int]
+    allowed: int
+
+
+def plans_of(task: Task, machine: Machine) -> Found:
+    """The ten fastest plans.
+
+    Raises:
+        UserError: there is none.
+    """
+    rows = task.images.mean * task.preset.encoder.tokens_per_tile
+    if rows > task.seq_length:
+        raise UserError(
+            f"{task.images.mean:g} tiles of {task.preset.encoder.tokens_per_tile} tokens do not "
+            f"fit --seq-length {task.seq_length}"
+        )
+    found = search(task, machine)
+    if not found.best:
+        raise UserError(
+            f"no plan for {task.world} GPUs: of the {found.allowed} that the program's rules allow "
+            f"none fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
+            "--seq-length, or a --global-batch-size that they divide"
+        )
+    return found
 
 
 def search(task: Task, machine: Machine, keep: int = 10) -> Found:
     """The fastest plans."""
-    counts: Counter[str] = Counter()
-    estimates = []
+    fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
+    allowed = 0
     for layouts in candidates(task):
         for macro_batch in _macro_batches(layouts):
-            plan = fitting(task, layouts, machine, macro_batch)
-            counts["too large" if plan is None else "fit"] += 1
-            if plan is not None:
-                seconds = step_time(plan, machine, task.gpus_per_node, exact=False).seconds
-                estimates.append((seconds, len(estimates), plan))
+            allowed += 1
+            plan = Plan(task.preset, layouts, task.images, "none", 0, macro_batch, task.imbalance)
+            slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
+            if estimate(plan, machine, task.gpus_per_node) >= slowest:
+                continue  # what it recomputes takes longer still
+            if plan := fitting(plan, machine):
+                entry = (-estimate(plan, machine, task.gpus_per_node), allowed, plan)
+                change = heapq.heappush if slowest == math.inf else heapq.heappushpop
+                change(fastest, entry)
     best = [
         Priced(plan, step_time(plan, machine, task.gpus_per_node), memory_of(plan, machine))
-        for _, _, plan in sorted(estimates)[:SIMULATED]
+        for _, _, plan in fastest
     ]
     best.sort(key=lambda priced: priced.step.seconds)
-    return Found(best[:keep], dict(counts))
+    return Found(best[:keep], allowed)
 
 
 def candidates(task: Task) -> Iterator[Layouts]:
@@ -114,16 +142,9 @@ def candidates(task: Task) -> Iterator[Layouts]:
                         yield layouts
 
 
-def fitting(task: Task, layouts: Layouts, machine: Machine, macro_batch: int) -> Plan | None:
-    """The plan of these layouts that fits with the least recompute."""
-    plan = Plan(
-        task.preset,
-        layouts,
-        task.images,
-        macro_batch=macro_batch,
-        imbalance=task.imbalance,
-    )
-    shares = (0, 1) if plan.encoded_at_once > 1 else (0,)
+def fitting(plan: Plan, machine: Machine) -> Plan | None:
+    """The plan with the least recompute that makes it fit; None where nothing does."""
+    shares = (0,) if plan.layouts.non_colocated else (0, 1)
     for recompute in KEPT_FOR_LAYER:
         for share in shares:
             tried = replace(plan, recompute=recompute, recompute_encoder=share)

@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from examples.mimo.nemotron_vlm.data.sample import most_tiles
 from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.planner.activations import Rows
+from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from planner.activations import Rows
-from planner.machine import Machine
+
+if TYPE_CHECKING:  # Megatron's parser is slow to import
+    from examples.mimo.nemotron_vlm.arguments import Options
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,24 @@ class Plan:
         batch, has_ranks = self.layouts.batch, self.layouts.language.ep > 1
         imbalance = self.imbalance if has_ranks else 1.0
         return Rows(batch.micro_size, batch.seq_length, machine.fused, imbalance)
+
+
+def plan_of(options: Options) -> Plan:
+    """The plan that a command line of the program is, with as many tiles as a sample can have."""
+    args = options.args
+    recompute = args.recompute_granularity or "none"
+    if recompute == "selective":
+        recompute = "moe" if "moe" in args.recompute_modules else "none"
+    return Plan(
+        options.preset,
+        options.layouts,
+        most_that_fit(options.preset, args.seq_length),
+        recompute,
+        args.recompute_encoder,
+        args.encoder_macro_batch,
+    )
+
+
+def most_that_fit(preset: VLMPreset, seq_length: int) -> Tiles:
+    """Tiles of a sample that has as many as its tokens allow, as mock samples have."""
+    return Tiles(max(1, most_tiles(preset.encoder.tokens_per_tile, seq_length)))

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
-from planner.flops import of_sample
-from planner.machine import Machine
-from planner.memory import peak
-from planner.plan import Plan
-from planner.search import Found, Priced, Task
+from examples.mimo.nemotron_vlm.planner.flops import of_sample
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.search import Found, Priced, Task
+from examples.mimo.nemotron_vlm.planner.step_time import names_of_stages
 
 RECOMPUTE = {
     "none": [],
@@ -52,15 +52,14 @@ def options_of(plan: Plan, model: str) -> list[str]:
 
 def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
     """Everything that is printed."""
-    counts = found.counts
     images = f"{task.images.mean:g}" + (
         f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
     )
     title = (
         f"{task.preset.name} on {task.world} GPUs, {task.gpus_per_node} a node: {task.seq_length} "
         f"tokens and {images} tiles a sample, global batch {task.global_batch}\n"
-        f"{counts['fit']} plans fit {machine.memory_bytes / 1e9:.0f} GB, "
-        f"{counts.get('too large', 0)} do not; {machine.source}"
+        f"the best that fit {machine.memory_bytes / 1e9:.0f} GB of {found.allowed} plans; "
+        f"{machine.source}"
     )
     best = found.best[0]
     lines = command(best.plan, task.world, task.gpus_per_node, model)
@@ -69,7 +68,8 @@ def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
             title,
             _table([_header(), *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
             _why(found.best),
-            "memory of the best, GiB of a rank by pipeline stage\n" + _memory(best),
+            "memory of the best, GiB of a rank by pipeline stage\n"
+            + memory_table(best.plan, machine),
             "run it with\n" + " \\\n    ".join(lines),
         ]
     )
@@ -150,12 +150,14 @@ def _shares(priced: Priced) -> str:
     return ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in largest)
 
 
-def _memory(priced: Priced) -> str:
-    names = list(dict.fromkeys(name for part in priced.memory for name in part))
+def memory_table(plan: Plan, machine: Machine) -> str:
+    """GiB of a rank of each pipeline stage, by part."""
+    stages = memory_of(plan, machine)
+    names = list(dict.fromkeys(name for parts in stages for name in parts if parts[name]))
     rows = [["stage", *names, "sum"]]
-    for stage, part in zip(priced.step.stages, priced.memory, strict=True):
+    for stage, part in zip(names_of_stages(plan), stages, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage, *(f"{cell / GIB:.1f}" for cell in (*cells, sum(cells)))])
+        rows.append([stage, *(f"{cell / GIB:.3g}" for cell in (*cells, sum(cells)))])
     return _table(rows)
 
 
@@ -164,7 +166,7 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
     return {
         "world": task.world,
         "gpus_per_node": task.gpus_per_node,
-        "counts": found.counts,
+        "allowed": found.allowed,
         "plans": [
             figures_of(task, priced)
             | {
@@ -182,18 +184,6 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
             for priced in found.best
         ],
     }
-
-
-def draw_timeline(priced: Priced, path: Path) -> None:
-    """Write the picture of a plan's step."""
-    from bench.timeline import draw
-
-    plan, step = priced.plan, priced.step
-    title = (
-        f"{plan.layouts.placement}: encoder {plan.layouts.encoder}, language "
-        f"{plan.layouts.language}; {step.seconds:.3f} s, without gradients and optimizer"
-    )
-    draw(path, {title: step.spans}, step.stages)
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.nemotron_vlm.planner import flops
+from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
+from examples.mimo.nemotron_vlm.planner.communication import (
+    Group,
+    all_to_all,
+    groups_of,
+    replicas_of,
+    ring,
+    send,
+)
+from examples.mimo.nemotron_vlm.planner.flops import BACKWARD
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
-from planner import activations, flops
-from planner.activations import KEPT_FOR_LAYER, Rows
-from planner.communication import Group, all_to_all, groups_of, replicas_of, ring, send
-from planner.flops import BACKWARD
-from planner.machine import Machine
-from planner.parameters import chunks_of, stages_of
-from planner.plan import Plan
 
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: forward an all-gather and a
@@ -42,8 +49,14 @@ class Cost:
     context: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Cost(*(mine + theirs for mine, theirs in pairs))
+        return Cost(
+            self.encoder + other.encoder,
+            self.language + other.language,
+            self.recompute + other.recompute,
+            self.tensor + other.tensor,
+            self.experts + other.experts,
+            self.context + other.context,
+        )
 
     def times(self, factor: float) -> Cost:
         """Of so many of it."""
@@ -110,10 +123,9 @@ def _chunks(
     size = tokens * p.hidden_size * machine.precision
     chunks[0] += Cost(tensor=2 * ring(machine, groups["tp"], size))
     work = flops.head(p, lay, rows.samples, rows.seq_length)
-    kept = activations.head(p, lay, rows) * (4 + machine.precision)
-    loss = (1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept)
+    loss = (1 + BACKWARD) * machine.seconds(work)
     gathered = GATHERS * ring(machine, groups["tp"], size)
-    chunks[-1] += Cost(language=loss + machine.overhead["head"], tensor=gathered)
+    chunks[-1] += Cost(language=machine.with_overhead(loss, "head"), tensor=gathered)
     return tuple(chunks)
 
 
@@ -129,11 +141,8 @@ def _layer(
     work = flops.language_layer(kind, p, lay, rows.samples, rows.seq_length)
     if "experts" in work:
         work["experts"] *= rows.imbalance
-    kept = machine.precision * activations.language_layer(kind, p, lay, rows)
-    overhead = machine.overhead[kind]
-    if kind == "E":
-        overhead += machine.overhead["expert"] * p.num_experts / lay.ep
-    compute = (1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept) + overhead
+    compute = (1 + BACKWARD) * machine.seconds(work)
+    compute = machine.with_overhead(compute, kind, experts=p.num_experts / lay.ep)
     tokens = rows.samples * rows.seq_length / lay.cp
     size = tokens * p.hidden_size * machine.precision
     tensor = GATHERS * ring(machine, groups["tp"], size)
@@ -179,12 +188,12 @@ def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int =
     e, lay = plan.preset.encoder, plan.layouts.encoder
     tiles = plan.most_tiles(microbatches)
     work = flops.encoder_tile(plan.preset, lay)
-    kept = machine.precision * activations.encoder_tile(plan.preset, lay)
-    compute = tiles * ((1 + BACKWARD) * machine.seconds(work) + machine.seconds({}, kept))
+    compute = tiles * (1 + BACKWARD) * machine.seconds(work)
     layers = e.layers / lay.pp
+    compute = machine.with_overhead(compute, "vit", layers)
     tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
     reduced = 2 * ring(machine, group, tokens * e.hidden * machine.precision)
-    return Cost(encoder=compute + layers * machine.overhead["vit"], tensor=4 * layers * reduced)
+    return Cost(encoder=compute, tensor=4 * layers * reduced)
 
 
 def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:

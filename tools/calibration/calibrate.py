@@ -1,0 +1,227 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a machine: train models of one kind of layer for some steps, and fit figures to it.
+
+Each run on one rank is compared with the planner's own prediction, and least squares of the
+relative errors find the efficiencies and overheads. Collectives are timed between two ranks.
+
+What was measured is kept beside what was fitted: a case that the file has is not run again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from calibration.collectives import REPEATS, timed_collectives, with_collectives
+from calibration.fit import USUAL, fitted
+from calibration.measure import measured, options_of
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import Batch, Layout
+from examples.mimo.nemotron_vlm.layout_rules import resolve
+from examples.mimo.nemotron_vlm.placement import COLOCATED
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
+from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
+from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
+from megatron.training.global_vars import unset_global_variables
+
+LAYERS = 8
+SMALLER = {"num_experts": 16, "vocab_size": 32768}
+"""At most so many: widths matter, and what does not fit one GPU does not."""
+SEQ_LENGTH = 4096
+"""At most."""
+SAMPLES = 4
+"""Of the larger microbatches; the smaller ones have one."""
+ON_GPU = (
+    "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
+    "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
+)
+"""As large runs have it; with data made ahead."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on one rank: sizes in the place of the base model's, samples of a step and of a part.
+
+    encoder_layers: of the ViT. The others are as in the presets.
+    """
+
+    hybrid_layer_pattern: str
+    encoder_layers: int
+    num_experts: int
+    vocab_size: int
+    seq_length: int
+    samples: int
+    micro: int
+
+    def preset(self, base: VLMPreset) -> VLMPreset:
+        """The base model with these sizes."""
+        language = replace(
+            base.language,
+            hybrid_layer_pattern=self.hybrid_layer_pattern,
+            num_experts=self.num_experts,
+            vocab_size=self.vocab_size,
+        )
+        encoder = replace(base.encoder, layers=self.encoder_layers)
+        return replace(base, encoder=encoder, language=language, seq_length=self.seq_length)
+
+    def plan(self, base: VLMPreset) -> Plan:
+        """What the planner prices."""
+        preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
+        layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, STATE_PASSING)
+        return Plan(preset, layouts, most_that_fit(preset, self.seq_length))
+
+
+def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
+    """Measure this host, and write the machine and what it was fitted to.
+
+    Args:
+        model: whose layers are measured.
+        device: cpu or cuda. gpu: of the table, whose peaks a cuda device has.
+        file: to write, after each run; of an earlier call, to go on with.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    base = find_preset(model)
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    runs = kept.get("runs", [])
+    machine = replace(find_machine(gpu), **USUAL["cuda"]) if device == "cuda" else _of_this_cpu()
+    if device == "cpu":
+        from megatron.core import cpu_runtime
+
+        cpu_runtime.install()
+    done = [Case(**run["case"]) for run in runs]
+    with tempfile.TemporaryDirectory() as directory:
+        lines = {
+            case: _line(case, base, device, Path(directory) / f"{number}.json")
+            for number, case in enumerate(_cases(base))
+            if case not in done
+        }
+        with _busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
+            for case, line in lines.items():
+                if found := _run(case, line):
+                    runs.append({"case": asdict(case)} | found)
+                    file.write_text(json.dumps(kept | {"runs": runs}) + "\n")
+    if not runs:
+        raise UserError(f"--device {device}: none of the runs that measure it worked")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "collectives" not in kept:
+        kept["collectives"] = timed_collectives(device)
+    found = fitted(machine, [Case(**run["case"]).plan(base) for run in runs], runs)
+    source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
+    found = replace(found, source=source, shared_cores=machine.shared_cores)
+    write_machine(with_collectives(found, kept["collectives"]), file, kept | {"runs": runs})
+
+
+def _cases(base: VLMPreset) -> Iterator[Case]:
+    """Each kind of layer alone at two sizes, the encoder alone, and the model as it is."""
+    p = base.language
+    sizes = {name: min(most, getattr(p, name)) for name, most in SMALLER.items()}
+    sizes["seq_length"] = min(SEQ_LENGTH, base.seq_length)
+    pattern = p.hybrid_layer_pattern.replace("|", "")[:LAYERS]
+    deep, thin = base.encoder.layers, max(1, base.encoder.layers // 16)
+
+    def of(layers: str, encoder: int, samples: int, micro: int, **changed: int) -> Case:
+        return Case(layers, encoder, samples=samples, micro=micro, **sizes | changed)
+
+    yield of(pattern, deep, 2, 1)
+    yield of(pattern, deep, 4, 2)
+    for kind in sorted(set(pattern)):
+        for samples in (1, SAMPLES):
+            yield of(kind * LAYERS, thin, samples, samples)
+    yield of("*" * LAYERS, thin, 2, 2, seq_length=2 * sizes["seq_length"])
+    yield of("E" * LAYERS, thin, 4, 2, num_experts=sizes["num_experts"] // 2)
+    yield of("*", deep, 1, 1)
+    yield of("*", deep, 4, 2)
+    yield of("*", thin, 2, 2, vocab_size=4 * sizes["vocab_size"])
+
+
+def _line(case: Case, base: VLMPreset, device: str, model: Path) -> list[str]:
+    """The program's command line; writes the model."""
+    write_preset(case.preset(base), model)
+    line = f"--model {model} --device {device} --global-batch-size {case.samples} "
+    line += f"--micro-batch-size {case.micro} {ON_GPU if device == 'cuda' else ''}"
+    return line.split()
+
+
+def _run(case: Case, line: list[str]) -> dict[str, float] | None:
+    """Seconds of a step and peak bytes of a case; None where it fails, which is said."""
+    name = " ".join(f"{key}={value}" for key, value in asdict(case).items())
+    begin = time.perf_counter()
+    try:
+        found = measured(options_of(line, 1))
+    except Exception as error:  # of any kind: the other cases are worth their time
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        found = None
+    if not found:
+        unset_global_variables()
+    gc.collect()
+    torch.cuda.empty_cache()
+    if not found:
+        return None
+    taken = time.perf_counter() - begin
+    text = f"{name}: {found.seconds:.4f} s, {found.peak_bytes / 1e9:.2f} GB"
+    print(f"{text}; all of it took {taken:.0f} s", file=sys.stderr, flush=True)
+    return {"seconds": found.seconds, "peak_bytes": found.peak_bytes}
+
+
+@contextmanager
+def _busy_cores(lines: list[list[str]]) -> Iterator[None]:
+    """While it lasts, every other core does the same runs: cores that are busy slow each other."""
+    with tempfile.TemporaryDirectory() as directory:
+        cases = Path(directory) / "cases.json"
+        cases.write_text(json.dumps(3 * lines))
+        command = [sys.executable, "-W", "ignore", "-m", "calibration.measure", cases, os.devnull]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        others = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            for _ in range(len(os.sched_getaffinity(0)) - 1)
+        ]
+        try:
+            yield
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+
+
+def _of_this_cpu() -> Machine:
+    """A rank on one core of this host, with nothing fitted yet."""
+    size, side = 512, 2 * 512**3
+    matrix = torch.rand(size, size)
+    torch.set_num_threads(1)
+    matrix @ matrix
+    begin = time.process_time()
+    for _ in range(REPEATS):
+        matrix @ matrix
+    peak = REPEATS * side / (time.process_time() - begin)
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+    return Machine(
+        source=f"calibrated: ranks on {cores} CPU cores, fp32, in processor time",
+        peak_flops=peak,
+        memory_bytes=memory,
+        node_bandwidth=1.0,
+        network_bandwidth=1.0,
+        link_efficiency=1.0,
+        node_latency=0.0,
+        network_latency=0.0,
+        **USUAL["cpu"],
+        fused=False,
+        precision=4,
+        shared_cores=cores,
+    )
