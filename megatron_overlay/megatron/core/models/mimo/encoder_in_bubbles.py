@@ -54,6 +54,7 @@ def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
                 f"encoding in bubbles needs each TP group of {name} in one pipeline stage; use a "
                 f"smaller tp for {name}, or train in three phases"
             )
+    for bridge in stages[0].colocated_comms.values():
         bridge.make_return_group()
     open_links(pp_group, config)
     for stage in stages:
