@@ -20,10 +20,16 @@ MIMO = "megatron.core.models.mimo"
 
 FACTORIES = {
     frozenset({"megatron.core.optimizer", f"{MIMO}.optimizer", f"{MIMO}.joint_optimizer"}),
-    frozenset({"megatron.core.pipeline_parallel.schedules", f"{MIMO}.colocated_schedule"}),
+    frozenset(
+        {
+            *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
+            *(f"{MIMO}.{n}" for n in ("colocated_schedule", "encoder_in_bubbles", "bubble_plan")),
+        }
+    ),
 }
 """Upstream's factory of optimizers makes MIMO's, which calls it for each module; ours is between.
-Its factory of schedules hands out ours, which runs the pipeline that the factory has for it."""
+Its factory of schedules hands out ours, which runs the pipeline that the factory has for it, and
+plans by that pipeline's own order."""
 
 
 def name_of(path: Path) -> str:

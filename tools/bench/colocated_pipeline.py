@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Time the three-phase schedule: against T = E + L(1 + (p-1)/m), and against the usual alternative.
+"""Time the colocated schedules: three phases, the encoder in bubbles, and the usual alternative.
 
+Three phases against T = E + L(1 + (p-1)/m), bubbles against the bound L + max(E, L(p-1)/m).
 The alternative encodes each microbatch on the first stage's ranks, inside the pipeline. E is the
 encoder's forward and backward over a rank's samples, and L a stage's over all microbatches, each
 measured alone in the same run. No gradients are reduced, and no optimizer steps. A second table
@@ -10,13 +11,17 @@ in phase 3, some microbatches' worth at a time.
 
 Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
     torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
-On CPU ranks the model is tiny, and the ratios say little.
+On CPU ranks the model is tiny, and the ratios say little. There, --sleep MS --share S puts each
+operation to sleep as long as it would take: MS for a stage's forward of a microbatch, twice that
+for its backward, and for the encoder what gives it the share S of the work. Sleeping ranks need no
+cores, so that what they wait for each other is real.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -44,9 +49,12 @@ from examples.mimo.nemotron_vlm.presets import (
     VLMPreset,
     tiny,
 )
-from megatron.core.models.mimo import colocated_schedule
+from megatron.core.models.mimo import colocated_schedule, encoder_in_bubbles, macro_batches
+from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES, Costs
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles, encode_in_bubbles
 from megatron.core.models.mimo.encoding import encode
+from megatron.core.models.mimo.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
@@ -55,9 +63,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
 ROUNDS = 5
-MICROBATCHES_A_STAGE = 2
-TILES = 4 if CUDA else 2
-"""Tiles of a sample."""
 
 
 def preset() -> VLMPreset:
@@ -95,14 +100,15 @@ class Bench:
     Args:
         language: its layout, as in the training program; the encoder has one sample stream a rank.
         device: of this rank.
+        args: the command line's.
     """
 
-    def __init__(self, language: str, device: torch.device) -> None:
+    def __init__(self, language: str, device: torch.device, args: argparse.Namespace) -> None:
         world, wanted = dist.get_world_size(), parse_layout(language, "language")
-        self.device = device
+        self.device, self.tiles = device, args.tiles
         micro, length = (2, 4096) if CUDA else (2, 32)
         dp = world // (wanted.tp * wanted.cp * wanted.pp)
-        self.microbatches = MICROBATCHES_A_STAGE * wanted.pp
+        self.microbatches = args.microbatches_a_stage * wanted.pp
         samples = micro * dp * self.microbatches
         PRESETS["bench"] = preset
         options = parse(
@@ -130,16 +136,22 @@ class Bench:
         self.inputs = self._inputs(samples // world)
         self.tokens = self._tokens()
         self.recorder: Recorder | None = None
+        self.sleep_s = args.sleep / 1e3
+        # Of a tile: a rank has so many of each microbatch.
+        self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
+        self.tile_sleep_s /= micro * dp * self.tiles / world
+        if wanted.cp == 1:  # with CP, microbatches would have to tell who owns which row
+            encode_in_bubbles([self.model], EQUAL_SHARES)
 
     def _inputs(self, samples: int) -> dict[str, object]:
         size = preset().encoder.tile
-        tiles = 255 * torch.rand(samples * TILES, 3, size, size, device=self.device)
+        tiles = 255 * torch.rand(samples * self.tiles, 3, size, size, device=self.device)
         return {IMAGES: {"radio": {"tiles": tiles.to(next(self.model.parameters()).dtype)}}}
 
     def _tokens(self) -> dict[str, torch.Tensor]:
         batch = self.layouts.batch
         ids = torch.full((batch.micro_size, batch.seq_length), 20, device=self.device)
-        ids[:, : TILES * preset().encoder.tokens_per_tile] = IMAGE
+        ids[:, : self.tiles * preset().encoder.tokens_per_tile] = IMAGE
         return {
             "input_ids": ids,
             "labels": torch.full_like(ids, 20),
@@ -149,7 +161,7 @@ class Bench:
 
     def encoder_alone(self) -> None:
         """E."""
-        rows = encode(self.model, [self.inputs])[IMAGES]
+        rows = self._encode(self.model, [self.inputs])[IMAGES]
         rows.backward(torch.ones_like(rows))
 
     def stage_alone(self) -> None:
@@ -162,6 +174,7 @@ class Bench:
             )
             output, _ = self.model(**self.tokens, encoder_embeddings=self._leaf_embeddings())
             output.backward(torch.ones_like(output))
+            time.sleep(3 * self.sleep_s)
 
     def _hidden_shape(self) -> tuple[int, ...]:
         lay, batch = self.layouts.language, self.layouts.batch
@@ -176,15 +189,33 @@ class Bench:
 
     def three_phases(self, recompute: int | None = None) -> None:
         """The schedule of this project."""
-        self.model.recompute_encoder_shares = recompute
+        self.model.recompute_encoder_shares, self.model.bubble_costs = recompute, None
+        self._colocated()
+
+    def bubbles(self, costs: Costs) -> None:
+        """The encoder where the pipeline's stages would wait, one microbatch at a time."""
+        self.model.recompute_encoder_shares, self.model.bubble_costs = None, costs
+        self._colocated()
+
+    def _colocated(self) -> None:
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
+        told = self._host_tokens(len(share[0]))
         colocated_schedule.colocated_forward_backward_with_pp(
-            data_iterator=iter([self.tokens | {"modality_inputs": i} for i in inputs]),
+            data_iterator=iter([self.tokens | told | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
             **self._common(),
         )
+
+    def _host_tokens(self, tiles: int) -> dict[str, HostTokens]:
+        """What a microbatch tells of its rows, of which a rank encodes some tiles'; without CP."""
+        if self.layouts.language.cp > 1:
+            return {}
+        rows = tiles * preset().encoder.tokens_per_tile
+        atoms = self.layouts.encoder.dp // self.layouts.language.dp
+        ids = list(self.tokens["input_ids"].cpu())
+        return {"host_tokens": HostTokens({IMAGES: []}, ids, {IMAGES: ([rows], [rows] * atoms)})}
 
     def encoder_in_first_stage(self) -> None:
         """The usual alternative: the first stage's ranks encode what they read."""
@@ -211,13 +242,16 @@ class Bench:
             samples = self.layouts.batch.micro_size
             tiles = self.inputs[IMAGES]["radio"]["tiles"]
             with self._span("encoder forward"):
-                inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * TILES)}}}
-                microbatch["encoder_embeddings"] = self._watched(encode(model, [inputs]))
+                inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * self.tiles)}}}
+                rows = self._watched(self._encode(model, [inputs]))
+                microbatch["encoder_embeddings"] = rows
         return self._forward_step(iter([microbatch]), model)
 
     def _forward_step(self, batches, model):
+        microbatch = next(batches)
         with self._span("language forward"):
-            output, loss_mask = model(**next(batches))
+            output, loss_mask = model(**microbatch)
+            time.sleep(self.sleep_s)
         return output, lambda out: (out.float().sum(), loss_mask.sum().int(), {})
 
     def _span(self, name: str):
@@ -257,14 +291,44 @@ class Bench:
             self._end_encoder_backward()
             return result
 
-        encoding = self.recorder.recorded("encoder forward", colocated_schedule.encode)
-        bridge = self.recorder.recorded("bridge", colocated_schedule.communicate)
+        encoding = self.recorder.recorded("encoder forward", self._encode)
+        bridge = self.recorder.recorded("bridge", macro_batches.communicate)
+        piece = EncoderInBubbles._backward
+
+        def backward_piece(*args):
+            piece(*args)
+            self._end_encoder_backward()
+
         with (
             mock.patch.object(schedules, "backward_step", backward),
-            mock.patch.object(
-                colocated_schedule, "encode", lambda *args: self._watched(encoding(*args))
-            ),
-            mock.patch.object(colocated_schedule, "communicate", bridge),
+            mock.patch.object(self, "_encode", lambda *args: self._watched(encoding(*args))),
+            mock.patch.object(macro_batches, "communicate", bridge),
+            mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
+        ):
+            yield
+
+    def _encode(self, model, shares, recompute=None) -> dict[str, torch.Tensor]:
+        """The encoder; where operations sleep, as long as its tiles take."""
+        rows = encode(model, shares, recompute)
+        seconds = self.tile_sleep_s * len(rows[IMAGES]) / preset().encoder.tokens_per_tile
+        time.sleep(seconds)
+        if seconds:
+            rows[IMAGES].register_hook(lambda _: time.sleep(2 * seconds))
+        return rows
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """What the schedules run in the block sleeps as well."""
+        backward_step = schedules.backward_step
+
+        def backward(*args, **kwargs):
+            time.sleep(2 * self.sleep_s)
+            return backward_step(*args, **kwargs)
+
+        with (
+            mock.patch.object(schedules, "backward_step", backward),
+            mock.patch.object(macro_batches, "encode", lambda *args: self._encode(*args)),
+            mock.patch.object(encoder_in_bubbles, "encode", lambda *args: self._encode(*args)),
         ):
             yield
 
@@ -315,43 +379,62 @@ def print_recompute(bench: Bench, language: str) -> None:
         print(flush=True)
 
 
+def measure(bench: Bench, language: str) -> dict[str, list[list[Span]]]:
+    """Print a layout's row of the table; gives each schedule's spans, by rank."""
+    e, length, step, other = (
+        seconds(run, bench)
+        for run in (
+            bench.encoder_alone,
+            bench.stage_alone,
+            bench.three_phases,
+            bench.encoder_in_first_stage,
+        )
+    )
+    stages = bench.layouts.language.pp
+    wait = length * (stages - 1) / bench.microbatches
+    model, bound = e + length + wait, length + max(e, wait)
+    in_bubbles = partial(bench.bubbles, Costs.of_share(e / (e + length)))
+    has_bubbles = bench.layouts.language.cp == 1
+    filled = f"{seconds(in_bubbles, bench) / step:.3f}" if has_bubbles else "–"
+    if dist.get_rank() == 0:
+        print(
+            f"| {language} | {bench.microbatches} | {1e3 * e:.1f} | {1e3 * length:.1f} "
+            f"| {1e3 * step:.1f} | {step / model:.3f} | {other / step:.2f} "
+            f"| {filled} | {bound / step:.3f} |",
+            flush=True,
+        )
+    if CUDA:
+        print_recompute(bench, language)
+    rows = {
+        f"{language}: three phases": bench.spans(bench.three_phases),
+        f"{language}: encoder in the first stage": bench.spans(bench.encoder_in_first_stage),
+    }
+    if has_bubbles:
+        rows[f"{language}: encoder in the bubbles"] = bench.spans(in_bubbles)
+    return rows
+
+
 def main() -> None:
     """Print a table; draw the last layout's timeline."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
     parser.add_argument("--timeline", type=Path, metavar="PNG")
+    parser.add_argument("--tiles", type=int, default=4 if CUDA else 2, help="of a sample")
+    parser.add_argument("--microbatches-a-stage", type=int, default=2, metavar="M")
+    parser.add_argument("--sleep", type=float, default=0.0, metavar="MS", help="a stage's forward")
+    parser.add_argument("--share", type=float, default=0.5, help="the encoder's, where ranks sleep")
     args = parser.parse_args()
     device = start()
     if dist.get_rank() == 0:
         print(
             "| language | microbatches | E, ms | L, ms | step, ms | step / T | "
-            "encoder in first stage / step |\n|---|---:|---:|---:|---:|---:|---:|"
+            "encoder in first stage / step | in bubbles / step | bound / step |\n"
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
         )
     for language in args.layouts:
-        bench = Bench(language, device)
-        e, length, step, other = (
-            seconds(run, bench)
-            for run in (
-                bench.encoder_alone,
-                bench.stage_alone,
-                bench.three_phases,
-                bench.encoder_in_first_stage,
-            )
-        )
-        stages = bench.layouts.language.pp
-        model = e + length * (1 + (stages - 1) / bench.microbatches)
-        if dist.get_rank() == 0:
-            print(
-                f"| {language} | {bench.microbatches} | {1e3 * e:.1f} | {1e3 * length:.1f} "
-                f"| {1e3 * step:.1f} | {step / model:.3f} | {other / step:.2f} |",
-                flush=True,
-            )
-        if CUDA:
-            print_recompute(bench, language)
-        rows = {
-            f"{language}: three phases": bench.spans(bench.three_phases),
-            f"{language}: encoder in the first stage": bench.spans(bench.encoder_in_first_stage),
-        }
+        bench = Bench(language, device, args)
+        with bench.slowed():
+            rows = measure(bench, language)
         bench.destroy()
     if args.timeline and dist.get_rank() == 0:
         draw(args.timeline, rows)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
+from examples.mimo.nemotron_vlm.encoder_schedule import check_bubbles, check_encoder_schedule
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
@@ -221,14 +222,11 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     encoder, language = _asked(args, "encoder"), _asked(args, "language")
     if args.placement == NON_COLOCATED and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
-    if args.encoder_macro_batch > 1 and (args.placement == NON_COLOCATED or language.pp > 1):
-        raise UserError(
-            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1; "
-            "with a pipeline, all microbatches of a step are encoded at once"
-        )
+    check_encoder_schedule(args, language)
     for size in reversed(_batch_sizes(args)):
         batch = Batch(size, args.micro_batch_size, args.seq_length)
         layouts = _resolve(args, preset, encoder, language, batch)
+    check_bubbles(args, layouts)
     return layouts
 
 

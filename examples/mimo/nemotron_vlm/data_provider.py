@@ -23,6 +23,7 @@ from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.defaults import growing_batch
+from examples.mimo.nemotron_vlm.encoder_schedule import encodes_all_at_once
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
@@ -63,13 +64,14 @@ class Loading:
         language = modules[LANGUAGE].groups
         self.waited_s = 0.0
         self.args, self.layouts, self._dp = args, layouts, layouts.language.dp
+        self._all_at_once = encodes_all_at_once(args, layouts.language)
         self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
         self.plan = StepPlan(
             layouts,
             encoder_part=encoder_part(modules, IMAGES),
             language_dp=language and language.dp.rank(),
             row_cost=partial(row_cost, args) if args.balance else None,
-            macro_batch=None if layouts.language.pp > 1 else args.encoder_macro_batch,
+            macro_batch=None if self._all_at_once else args.encoder_macro_batch,
         )
         self.reader = Reader(
             source,
@@ -105,7 +107,7 @@ class Loading:
         """How loading processes work, as a DataLoader takes it."""
         args, language = self.args, self.layouts.language
         count = args.encoder_macro_batch
-        if language.pp > 1 and not self.layouts.non_colocated:
+        if self._all_at_once and not self.layouts.non_colocated:
             # The schedule draws all microbatches of a step when the step begins.
             count = args.global_batch_size // (args.micro_batch_size * language.dp)
         signal_number = args.exit_signal if args.exit_signal_handler else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS
 from examples.mimo.nemotron_vlm.presets import PRESETS
@@ -78,8 +79,15 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="K",
-        help="colocated without a pipeline, encode the images of K microbatches at once; with a "
-        "pipeline, all of a step are",
+        help="colocated without a pipeline, or with --encoder-schedule bubbles, encode the images "
+        "of K microbatches at once; in three phases, all of a step are",
+    )
+    add(
+        "--encoder-schedule",
+        choices=[THREE_PHASES, BUBBLES],
+        default=THREE_PHASES,
+        help="colocated with a pipeline, encode all images of a step before it and go back "
+        "through the encoder after it, or both where its stages would wait",
     )
     add(
         "--freeze",

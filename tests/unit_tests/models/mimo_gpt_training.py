@@ -13,8 +13,10 @@ from functools import partial
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.data_parallel import prepare_for_training
+from megatron.core.models.mimo.encoder_in_bubbles import encode_in_bubbles
 from megatron.core.models.mimo.encoding import run_microbatch
 from megatron.core.models.mimo.grad_finalization import global_token_count
 from megatron.core.models.mimo.model.base import MimoModel
@@ -44,7 +46,9 @@ class Job:
         frozen: modules that are not trained.
         overlap: whether gradients are reduced during the backward.
         per_token: whether the loss is that of all tokens, or the mean of the ranks' means.
-        macro_batch: microbatches that are encoded at once where there is no pipeline.
+        macro_batch: microbatches that are encoded at once where there is no pipeline, or in its
+            bubbles.
+        in_bubbles: whether a pipeline's bubbles have the encoders' work.
     """
 
     samples: Sequence[Sample]
@@ -55,6 +59,7 @@ class Job:
     overlap: bool = False
     per_token: bool = True
     macro_batch: int = 1
+    in_bubbles: bool = False
 
     @property
     def modalities(self) -> list[str]:
@@ -82,7 +87,8 @@ def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[d
     """This rank's microbatches: consecutive samples of each macro-batch (of all, in a pipeline)."""
 
     language = modules[LANGUAGE]
-    at_once = job.microbatches if language.groups.pp.size() > 1 else job.macro_batch
+    all_at_once = language.groups.pp.size() > 1 and not job.in_bubbles
+    at_once = job.microbatches if all_at_once else job.macro_batch
 
     def part(name: str, number: int) -> Sequence[Sample]:
         dp = modules[name].groups.dp
@@ -121,6 +127,8 @@ def _prepare(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> N
         for part in (stage, *encoders):
             part.config.calculate_per_token_loss = job.per_token
     prepare_for_training(stages, modules, ddp_config, encoder_macro_batch=job.macro_batch)
+    if job.in_bubbles:
+        encode_in_bubbles(stages, EQUAL_SHARES)
 
 
 def train(

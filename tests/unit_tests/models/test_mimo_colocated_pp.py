@@ -23,6 +23,19 @@ class TestColocatedPipeline:
         assert_step_equals_reference(encoder, language, microbatch=microbatch)
 
     @requires_world_size(8)
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("tp=2,dp=4", "pp=2,dp=4,ep=2", id="equal"),
+            pytest.param("tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", id="virtual-stages"),
+            pytest.param("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", id="cp-2-ep-2"),
+        ],
+    )
+    def test_shards_equal_the_reference_with_the_encoder_in_bubbles(self, encoder, language):
+        bubbles = ("--encoder-schedule", "bubbles")
+        assert_step_equals_reference(encoder, language, *bubbles, microbatch=4)
+
+    @requires_world_size(8)
     def test_recomputing_the_encoder_changes_nothing(self):
         recompute = ("--recompute-encoder", "1")
         assert_step_equals_reference("tp=1,dp=8", "pp=2,dp=4", *recompute)

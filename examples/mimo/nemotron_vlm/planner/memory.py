@@ -16,8 +16,8 @@ from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import Held, chunks_of_stage, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.planner.schedule import order_of_stage
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
+from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 BUCKET_MULTIPLE = 128
 """Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""

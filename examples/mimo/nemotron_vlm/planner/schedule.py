@@ -11,13 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from examples.mimo.nemotron_vlm.layout import Layouts
-from megatron.core.pipeline_parallel.schedules import (
-    get_pp_rank_microbatches,
-    get_schedule_table,
-)
+from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 FORWARD = 1 / 3
 """Share of the forward in forward and backward."""
@@ -147,19 +143,3 @@ def simulate(
                 stages[stage].append((f"{module} {way}", begin, now))
                 places[stage] += 1
     return stages
-
-
-def order_of_stage(
-    stage: int, size: int, microbatches: int, vpp: int
-) -> list[tuple[str, int, int]]:
-    """Way, virtual stage and microbatch of all that a stage does."""
-    group = SimpleNamespace(size=lambda: size, rank=lambda: stage)
-    place = SimpleNamespace(
-        pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
-    )
-    table = get_schedule_table(microbatches, vpp, size)
-    warmup = get_pp_rank_microbatches(microbatches, vpp, size, p2p_communicator=place)[2]
-    forwards = [("forward", chunk, number) for number, chunk in table]
-    backwards = [("backward", vpp - 1 - chunk, number) for number, chunk in table]
-    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]

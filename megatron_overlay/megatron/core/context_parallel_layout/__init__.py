@@ -20,7 +20,7 @@ from megatron.core.context_parallel_layout.attention_plan import (
     packed_attention_plan,
     sequence_attention_plan,
 )
-from megatron.core.context_parallel_layout.exchange import exchange, gather_tokens
+from megatron.core.context_parallel_layout.exchange import Moving, exchange, gather_tokens
 from megatron.core.context_parallel_layout.padded_lengths import (
     PaddedLengths,
     lengths_of_batch,
@@ -44,6 +44,7 @@ __all__ = [
     "AttentionBlock",
     "AttentionPlan",
     "Halo",
+    "Moving",
     "PaddedLengths",
     "RecurrencePlan",
     "Route",

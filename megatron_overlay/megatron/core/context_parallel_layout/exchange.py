@@ -59,22 +59,46 @@ class _Exchange(torch.autograd.Function):
             return _move(grad, ctx.adjoint, ctx.group), None, None, None, None
 
 
+class Moving:
+    """An exchange that has begun; holds what it reads and writes.
+
+    Args:
+        tensor, route, group: as in :func:`exchange`; nothing here is differentiable.
+        overlap: go on without waiting for the others' rows.
+    """
+
+    def __init__(
+        self, tensor: Tensor, route: Route, group: dist.ProcessGroup, overlap: bool = True
+    ) -> None:
+        self._tensor, self._route, self._work = tensor, route, None
+        if not route.is_local:
+            self._received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
+            self._sent = tensor.index_select(0, route.send_places)
+            self._work = dist.all_to_all_single(
+                self._received,
+                self._sent,
+                output_split_sizes=list(route.recv_splits),
+                input_split_sizes=list(route.send_splits),
+                group=group,
+                async_op=overlap,
+            )
+
+    def finish(self) -> Tensor:
+        """The rows ``[route.size, ...]``; waits for them, on a GPU in its stream."""
+        tensor, route = self._tensor, self._route
+        if self._work is not None:
+            self._work.wait()
+        moved = tensor.new_empty((route.addends * route.size, *tensor.shape[1:]))
+        if not route.is_local:
+            moved.index_copy_(0, route.recv_places, self._received)
+        moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))
+        if route.addends == 1:
+            return moved
+        return moved.view(route.addends, route.size, *tensor.shape[1:]).sum(0)
+
+
 def _move(tensor: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
-    moved = tensor.new_empty((route.addends * route.size, *tensor.shape[1:]))
-    if not route.is_local:
-        received = tensor.new_empty((len(route.recv_places), *tensor.shape[1:]))
-        dist.all_to_all_single(
-            received,
-            tensor.index_select(0, route.send_places),
-            output_split_sizes=list(route.recv_splits),
-            input_split_sizes=list(route.send_splits),
-            group=group,
-        )
-        moved.index_copy_(0, route.recv_places, received)
-    moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))
-    if route.addends == 1:
-        return moved
-    return moved.view(route.addends, route.size, *tensor.shape[1:]).sum(0)
+    return Moving(tensor, route, group, overlap=False).finish()
 
 
 class _GatherTokens(torch.autograd.Function):

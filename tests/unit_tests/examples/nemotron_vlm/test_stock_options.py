@@ -46,6 +46,11 @@ SAME_NUMBERS = [
         "dp=4,ep=2",
     ),
     (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+    ((*OVERLAP, "--encoder-schedule", "bubbles"), PIPELINE),
+    (
+        ("--encoder-schedule", "bubbles", "--recompute-encoder", "1", "--overlap-grad-reduce"),
+        "pp=2,vpp=2,dp=2,ep=2",
+    ),
 ]
 """Options that change nothing of the numbers, several at once, each with a layout."""
 
@@ -149,6 +154,15 @@ class TestRefused:
                 ["--recompute-encoder needs --placement colocated"],
             ),
             ("--language pp=2 --encoder-macro-batch 2", ["--encoder-macro-batch needs", "pp=1"]),
+            ("--language dp=2 --encoder-schedule bubbles", ["--encoder-schedule bubbles needs"]),
+            (
+                "--language pp=2 --encoder tp=2 --encoder-schedule bubbles",
+                ["TP group of --encoder tp=2", "one stage of --language", "has 1 ranks"],
+            ),
+            (
+                "--language pp=2,vpp=2 --encoder-schedule bubbles --no-overlap-p2p-communication",
+                ["--no-overlap-p2p-communication does not go with"],
+            ),
         ],
     )
     def test_names_what_does_not_go_together(self, arguments, texts):

@@ -26,8 +26,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.pipeline_parallel.filled_waits import FilledWaits
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import (
@@ -106,15 +108,25 @@ def colocated_forward_backward_with_pp(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
     pipelined = pg_collection.pp.size() > 1
-    size = num_microbatches if pipelined else getattr(stages[0], "encoder_macro_batch", 1)
+    in_bubbles = pipelined and getattr(stages[0], "bubble_costs", None) is not None
+    size = getattr(stages[0], "encoder_macro_batch", 1)
+    if pipelined and not in_bubbles:
+        size = num_microbatches
+    communicator = P2PCommunicator(pg_collection.pp, config)
     with torch.set_grad_enabled(not forward_only):
-        encoded = MacroBatches(stages, data_iterator, num_microbatches, size)
-        # All ranks encode together, and later stages would draw their microbatches later.
-        microbatches = list(encoded) if pipelined else encoded
+        if in_bubbles and not forward_only:
+            encoded = EncoderInBubbles(stages, data_iterator, num_microbatches, size, pg_collection)
+            iterators = [encoded.microbatches(chunk) for chunk in range(len(stages))]
+            communicator = FilledWaits(pg_collection.pp, config, encoded.work)
+        else:
+            encoded = MacroBatches(stages, data_iterator, num_microbatches, size)
+            # All ranks encode together, and later stages would draw their microbatches later.
+            microbatches = list(encoded) if pipelined else encoded
+            iterators = [iter(microbatches) for _ in stages]
         with _grad_finalization_deferred(config) as deferred:
             reports = schedule(
                 forward_step_func=forward_step_func,
-                data_iterator=[iter(microbatches) for _ in stages],
+                data_iterator=iterators,
                 model=stages,
                 num_microbatches=num_microbatches,
                 seq_length=seq_length,
@@ -122,11 +134,13 @@ def colocated_forward_backward_with_pp(
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
-                p2p_communicator=P2PCommunicator(pg_collection.pp, config),
+                p2p_communicator=communicator,
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
-        encoded.backward()
+        encoded.finish()
+        if isinstance(communicator, FilledWaits):
+            communicator.finish()
     if deferred.called and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             stages,

@@ -36,7 +36,7 @@ def prepare_for_training(
         recompute_encoder_shares: keep no encoder activations; in the backward run the encoders
             again, this many microbatches' worth at a time. ``None`` keeps all.
         encoder_macro_batch: microbatches that are encoded at once where the language model has no
-            pipeline; with one, all of a step are.
+            pipeline, or in its bubbles; in three phases, all of a step are.
     """
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.encoding import communicate, encode
+from megatron.core.models.mimo.encoding import ModalityInputs, communicate, encode
 from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
 from megatron.core.models.mimo.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
@@ -45,7 +45,7 @@ class MacroBatches:
     ) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._left, self._size = count, size
-        self._encoded: list[_Rows] = []
+        self._encoded: list[Rows] = []
         self._ready: list[Microbatch] = []
 
     def __iter__(self) -> MacroBatches:
@@ -56,13 +56,13 @@ class MacroBatches:
             if not self._left:
                 raise StopIteration
             with no_encoder_grad_sync(self._stages):
-                self.backward()
+                self.finish()
             size = min(self._size, self._left)
             self._ready = self._encode([dict(next(self._microbatches)) for _ in range(size)])
             self._left -= size
         return self._ready.pop(0)
 
-    def backward(self) -> None:
+    def finish(self) -> None:
         """The encoders' backward of the last macro-batch; its microbatches must have had theirs."""
         trained = [(rows.whole, rows.grad) for rows in self._encoded if rows.grad is not None]
         self._encoded = []
@@ -71,16 +71,10 @@ class MacroBatches:
 
     def _encode(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         model = self._stages[0]
-        shares = [microbatch.pop("modality_inputs", None) for microbatch in microbatches]
-        tokens = []
-        for microbatch in microbatches:
-            host = microbatch.pop("host_tokens", None)
-            packed = packed_parameters(microbatch.get("packing_kwargs"), host)
-            microbatch["packing_kwargs"] = packed
-            tokens.append(Tokens(microbatch["input_ids"], packed, host))
+        shares, tokens = take_inputs(microbatches)
         recompute = getattr(model, "recompute_encoder_shares", None)
         rows = communicate(model, encode(model, shares, recompute), tokens)
-        self._encoded = [_cut(model, name, whole, tokens) for name, whole in rows.items()]
+        self._encoded = [cut(model, name, whole, tokens) for name, whole in rows.items()]
         for number, microbatch in enumerate(microbatches):
             microbatch["encoder_embeddings"] = {
                 rows.name: rows.leaves[number] for rows in self._encoded if rows.leaves
@@ -88,8 +82,20 @@ class MacroBatches:
         return microbatches
 
 
+def take_inputs(microbatches: list[Microbatch]) -> tuple[list[ModalityInputs | None], list[Tokens]]:
+    """Take out of the microbatches what only encoders and the bridge need."""
+    shares, tokens = [], []
+    for microbatch in microbatches:
+        shares.append(microbatch.pop("modality_inputs", None))
+        host = microbatch.pop("host_tokens", None)
+        packed = packed_parameters(microbatch.get("packing_kwargs"), host)
+        microbatch["packing_kwargs"] = packed
+        tokens.append(Tokens(microbatch["input_ids"], packed, host))
+    return shares, tokens
+
+
 @dataclass
-class _Rows:
+class Rows:
     """One modality's rows of a macro-batch, cut into microbatches.
 
     Attributes:
@@ -106,13 +112,14 @@ class _Rows:
     grad: Tensor | None
 
 
-def _cut(model: MimoModel, name: str, whole: Tensor, microbatches: list[Tokens]) -> _Rows:
+def cut(model: MimoModel, name: str, whole: Tensor, microbatches: list[Tokens]) -> Rows:
+    """Rows ``[rows, H]`` that the bridge has handed over, by microbatch."""
     grad = torch.zeros_like(whole) if whole.requires_grad else None
     if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
-        return _Rows(name, whole, [], grad)
+        return Rows(name, whole, [], grad)
     counts = row_counts(microbatches, model.special_token_ids[name])  # the bridge gave as many
     leaves = list(whole.detach().split(counts))
     if grad is not None:
         for leaf, part in zip(leaves, grad.split(counts), strict=True):
             leaf.requires_grad_().grad = part
-    return _Rows(name, whole, leaves, grad)
+    return Rows(name, whole, leaves, grad)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import Route, exchange
+from megatron.core.context_parallel_layout import Moving, Route, exchange
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.comm.bridge_plan import AtomRows, plan_block
 from megatron.core.models.mimo.comm.bridge_topology import BridgeDirection, bridge_topology
@@ -92,6 +92,7 @@ class ColocatedBridgeCommunicator:
         self.gather_pg = self._new_group(self.gather_group_ranks)
         self.block_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
         self.all_pg = self._new_group([sorted(dest)] if self.topology.exchanges else [])
+        self.return_pg: dist.ProcessGroup | None = None
         if self.block_pg is not None:
             members = dist.get_process_group_ranks(self.block_pg)
             self._plan = plan_block(self.topology, members)
@@ -200,12 +201,40 @@ class ColocatedBridgeCommunicator:
         moved = exchange(rows, forward, self.block_pg, adjoint=backward, name="mimo bridge")
         return moved.movedim(0, batch_dim).contiguous()
 
+    def make_return_group(self) -> None:
+        """Give gradients a group of their own; collective over the world.
+
+        Each of the two ways over the bridge then keeps its own order of exchanges.
+        """
+        self.return_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
+        for group in filter(None, (self.block_pg, self.return_pg)):
+            # The first exchange between two ranks makes the host wait for both.
+            token = torch.zeros(group.size(), device=torch.cuda.current_device())
+            dist.all_to_all_single(torch.empty_like(token), token, group=group)
+
+    def begin(self, rows: Tensor, routes: tuple[Route, Route]) -> Moving:
+        """Begin to hand rows over, ``[rows, H]``; not differentiable, and waits for no one.
+
+        Collective over the ranks of a block. All of them begin their exchanges in one order.
+        """
+        return Moving(rows, routes[0], self.block_pg)
+
+    def begin_return(self, gradient: Tensor, routes: tuple[Route, Route]) -> Moving:
+        """Begin to take the gradient ``[rows, H]`` of handed-over rows back, as :meth:`begin`."""
+        return Moving(gradient, routes[1], self.return_pg)
+
     def destroy(self) -> None:
         """Free the groups that this bridge made; groups of the grids stay theirs."""
-        for group in (self.gather_pg, self.block_pg, self.all_pg):
+        for group in (self.gather_pg, self.block_pg, self.all_pg, self.return_pg):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.gather_pg = self.block_pg = self.all_pg = None
+        self.gather_pg = self.block_pg = self.all_pg = self.return_pg = None
+
+    def must_ask(self, encoded: SampleRows | None, consumed: SampleRows) -> bool:
+        """Whether :meth:`plan_routes` needs what only other ranks know; the same on all ranks."""
+        return encoded is None or (
+            encoded.owners is None and consumed.owners is not None and not self._encodes_own
+        )
 
     def _new_group(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         if not ranks:
@@ -229,9 +258,7 @@ class ColocatedBridgeCommunicator:
             return AtomRows([num_rows // makes] * makes), AtomRows([num_rows // makes] * uses)
         for rows in filter(None, (encoded, consumed)):
             self._check_owners(rows)
-        if encoded is None or (
-            encoded.owners is None and consumed.owners is not None and not self._encodes_own
-        ):
+        if self.must_ask(encoded, consumed):
             groups = (self.all_pg, self.block_pg)
             return told_rows(self.topology, *groups, device, num_rows, consumed)
         self._check_sum(encoded, num_rows)

@@ -1,0 +1,270 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which piece of the encoders' work a rank does before which operation of its pipeline.
+
+Plain data, the same on every rank, from a simulation of Megatron's own order of operations. The
+pieces of macro-batch k, on every stage: ``encode`` runs the encoders and starts the bridge's way
+to the first stage; ``return`` starts the gradients' way back, after the first stage has them all;
+``backward`` waits for these gradients and runs the encoders' backward.
+
+No run of a plan can end in a circle of ranks that wait for each other. All that a rank waits for
+(tensors of its neighbours in the pipeline, rows, gradients) was begun by others at a smaller
+simulated time, in the order of which every rank does its part; and what a rank begins, it does not
+wait for. Each kind of piece comes in the order of macro-batches on every rank, and the two ways of
+the bridge have a group each, so that all ranks begin a group's collectives in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.stage_order import order_of_stage
+
+ENCODE, RETURN, BACKWARD = "encode", "return", "backward"
+
+LEADS, FITS = (0, 2), (0.0, 0.5, 1.0)
+"""What is tried: operations that encoding is ahead of the first stage's need at least, and the
+share of a piece that must fit into a gap whose end is known."""
+
+
+class Piece(NamedTuple):
+    """One kind of work for one macro-batch."""
+
+    kind: str
+    macro_batch: int
+
+
+class Costs(NamedTuple):
+    """Times in one unit, any: they decide where pieces go, never whether a plan is right.
+
+    Args:
+        forward, backward: of a microbatch in one virtual stage.
+        encode, encoder_backward: of a microbatch's images, shared by all ranks.
+    """
+
+    forward: float
+    backward: float
+    encode: float
+    encoder_backward: float
+
+    @classmethod
+    def of_share(cls, share: float, vpp: int = 1) -> Costs:
+        """Costs of which the encoders have a share, with backwards of two forwards.
+
+        Args:
+            share: of the encoders, in a step in which no rank waits.
+            vpp: virtual stages of each stage.
+        """
+        encode = share / (1 - share)
+        return cls(1 / vpp, 2 / vpp, encode, 2 * encode)
+
+
+EQUAL_SHARES = Costs.of_share(0.5)
+"""As much work for the encoders as for the language model, without virtual stages."""
+
+
+class Span(NamedTuple):
+    """An operation or a piece, and the macro-batch or microbatch that it is of."""
+
+    name: str
+    number: int
+    begin: float
+    end: float
+
+
+class BubblePlan(NamedTuple):
+    """A step.
+
+    Args:
+        before: pieces before the i-th operation of each stage, ``before[stage][i]``; the last
+            entry of a stage is what comes after all of them.
+        spans: what each stage does when, as simulated.
+        seconds: of the step, as simulated, in the unit of the costs.
+    """
+
+    before: tuple[tuple[tuple[Piece, ...], ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
+    seconds: float
+
+
+@functools.cache
+def bubble_plan(
+    stages: int,
+    microbatches: int,
+    macro_batch: int,
+    vpp: int = 1,
+    trained: bool = True,
+    costs: Costs = EQUAL_SHARES,
+    group: int | None = None,
+) -> BubblePlan:
+    """The fastest, as simulated, of the plans that differ in when a gap is filled.
+
+    A rank keeps activations of about ``2 · stages`` microbatches' images at most, however many a
+    step has: as many as the pipeline has in flight, and as many again that are encoded ahead.
+
+    Args:
+        stages: of the pipeline, two or more.
+        microbatches: of the step.
+        macro_batch: microbatches that are encoded at once.
+        vpp: virtual stages of each stage.
+        trained: whether any encoder takes gradients; else there is only ``encode``.
+        costs: of the pieces.
+        group: as in :func:`order_of_stage`.
+    """
+    orders = [order_of_stage(stage, stages, microbatches, vpp, group) for stage in range(stages)]
+    tried = []
+    for lead in LEADS:
+        for fit in FITS:
+            simulation = _Simulation(orders, microbatches, macro_batch, vpp, trained, costs)
+            tried.append(simulation.run(lead, fit))
+    return min(tried, key=lambda plan: plan.seconds)
+
+
+class _Simulation:
+    """A step in which each stage fills its gaps as it meets them."""
+
+    def __init__(
+        self,
+        orders: list[list[tuple[str, int, int]]],
+        microbatches: int,
+        macro_batch: int,
+        vpp: int,
+        trained: bool,
+        costs: Costs,
+    ) -> None:
+        self.orders, self.size, self.vpp, self.costs = orders, len(orders), vpp, costs
+        self.macro_batch, self.microbatches, self.trained = macro_batch, microbatches, trained
+        self.count = -(-microbatches // macro_batch)
+        self.most_kept = math.ceil(2 * self.size / macro_batch) + 1
+        first = {(way, chunk, number): i for i, (way, chunk, number) in enumerate(orders[0])}
+        self.needed_at = [first["forward", 0, k * macro_batch] for k in range(self.count)]
+        stages = range(self.size)
+        self.now = [0.0 for _ in stages]
+        self.place = [0 for _ in stages]
+        self.next = [dict.fromkeys((ENCODE, RETURN, BACKWARD), 0) for _ in stages]
+        self.done: dict[tuple[str, int, int], float] = {}
+        self.encoded = [[math.inf] * self.count for _ in stages]
+        self.returning = [[math.inf] * self.count for _ in stages]
+        self.whole = [math.inf] * self.count
+        self.before = [[[] for _ in range(len(order) + 1)] for order in orders]
+        self.spans: list[list[Span]] = [[] for _ in stages]
+
+    def run(self, lead: int, fit: float) -> BubblePlan:
+        events = [(0.0, stage) for stage in range(self.size)]
+        while events:
+            time, stage = heapq.heappop(events)
+            if time < self.now[stage]:
+                continue  # busy; it is looked at again when it ends
+            if self._act(stage, time, lead, fit):
+                for other in range(self.size):
+                    heapq.heappush(events, (max(self.now[other], self.now[stage]), other))
+                heapq.heappush(events, (self.now[stage], stage))
+            elif self.place[stage] < len(self.orders[stage]):
+                if time < (arrival := self._arrival(stage)) < math.inf:
+                    heapq.heappush(events, (arrival, stage))
+        return BubblePlan(
+            tuple(tuple(map(tuple, places)) for places in self.before),
+            tuple(map(tuple, self.spans)),
+            max(self.now),
+        )
+
+    def _act(self, stage: int, time: float, lead: int, fit: float) -> bool:
+        """Do one thing at a stage that is free, if there is one to do."""
+        order, place = self.orders[stage], self.place[stage]
+        if place == len(order):
+            return self._begin_return(stage, time) or self._backward(stage, time, math.inf, 0)
+        way, chunk, number = order[place]
+        virtual = chunk * self.size + stage
+        if way == "backward" and virtual == self.size * self.vpp - 1:
+            return self._operate(stage, time)  # its forward was just before: no wait to fill
+        if self._begin_return(stage, time):
+            return True
+        following = self.next[stage][ENCODE]
+        if following < self.count and (
+            (way == "forward" and following * self.macro_batch <= number)
+            or place >= self.needed_at[following] - lead
+        ):
+            is_full = self._kept(stage) >= self.most_kept
+            return is_full and self._backward(stage, time, math.inf, 0) or self._encode(stage, time)
+        gap = self._arrival(stage) - time
+        if gap <= 0:
+            return self._operate(stage, time)
+        if self._kept(stage) < self.most_kept and following < self.count:
+            if gap >= fit * self._length(following) * self.costs.encode:
+                return self._encode(stage, time)
+        return self._backward(stage, time, gap, fit)
+
+    def _arrival(self, stage: int) -> float:
+        """When the next operation's inputs are there; ``inf`` if that is not known yet."""
+        way, chunk, number = self.orders[stage][self.place[stage]]
+        virtual = chunk * self.size + stage
+        if way == "forward" and virtual == 0:
+            return max(encoded[number // self.macro_batch] for encoded in self.encoded)
+        if way == "backward" and virtual == self.size * self.vpp - 1:
+            return self.done["forward", virtual, number]
+        neighbour = virtual - 1 if way == "forward" else virtual + 1
+        return self.done.get((way, neighbour, number), math.inf)
+
+    def _operate(self, stage: int, time: float) -> bool:
+        way, chunk, number = self.orders[stage][self.place[stage]]
+        virtual = chunk * self.size + stage
+        length = self.costs.forward if way == "forward" else self.costs.backward
+        self._spend(stage, f"language {way}", number, time, length)
+        self.done[way, virtual, number] = self.now[stage]
+        self.place[stage] += 1
+        k = number // self.macro_batch
+        if way == "backward" and virtual == 0 and number == self._end(k) - 1 and self.trained:
+            self.whole[k] = self.now[stage]
+        return True
+
+    def _encode(self, stage: int, time: float) -> bool:
+        k = self._take(stage, ENCODE)
+        self._spend(stage, "encoder forward", k, time, self._length(k) * self.costs.encode)
+        self.encoded[stage][k] = self.now[stage]
+        return True
+
+    def _begin_return(self, stage: int, time: float) -> bool:
+        following = self.next[stage][RETURN]
+        if following == self.count or self.whole[following] > time:
+            return False
+        self.returning[stage][self._take(stage, RETURN)] = time
+        return True
+
+    def _backward(self, stage: int, time: float, gap: float, fit: float) -> bool:
+        following = self.next[stage][BACKWARD]
+        if following == self.count or any(begun[following] > time for begun in self.returning):
+            return False
+        length = self._length(following) * self.costs.encoder_backward
+        if gap < fit * length:
+            return False
+        k = self._take(stage, BACKWARD)
+        self._spend(stage, "encoder backward", k, time, length)
+        return True
+
+    def _take(self, stage: int, kind: str) -> int:
+        k = self.next[stage][kind]
+        self.next[stage][kind] += 1
+        self.before[stage][self.place[stage]].append(Piece(kind, k))
+        return k
+
+    def _spend(self, stage: int, name: str, number: int, begin: float, length: float) -> None:
+        self.now[stage] = begin + length
+        self.spans[stage].append(Span(name, number, begin, begin + length))
+
+    def _kept(self, stage: int) -> int:
+        """Macro-batches whose images, or whose rows if nothing is trained, the stage holds."""
+        freed = self.next[stage][BACKWARD]
+        if not self.trained:
+            steps = self.orders[stage][: self.place[stage]]
+            freed = sum(way == "forward" and chunk == 0 for way, chunk, _ in steps)
+            freed //= self.macro_batch
+        return self.next[stage][ENCODE] - freed
+
+    def _end(self, k: int) -> int:
+        return min((k + 1) * self.macro_batch, self.microbatches)
+
+    def _length(self, k: int) -> int:
+        return self._end(k) - k * self.macro_batch

@@ -1,0 +1,91 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline communicator that lets a rank work where it would wait for its neighbours."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+
+def open_links(pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
+    """Use each link between neighbours once; collective over the pipeline.
+
+    The first use of a link makes a rank wait until its other end is used, also by a send.
+    """
+    links = FilledWaits(pp_group, config, lambda _: None)
+    token = torch.zeros(1, dtype=config.pipeline_dtype, device=torch.cuda.current_device())
+    links.send_forward_backward_recv_forward_backward(token, token, True, True, token.shape)
+    links.finish()
+
+
+class FilledWaits(P2PCommunicator):
+    """Upstream's, with other work between the start of a receive and the wait for it.
+
+    What a call sends and receives, it starts at once, as upstream does, and in upstream's order
+    without batches, in which the two ends of a link agree. It then waits for what it receives
+    only: a send goes on beside what the rank does next, also where its receiver is late.
+
+    Args:
+        pp_group: the pipeline's ranks.
+        config: the language model's; without ``variable_seq_lengths``, for which neighbours wait
+            for each other's shapes first.
+        work: called before each wait, with ``recv_prev`` or ``recv_next``.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, work: Callable[[str], None]
+    ) -> None:
+        config = copy.copy(config)
+        config.batch_p2p_comm = False
+        super().__init__(pp_group, config)
+        self._work = work
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._most = 4 * pp_group.size() * (config.virtual_pipeline_model_parallel_size or 1)
+
+    def _communicate(self, *, tensor_send_next, tensor_send_prev, wait_on_reqs=True, **others):
+        # The schedule frees the data of what it has sent: these hold it too.
+        sent = {
+            name: tensor.detach()
+            for name, tensor in (("send_next", tensor_send_next), ("send_prev", tensor_send_prev))
+            if tensor is not None
+        }
+        from_prev, from_next, requests = super()._communicate(
+            tensor_send_next=sent.get("send_next"),
+            tensor_send_prev=sent.get("send_prev"),
+            wait_on_reqs=False,
+            **others,
+        )
+        self._sent.extend((requests.pop(name), tensor) for name, tensor in sent.items())
+        while self._sent and (len(self._sent) > self._most or self._sent[0][0].is_completed()):
+            self._sent.popleft()[0].wait()
+        waits = {name: _Wait(request, name, self._work) for name, request in requests.items()}
+        if not wait_on_reqs:
+            return from_prev, from_next, waits
+        for wait in waits.values():
+            wait.wait()
+        return from_prev, from_next, None
+
+    def finish(self) -> None:
+        """Wait for what is still being sent."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+class _Wait:
+    """The handle of a receive, as the schedule knows it."""
+
+    def __init__(self, request: dist.Work, name: str, work: Callable[[str], None]) -> None:
+        self._request, self._name, self._work = request, name, work
+
+    def wait(self) -> None:
+        self._work(self._name)
+        self._request.wait()

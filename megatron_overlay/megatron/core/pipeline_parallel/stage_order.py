@@ -1,0 +1,35 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which a pipeline stage runs forwards and backwards; needs no process group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from megatron.core.pipeline_parallel.schedules import (
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+
+
+def order_of_stage(
+    stage: int, size: int, microbatches: int, vpp: int, group: int | None = None
+) -> list[tuple[str, int, int]]:
+    """Way, virtual stage and microbatch of all that a stage does in Megatron's 1F1B.
+
+    Args:
+        stage, size: which of how many.
+        vpp: virtual stages of each stage; with more than one, the schedule is interleaved.
+        group: neighbouring microbatches of a virtual stage; as many as stages by default.
+    """
+    fake = SimpleNamespace(size=lambda: size, rank=lambda: stage)
+    place = SimpleNamespace(
+        pp_group=fake, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None
+    )
+    group = group or size
+    table = get_schedule_table(microbatches, vpp, group)
+    warmup = get_pp_rank_microbatches(microbatches, vpp, group, p2p_communicator=place)[2]
+    forwards = [("forward", chunk, number) for number, chunk in table]
+    backwards = [("backward", vpp - 1 - chunk, number) for number, chunk in table]
+    steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]

@@ -1,0 +1,178 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder work in the pipeline's bubbles changes nothing of what is trained."""
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.cpu_runtime import collectives
+from megatron.core.models.mimo import encoder_in_bubbles
+from megatron.core.models.mimo.bubble_plan import BACKWARD, RETURN, Piece, bubble_plan
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.pipeline_parallel import schedules
+from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS
+from tests.unit_tests.models.mimo_gpt_samples import draw
+from tests.unit_tests.models.mimo_gpt_training import Job, train
+from tests.unit_tests.models.test_mimo_colocated_e2e import check, modules
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+PP_4, PP_2, CP_2, VPP_2 = dict(pp=4), dict(pp=2, dp=2), dict(cp=2, pp=2), dict(pp=2, dp=2, vpp=2)
+LAYOUTS = [PP_4, PP_2, CP_2, VPP_2]
+
+
+def samples(*patches: dict[str, int]) -> list:
+    """One sample for each; lengths that CP divides."""
+    return [draw(counts, seed, length=12) for seed, counts in enumerate(patches)]
+
+
+UNEVEN = Job(samples(*({IMAGES: n * 5 % 7} for n in range(32))), microbatches=8, in_bubbles=True)
+TEXT_ONLY_PART = replace(
+    UNEVEN, samples=samples(*({IMAGES: 3 if 4 <= n < 8 else 0} for n in range(16))), microbatches=4
+)
+TWO_ENCODERS = replace(
+    UNEVEN,
+    samples=samples(*({IMAGES: n % 4, SOUNDS: n % 3} for n in range(16))),
+    microbatches=4,
+)
+
+
+def check_bubbles(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
+    """Losses and gradient norms of five steps are those of one rank in plain PyTorch."""
+    encoders = encoders or {IMAGES: dict(dp=Utils.world_size)}
+    check(job, language | {"variable_lengths": False}, told=True, **encoders)
+
+
+@requires_world_size(4)
+class TestFourRanks:
+    @pytest.mark.parametrize("language", LAYOUTS, ids=str)
+    def test_the_loss_falls_as_on_one_rank(self, language):
+        check_bubbles(UNEVEN, language)
+
+    @pytest.mark.parametrize("macro_batch", [2, 4])
+    def test_several_microbatches_at_once(self, macro_batch):
+        check_bubbles(replace(UNEVEN, macro_batch=macro_batch), PP_2)
+
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_a_microbatch_without_images(self, language):
+        check_bubbles(TEXT_ONLY_PART, language)
+
+    @pytest.mark.parametrize("language", [CP_2, VPP_2], ids=str)
+    @pytest.mark.parametrize("frozen", [IMAGES, LANGUAGE])
+    def test_a_frozen_module(self, language, frozen):
+        check_bubbles(replace(UNEVEN, microbatches=4, frozen=(frozen,)), language)
+
+    @pytest.mark.parametrize("language", [PP_2, VPP_2], ids=str)
+    def test_gradients_reduced_during_the_backward(self, language):
+        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
+
+    def test_two_encoders_of_different_layouts(self):
+        check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
+
+    def test_fewer_microbatches_than_stages(self):
+        check_bubbles(replace(UNEVEN, microbatches=2), PP_4)
+
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_ranks_that_are_late_at_random(self, language):
+        """Each piece and each operation of the pipeline, on each rank for itself."""
+        rng = random.Random(Utils.rank)
+
+        def late(function):
+            def call(*args, **kwargs):
+                time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+                return function(*args, **kwargs)
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for owner, name in (
+                (schedules, "forward_step"),
+                (schedules, "backward_step"),
+                (EncoderInBubbles, "_encode"),
+                (EncoderInBubbles, "_return"),
+                (EncoderInBubbles, "_backward"),
+            ):
+                slow = late(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, slow))
+            check_bubbles(replace(UNEVEN, microbatches=4), language)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("language", LAYOUTS, ids=str)
+def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
+    """With NCCL, the first use makes a rank's host wait for the other's: in a step, in a circle."""
+    used, new = set(), set()
+    training = False
+
+    def noted(name, key):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            of = name, *key(kwargs)
+            new.add(of) if training and of not in used else used.add(of)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, call)
+
+    noted("isend", lambda given: (given["dst"], given["group"]))
+    noted("irecv", lambda given: (given["src"], given["group"]))
+    noted("all_to_all_single", lambda given: (given["group"],))
+
+    def around(_):
+        nonlocal training
+        training = True
+        return contextlib.nullcontext()
+
+    with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
+        train(UNEVEN, made, 1, told=True, around=around)
+    assert used and not new
+
+
+def _too_early(*arguments):
+    """A plan whose second stage waits for gradients before the operation that they come from."""
+    plan = bubble_plan(*arguments)
+    moved = [Piece(RETURN, 0), Piece(BACKWARD, 0)]
+    stage = [[piece for piece in place if piece not in moved] for place in plan.before[1]]
+    stage[1] += moved
+    return plan._replace(before=(plan.before[0], stage, *plan.before[2:]))
+
+
+@requires_world_size(4)
+@pytest.mark.skipif(HAVE_CUDA, reason="NCCL ends the process")
+def test_two_pieces_swapped_end_in_a_message(monkeypatch):
+    limit = timedelta(seconds=4)
+    monkeypatch.setattr(collectives, "_time_limit_of_world", lambda: limit)
+    monkeypatch.setattr(encoder_in_bubbles, "bubble_plan", _too_early)
+    language = PP_4 | {"variable_lengths": False}
+    with modules(images=dict(dp=4), language=language) as made:
+        with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
+            train(UNEVEN, made, 1, told=True)
+
+
+@requires_world_size(4)
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("encoder", "language", "text"),
+        [
+            (dict(dp=4), dict(pp=1, dp=4), "needs a pipeline"),
+            (dict(tp=4), PP_2 | {"variable_lengths": False}, "TP group of images in one"),
+            (dict(dp=4), PP_2, "variable_seq_lengths"),
+        ],
+    )
+    def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
+        with modules(images=encoder, language=language) as made:
+            with pytest.raises(ValueError, match=text):
+                train(UNEVEN, made, 1, told=True)
+
+    def test_microbatches_that_tell_nothing(self):
+        language = PP_2 | {"variable_lengths": False}
+        with modules(images=dict(dp=4), language=language) as made:
+            with pytest.raises(ValueError, match="host_tokens"):
+                train(UNEVEN, made, 1)
