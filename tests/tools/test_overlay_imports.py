@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's scripts, which import the overlay's modules, need no package that they did not need."""
+"""Upstream's scripts, which import the overlay's modules, need no package that they did not."""
 
 import ast
 import sys
