@@ -7,13 +7,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
-
-from mini import REPOSITORY
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
@@ -25,7 +21,6 @@ from layout_view.modules import read_layouts  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from layout_view.view import View  # noqa: E402
 
-PROGRAM = REPOSITORY / "tools" / "show_layout.py"
 README = ["--encoder", "tp=2,dp=4", "--language", "cp=2,pp=2,dp=2,ep=2", "--world", "8"]
 LAYOUTS = [
     ("tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2", 8),
@@ -45,11 +40,6 @@ def large_world(monkeypatch):
 def view_of(encoder, language, world, placement="colocated", share=0.3, nodes_of=8, **batch):
     layouts = read_layouts(encoder, language, world, find_preset("tiny"), placement, **batch)
     return View(layouts, nodes_of, 4, share)
-
-
-def show(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def enumerate_groups(sizes: dict[str, int], over: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -169,12 +159,14 @@ class TestTimeline:
 
 
 class TestProgram:
-    def test_says_and_draws_it(self, tmp_path):
+    def test_says_and_draws_it(self, tmp_path, capsys):
         files = {kind: tmp_path / f"layout.{kind}" for kind in ("png", "svg", "json")}
-        done = show(*README, *itertools.chain(*((f"--{k}", f) for k, f in files.items())))
-        assert (done.returncode, done.stderr) == (0, "")
+        drawn = itertools.chain(*((f"--{kind}", str(file)) for kind, file in files.items()))
+        assert show_layout.main([*README, *drawn]) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
         for part in ("8 ranks, 1 node", "rank map", "groups", "bridge: 2 blocks", "timeline"):
-            assert part in done.stdout
+            assert part in said.out
         assert files["png"].read_bytes().startswith(b"\x89PNG")
         assert ElementTree.parse(files["svg"]).getroot().tag.endswith("svg")
         data = json.loads(files["json"].read_text())

@@ -3,6 +3,8 @@
 """The command line."""
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 from overlay.checkout import Checkout
@@ -139,4 +141,6 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, else as that of apply_overlay.sh."""
     parser = _parser()
     options = parser.parse_args(argv)
+    # Ending this process must end the ranks of a trial, and leave no worktree.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return reported(lambda: _run(parser, options))

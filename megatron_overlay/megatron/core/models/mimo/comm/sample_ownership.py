@@ -15,10 +15,12 @@ orders ranks, the ranks of later stages encode what the first stage's ranks have
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-from scipy.sparse import csr_array
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 
 def assign_parts(
@@ -33,6 +35,10 @@ def assign_parts(
         src_dp, dest_dp: DP sizes.
         ranks: source DP index, destination DP index, and whether on the first stage, of each rank.
     """
+    # Imported here: upstream's scripts, which import this module, need not have SciPy.
+    from scipy.optimize import linear_sum_assignment
+    from scipy.sparse import csr_array
+
     overlap = _overlap(src_dp, dest_dp)
     src, dest, at_first = np.array(ranks, dtype=np.int64).T
     # One row less to receive outweighs whatever later stages gain.
@@ -53,6 +59,8 @@ def _overlap(src_dp: int, dest_dp: int) -> csr_array:
 
     In units of 1/(src_dp · dest_dp) of the batch.
     """
+    from scipy.sparse import csr_array
+
     bounds = np.union1d(np.arange(src_dp + 1) * dest_dp, np.arange(dest_dp + 1) * src_dp)
     place = bounds[:-1] // dest_dp, bounds[:-1] // src_dp
     return csr_array((np.diff(bounds), place), shape=(src_dp, dest_dp))
