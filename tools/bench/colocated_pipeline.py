@@ -241,10 +241,8 @@ class Bench:
         if model.role.is_first_stage(LANGUAGE):
             samples = self.layouts.batch.micro_size
             tiles = self.inputs[IMAGES]["radio"]["tiles"]
-            with self._span("encoder forward"):
-                inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * self.tiles)}}}
-                rows = self._watched(self._encode(model, [inputs]))
-                microbatch["encoder_embeddings"] = rows
+            inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * self.tiles)}}}
+            microbatch["encoder_embeddings"] = self._encode(model, [inputs])
         return self._forward_step(iter([microbatch]), model)
 
     def _forward_step(self, batches, model):
@@ -301,7 +299,7 @@ class Bench:
 
         with (
             mock.patch.object(schedules, "backward_step", backward),
-            mock.patch.object(self, "_encode", lambda *args: self._watched(encoding(*args))),
+            mock.patch.object(self, "_encode", encoding),
             mock.patch.object(macro_batches, "communicate", bridge),
             mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
         ):
@@ -309,7 +307,7 @@ class Bench:
 
     def _encode(self, model, shares, recompute=None) -> dict[str, torch.Tensor]:
         """The encoder; where operations sleep, as long as its tiles take."""
-        rows = encode(model, shares, recompute)
+        rows = self._watched(encode(model, shares, recompute))
         seconds = self.tile_sleep_s * len(rows[IMAGES]) / preset().encoder.tokens_per_tile
         time.sleep(seconds)
         if seconds:
