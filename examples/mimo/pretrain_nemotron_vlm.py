@@ -41,12 +41,15 @@ KEPT = {
 }
 """Read by Triton and PyTorch when they are imported."""
 
+TORCH_ONLY = {"NVTE_FRAMEWORK": "pytorch"}
+"""Keeps Transformer Engine from importing JAX, where that is installed too."""
+
 
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
-    os.environ.update(KEPT | os.environ)
+    os.environ.update(KEPT | TORCH_ONLY | os.environ)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron can do without

@@ -78,3 +78,18 @@ def test_outputs_and_gradients_are_those_of_the_loop(groups, counts):
 def test_what_it_does_not_compute_is_refused(groups, option):
     with pytest.raises(ValueError, match="takes no biases and no gated units"):
         GroupedExperts(EXPERTS, config_of(**{option: True}), SUBMODULES, pg_collection=groups)
+
+
+@requires_world_size(1)
+def test_weights_are_waited_for_as_before_a_call(groups):
+    """DDP gathers parameters beside the forward, and waits for them before a layer is called."""
+    experts = filled(GroupedExperts, groups, config_of())
+    layers = [
+        getattr(e, name) for e in experts.local_experts for name in ("linear_fc1", "linear_fc2")
+    ]
+    waited = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: waited.append(module))
+    hidden = torch.ones(4, HIDDEN, device=Utils.device)
+    experts(hidden, torch.tensor([1, 1, 1, 1]), torch.ones(4, device=Utils.device))
+    assert set(waited) == set(layers)

@@ -64,8 +64,15 @@ class GroupedExperts(SequentialMLP):
         return F.grouped_mm(inner, self._transposed_weights("linear_fc2"), offs=ends), None
 
     def _transposed_weights(self, layer: str) -> Tensor:
-        weights = [getattr(expert, layer).weight for expert in self.local_experts]
+        weights = [_weight(getattr(expert, layer)) for expert in self.local_experts]
         return torch.stack(weights).transpose(1, 2)
+
+
+def _weight(layer: torch.nn.Module) -> Tensor:
+    """A layer's weight, as calling the layer would find it: DDP may still be gathering it."""
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, ())
+    return layer.weight
 
 
 def with_grouped_experts(moe: partial) -> partial:
