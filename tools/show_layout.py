@@ -64,9 +64,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="E",
         help="part of a step without waiting that the encoder takes; 0.3 by default",
     )
+    add(
+        "--encoder-schedule",
+        choices=["three-phases", "bubbles"],
+        default="three-phases",
+        help="where colocated modules with a pipeline encode, as in training",
+    )
+    add(
+        "--encoder-macro-batch",
+        type=_positive,
+        default=1,
+        metavar="K",
+        help="microbatches that are encoded at once in the bubbles",
+    )
     add("--png", type=Path, metavar="FILE", help="write a picture")
     add("--svg", type=Path, metavar="FILE", help="write a picture")
     add("--json", type=Path, metavar="FILE", help="write all ranks, groups, rows and times")
+    parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules ask for it
     return parser
 
 
@@ -84,6 +98,11 @@ def _share(text: str) -> float:
 
 
 def _show(options: argparse.Namespace) -> None:
+    from examples.mimo.nemotron_vlm.encoder_schedule import (
+        BUBBLES,
+        check_bubbles,
+        check_encoder_schedule,
+    )
     from examples.mimo.nemotron_vlm.presets import find_preset
     from layout_view.modules import read_layouts
     from layout_view.text import describe
@@ -101,8 +120,11 @@ def _show(options: argparse.Namespace) -> None:
         options.micro_batch_size,
         options.seq_length,
     )
-    rows = preset.encoder.tokens_per_tile
-    view = View(layouts, options.gpus_per_node, rows, options.encoder_share)
+    check_encoder_schedule(options, layouts.language)
+    check_bubbles(options, layouts)
+    rows, in_bubbles = preset.encoder.tokens_per_tile, options.encoder_schedule == BUBBLES
+    how = options.encoder_share, in_bubbles, options.encoder_macro_batch
+    view = View(layouts, options.gpus_per_node, rows, *how)
     print(describe(view))
     _write(options, view)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -20,6 +21,7 @@ from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from layout_view.modules import read_layouts  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from layout_view.view import View  # noqa: E402
+from megatron.core.models.mimo.bubble_plan import Costs, bubble_plan  # noqa: E402
 
 README = ["--encoder", "tp=2,dp=4", "--language", "cp=2,pp=2,dp=2,ep=2", "--world", "8"]
 LAYOUTS = [
@@ -150,6 +152,22 @@ class TestTimeline:
         busy = [sum(end - begin for _, begin, end in spans) for spans in view.timeline.stages]
         assert busy == pytest.approx([0.6, 0.6, 1.4, 1.4])  # half of the ranks for each module
 
+    @pytest.mark.parametrize("share", [0.3, 0.5])
+    @pytest.mark.parametrize("pp, vpp, microbatches, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])
+    def test_in_bubbles_is_the_plan_that_training_runs_by(
+        self, share, pp, vpp, microbatches, macro_batch
+    ):
+        phases = view_of("tp=1", f"pp={pp},vpp={vpp}", 8, share=share, microbatches=microbatches)
+        line = replace(phases, in_bubbles=True, macro_batch=macro_batch).timeline
+        costs = Costs.of_share(share, vpp)
+        plan = bubble_plan(pp, microbatches, macro_batch, vpp, costs=costs)
+        encoder = microbatches * (costs.encode + costs.encoder_backward)
+        language = microbatches * vpp * (costs.forward + costs.backward)
+        formula = encoder + language * (1 + (pp - 1) / (microbatches * vpp))
+        assert line.total / phases.timeline.total == pytest.approx(plan.seconds / formula)
+        for spans in line.stages:
+            assert sum(end - begin for _, begin, end in spans) == pytest.approx(1)
+
     @pytest.mark.parametrize("vpp", [1, 2])
     def test_spans_of_a_stage_do_not_overlap(self, vpp):
         for spans in pipeline(["language"] * 4, {"language": 1.0}, 8, vpp):
@@ -180,6 +198,7 @@ class TestProgram:
             (["--language", "pp", "--world", 8], "'pp' is not AXIS=SIZE"),
             (["--language", "dp=4", "--world", 8], "must equal the 8 ranks"),
             (["--world", 8, "--model", "none"], "--model none"),
+            (["--world", 8, "--encoder-schedule", "bubbles"], "with pp of 2 or more"),
             (["--world", 1, "--png", "/nowhere/layout.png"], "/nowhere/layout.png"),
         ],
     )

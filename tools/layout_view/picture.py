@@ -224,8 +224,9 @@ def _timeline(axes: Axes, view: View) -> None:
     axes.tick_params(axis="x", labelsize=7)
     axes.set_xlabel("1 is a step in which no rank waits", fontsize=8)
     of = "" if rows == len(line.stages) else f", the first {rows} of {len(line.stages)} stages"
+    encoder = "encoder in the bubbles" if view.in_bubbles else "encoder"
     title = (
-        f"timeline{of}: {view.layouts.num_microbatches} microbatches, encoder "
+        f"timeline{of}: {view.layouts.num_microbatches} microbatches, {encoder} "
         f"{view.encoder_share:.2f} of the work; takes {line.total:.3f}, bubble {line.bubble:.1%}"
     )
     axes.set_title(title, loc="left", fontsize=9)

@@ -103,9 +103,10 @@ def _volumes(view: View, way: Flows) -> Iterable[str]:
 def _timeline(view: View) -> str:
     line = view.timeline
     share, number = view.encoder_share, view.layouts.num_microbatches
+    where = " in the bubbles" * view.in_bubbles
     text = (
-        f"timeline: encoder {share:.2f}, language model {1 - share:.2f} of a step without waiting; "
-        f"{_count(number, 'microbatch')}: {line.total:.3f}, bubble {line.bubble:.1%}"
+        f"timeline: encoder{where} {share:.2f}, language model {1 - share:.2f} of a step without "
+        f"waiting; {_count(number, 'microbatch')}: {line.total:.3f}, bubble {line.bubble:.1%}"
     )
     rows = [
         [name, "".join(_mark(spans, (place + 0.5) * line.total / WIDTH) for place in range(WIDTH))]

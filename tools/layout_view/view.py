@@ -20,12 +20,15 @@ class View:
     Attributes:
         rows_per_sample: embeddings of a sample; all samples have as many.
         encoder_share: the encoder's part of a step in which no rank waits.
+        in_bubbles, macro_batch: as in :func:`timeline`.
     """
 
     layouts: Layouts
     gpus_per_node: int
     rows_per_sample: int
     encoder_share: float
+    in_bubbles: bool = False
+    macro_batch: int = 1
 
     @property
     def world(self) -> int:
@@ -46,7 +49,7 @@ class View:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule of a step."""
-        return timeline(self.layouts, self.encoder_share)
+        return timeline(self.layouts, self.encoder_share, self.in_bubbles, self.macro_batch)
 
     def node(self, rank: int) -> int:
         """Node of a rank."""

@@ -4,7 +4,8 @@
 
 Times are in units of a step in which no rank waits, on all ranks: encoder E, language model L,
 E + L = 1. A backward takes twice as long as a forward, and stages have equal work, so that a step
-of colocated modules takes E + L·(1 + (p − 1)/(m·v)): p stages, m microbatches, v virtual stages.
+of colocated modules takes E + L·(1 + (p − 1)/(m·v)): p stages, m microbatches, v virtual stages. In
+bubbles it takes what the plan that training runs by says of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from examples.mimo.nemotron_vlm.layout import Layouts
+from megatron.core.models.mimo.bubble_plan import BubblePlan, Costs, bubble_plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 FORWARD = 1 / 3
@@ -45,11 +47,15 @@ class Timeline:
         return 1 - 1 / self.total
 
 
-def timeline(layouts: Layouts, encoder_share: float) -> Timeline:
+def timeline(
+    layouts: Layouts, encoder_share: float, in_bubbles: bool = False, macro_batch: int = 1
+) -> Timeline:
     """Simulate one step.
 
     Args:
         encoder_share: E, of a step in which no rank waits.
+        in_bubbles: whether colocated encoders work in the bubbles of a pipeline, else in phases.
+        macro_batch: microbatches that are encoded at once in the bubbles.
     """
     language, number = layouts.language, layouts.num_microbatches
     share = {"encoder": encoder_share, "language": 1 - encoder_share}
@@ -63,6 +69,10 @@ def timeline(layouts: Layouts, encoder_share: float) -> Timeline:
         return Timeline(stages, [f"encoder {s}" for s in range(layouts.encoder.pp)] + names)
     if language.pp == 1:
         return Timeline([_without_pipeline(share, number)], ["all ranks"])
+    if in_bubbles:
+        costs = Costs.of_share(encoder_share, language.vpp)
+        plan = bubble_plan(language.pp, number, macro_batch, language.vpp, costs=costs)
+        return Timeline(_spans(plan, share["language"] / (3 * number)), names)
     begin = FORWARD * share["encoder"]
     stages = pipeline(["language"] * language.pp, share, number, language.vpp)
     end = begin + max(spans[-1][2] for spans in stages)
@@ -75,6 +85,13 @@ def timeline(layouts: Layouts, encoder_share: float) -> Timeline:
         for spans in stages
     ]
     return Timeline(stages, names)
+
+
+def _spans(plan: BubblePlan, unit: float) -> list[list[Span]]:
+    """What each stage does when, in units of which the plan's has ``unit``."""
+    return [
+        [(span.name, unit * span.begin, unit * span.end) for span in spans] for spans in plan.spans
+    ]
 
 
 def _without_pipeline(share: dict[str, float], microbatches: int) -> list[Span]:
