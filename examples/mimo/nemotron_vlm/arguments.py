@@ -17,7 +17,11 @@ from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import check_bubbles, check_encoder_schedule
+from examples.mimo.nemotron_vlm.encoder_schedule import (
+    BUBBLES,
+    check_bubbles,
+    check_encoder_schedule,
+)
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
@@ -275,6 +279,9 @@ def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
     # It asks for this with tensor or context parallelism, and CUDA reads it when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if args.encoder_schedule == BUBBLES:
+        # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})

@@ -73,6 +73,14 @@ class TestFourRanks:
     def test_gradients_reduced_during_the_backward(self, language):
         check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
 
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_a_first_step_in_which_kernels_are_loaded(self, language, monkeypatch):
+        monkeypatch.setattr(encoder_in_bubbles, "_is_on_gpu", lambda _: True)
+        around = mock.Mock(wraps=encoder_in_bubbles.pieces_around_the_pipeline)
+        monkeypatch.setattr(encoder_in_bubbles, "pieces_around_the_pipeline", around)
+        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
+        assert around.call_count == 1
+
     def test_two_encoders_of_different_layouts(self):
         check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
 

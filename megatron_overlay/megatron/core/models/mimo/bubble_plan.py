@@ -123,6 +123,23 @@ def bubble_plan(
     return min(tried, key=lambda plan: plan.seconds)
 
 
+def pieces_around_the_pipeline(
+    operations: int, macro_batches: int, trained: bool
+) -> tuple[tuple[Piece, ...], ...]:
+    """A stage's pieces, as in ``BubblePlan.before``, where all are before or after the pipeline.
+
+    Args:
+        operations: of the stage.
+        macro_batches, trained: as in :func:`bubble_plan`.
+    """
+    last = (RETURN, BACKWARD) if trained else ()
+    first, end = (
+        tuple(Piece(kind, k) for kind in kinds for k in range(macro_batches))
+        for kinds in ((ENCODE,), last)
+    )
+    return first, *[()] * (operations - 1), end
+
+
 class _Simulation:
     """A step in which each stage fills its gaps as it meets them."""
 

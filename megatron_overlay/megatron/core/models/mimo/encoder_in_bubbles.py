@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel_layout import Moving, Route
-from megatron.core.models.mimo.bubble_plan import Costs, bubble_plan
+from megatron.core.models.mimo.bubble_plan import (
+    Costs,
+    bubble_plan,
+    pieces_around_the_pipeline,
+)
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.encoding import encode
 from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
@@ -28,7 +32,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
     """Have the schedule encode where the pipeline's stages would wait; else it has three phases.
 
-    Collective over the world: makes the groups that it takes.
+    Collective over the world: makes the groups that it takes. On GPUs, the first step has all
+    pieces before and after the pipeline: when a kernel is loaded, CUDA may wait for all that the
+    device does, and so for another rank that waits for this one.
 
     Args:
         stages: one MimoModel for each virtual stage, ready for training.
@@ -59,10 +65,15 @@ def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
     open_links(pp_group, config)
     for stage in stages:
         stage.bubble_costs = costs
+    stages[0].has_kernels_to_load = _is_on_gpu(stages[0])
+
+
+def _is_on_gpu(model: MimoModel) -> bool:
+    return next(model.parameters()).is_cuda
 
 
 class EncoderInBubbles:
-    """One rank's part of a step.
+    """One rank's part of a step; construction does what comes before the pipeline.
 
     Args:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
@@ -90,10 +101,16 @@ class EncoderInBubbles:
             for module in stages[0].modality_submodules.values()
             for parameter in module.parameters()
         )
-        costs = stages[0].bubble_costs
-        plan = bubble_plan(pp, count, size, vpp, trained, costs, group)
-        self._before, self._place = plan.before[stage], 0
         order = list(enumerate(order_of_stage(stage, pp, count, vpp, group)))
+        model, self._place = stages[0], 0
+        self._recompute = getattr(model, "recompute_encoder_shares", None)
+        if model.has_kernels_to_load:
+            model.has_kernels_to_load = False
+            self._before = pieces_around_the_pipeline(len(order), -(-count // size), trained)
+            self._recompute = size  # to keep no more activations than in the steps to come
+        else:
+            plan = bubble_plan(pp, count, size, vpp, trained, model.bubble_costs, group)
+            self._before = plan.before[stage]
         self._forwards = deque(place for place, (way, _, _) in order if way == "forward")
         first, last = (0, 0), (pp - 1, vpp - 1)
         self._receives = {
@@ -103,6 +120,7 @@ class EncoderInBubbles:
                 ("recv_next", "backward", last),
             )
         }
+        self._advance(0)
 
     def work(self, wait: str) -> None:
         """What is to be done before a wait, as `FilledWaits` calls it."""
@@ -134,7 +152,7 @@ class EncoderInBubbles:
     def _encode(self, k: int) -> None:
         size = min(self._size, self._count - k * self._size)
         microbatches = [dict(next(self._microbatches)) for _ in range(size)]
-        self._macro_batches[k] = _MacroBatch(self._stages[0], microbatches)
+        self._macro_batches[k] = _MacroBatch(self._stages[0], microbatches, self._recompute)
 
     def _return(self, k: int) -> None:
         self._macro_batches[k].begin_return()
@@ -152,11 +170,12 @@ class _MacroBatch:
     Construction runs the encoders, and begins to hand the rows over.
     """
 
-    def __init__(self, model: MimoModel, microbatches: list[Microbatch]) -> None:
+    def __init__(
+        self, model: MimoModel, microbatches: list[Microbatch], recompute: int | None
+    ) -> None:
         self.microbatches = microbatches
         self._model = model
         shares, self._tokens = take_inputs(microbatches)
-        recompute = getattr(model, "recompute_encoder_shares", None)
         self._made: dict[str, Tensor] = encode(model, shares, recompute)
         self._routes: dict[str, tuple[Route, Route]] = {
             name: self._plan_routes(name, rows) for name, rows in self._made.items()
