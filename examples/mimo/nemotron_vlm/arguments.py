@@ -277,9 +277,12 @@ def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
-    # It asks for this with tensor or context parallelism, and CUDA reads it when it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if args.encoder_schedule == BUBBLES:
+    # CUDA reads both when it starts. Megatron asks for one connection with tensor or context
+    # parallelism; over a single one, a kernel that waits for a rank holds back those behind it.
+    bubbles = args.encoder_schedule == BUBBLES
+    single = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 or not bubbles
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if single else "8")
+    if bubbles:
         # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world_size, args.world_size = args.world_size, language_ranks
