@@ -36,6 +36,11 @@ class Layout:
         return self.tp > 1
 
     @property
+    def token_multiple(self) -> int:
+        """What must divide the tokens of a row: tp, times 2·cp with context parallelism."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
     def expt_dp(self) -> int:
         """Replicas of an expert."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)

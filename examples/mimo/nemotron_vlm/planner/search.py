@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
+    STATE_PASSING,
     encoder_violation,
     language_violation,
     pair_violation,
@@ -28,7 +29,6 @@ from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCH = 4
