@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.placement import COLOCATED
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 
@@ -18,41 +18,35 @@ def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
     return language.pp > 1 and args.encoder_schedule == THREE_PHASES
 
 
-def check_encoder_schedule(args: Namespace, language: Layout) -> None:
+def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
     """Refuse options that go with another schedule or placement.
 
     Raises:
         UserError: there is one.
     """
-    apart = args.placement == NON_COLOCATED
+    apart, language = layouts.non_colocated, layouts.language
+    in_stage = language.size // language.pp
+    if apart and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(args, language)):
         raise UserError(
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
             "encoded at once"
         )
-    if args.encoder_schedule == BUBBLES and (apart or language.pp == 1):
+    if args.encoder_schedule != BUBBLES:
+        return
+    if apart or language.pp == 1:
         raise UserError(
             f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
             "with pp of 2 or more, whose stages wait"
         )
-
-
-def check_bubbles(args: Namespace, layouts: Layouts) -> None:
-    """Refuse what the encoder cannot have in the pipeline's bubbles.
-
-    Raises:
-        UserError: it is asked for.
-    """
-    if args.encoder_schedule != BUBBLES:
-        return
-    ranks = layouts.language.size // layouts.language.pp
-    if ranks % layouts.encoder.tp:
+    if in_stage % layouts.encoder.tp:
         raise UserError(
             f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
-            f"one stage of --language {layouts.language}, which has {ranks} ranks"
+            f"one stage of --language {language}, which has {in_stage} ranks"
         )
-    if layouts.language.vpp > 1 and not args.overlap_p2p_comm:
+    if language.vpp > 1 and not args.overlap_p2p_comm:
         raise UserError(
             "--no-overlap-p2p-communication does not go with virtual stages and "
             f"--encoder-schedule {BUBBLES}"
