@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,24 +19,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.parameter_table import (
-    count_by_module,
-    count_parameters,
-    format_ranks,
-    format_table,
-)
+from examples.mimo.nemotron_vlm.layout import Layouts, table
+from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm, placed
+from examples.mimo.nemotron_vlm.own_options import PARTS
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
 from examples.mimo.nemotron_vlm.planner.report import describe, memory_table
 from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
+from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.teardown import destroy
 from megatron.training.global_vars import set_global_variables, unset_global_variables
+
+KINDS = {
+    "M": "Mamba-2 layers",
+    "G": "gated delta nets",
+    "*": "attention layers",
+    "E": "MoE layers",
+    "-": "MLP layers",
+}
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
@@ -55,13 +60,10 @@ def dry_run(argv: list[str], ranks: int) -> str:
     try:
         if ranks == 1:
             with stages_on_meta(options, 0) as (model,):
-                counted = format_table(count_parameters(model, options.preset))
-            return f"{counted}\n{_memory(options)}"
-        counts = {}
-        for first, after in _alike(options.layouts):
-            with stages_on_meta(options, first) as stages:
-                counts[first, after - 1] = count_by_module(stages)
-        return f"{format_ranks(counts)}\n{_memory(options)}"
+                counted = _parameters(model, options.preset)
+        else:
+            counted = _parameters_of_ranks(options)
+        return f"{counted}\n{_memory(options)}"
     finally:
         unset_global_variables()
 
@@ -87,6 +89,58 @@ def _check_alone() -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started > 1:
         raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
+
+
+def _parameters(model: MimoModel, preset: VLMPreset) -> str:
+    """Parameters by part, in total and active for one token: of routed experts, top-k are."""
+    total, active = Counter(), Counter()
+    for name, parameter in model.named_parameters():
+        routed = ".local_experts." in name or ".experts.weight" in name
+        top_k = preset.language.moe_router_topk / preset.language.num_experts if routed else 1.0
+        part = _module(name)
+        sums = ["all"]
+        if part == "language":
+            part = f"language: {_kind(name, preset.language.hybrid_layer_pattern)}"
+            sums = ["language model", "all"]
+        for entry in (part, *sums):
+            total[entry] += parameter.numel()
+            active[entry] += parameter.numel() * top_k
+    ordered = sorted(total, key=lambda part: (part == "all", part == "language model", part))
+    rows = [[p, f"{total[p] / 1e9:.4f} B", f"{active[p] / 1e9:.4f} B"] for p in ordered]
+    return table([["part", "total", "active"], *rows])
+
+
+def _kind(name: str, pattern: str) -> str:
+    if ".decoder.layers." not in name:
+        return "embedding, norm, output"
+    layer = int(name.split(".decoder.layers.")[1].split(".")[0])
+    return KINDS[pattern.replace("|", "")[layer]]
+
+
+def _module(name: str) -> str:
+    if not name.startswith(f"modality_submodules.{IMAGES}."):
+        return "language"
+    return "projector" if ".input_projections." in name else "encoder"
+
+
+def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
+    """Parameters that a rank holds, by module, of all its virtual stages."""
+    counts = dict.fromkeys(PARTS, 0)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            counts[_module(name)] += parameter.numel()
+    return counts
+
+
+def _parameters_of_ranks(options: Options) -> str:
+    """What each of the first to last ranks holds, a line each."""
+    rows = [["ranks", *PARTS, "sum"]]
+    for first, after in _alike(options.layouts):
+        with stages_on_meta(options, first) as stages:
+            held = count_by_module(stages).values()
+        ranks = f"{first}-{after - 1}" if after - first > 1 else str(first)
+        rows.append([ranks, *(f"{count / 1e9:.4f} B" for count in (*held, sum(held)))])
+    return table(rows)
 
 
 def _memory(options: Options) -> str:

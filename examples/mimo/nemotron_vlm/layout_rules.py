@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, ranks_of_modules
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
@@ -68,6 +67,35 @@ def resolve(
         if broken := rule(layout):
             raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
     return layouts
+
+
+def ranks_of_modules(
+    encoder: Layout, language: Layout, world_size: int, placement: str
+) -> tuple[int, int]:
+    """How many ranks the encoder and the language model have.
+
+    Non-colocated, a module takes what its layout says; one without ``dp`` takes what the other
+    leaves, and an encoder beside a language model without ``dp`` takes one replica.
+
+    Args:
+        encoder, language: layouts as asked for; ``dp`` is 0 where it was left out.
+
+    Raises:
+        UserError: one module leaves no rank for the other.
+    """
+    if placement == COLOCATED:
+        return world_size, world_size
+    language_first = language.dp and not encoder.dp
+    name, other = ("--language", "encoder") if language_first else ("--encoder", "language model")
+    layout = language if language_first else encoder
+    taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
+    if taken >= world_size:
+        raise UserError(
+            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves "
+            f"none for the {other}"
+        )
+    left = world_size - taken
+    return (left, taken) if language_first else (taken, left)
 
 
 def _derive(layout: Layout, world_size: int) -> Layout:

@@ -25,11 +25,11 @@ from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.joining import store_of_attempt
+from examples.mimo.nemotron_vlm.layout import layout_table
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import placed
 from examples.mimo.nemotron_vlm.own_options import own_options
-from examples.mimo.nemotron_vlm.placement import layout_table
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
