@@ -114,8 +114,8 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
 
 
 def _undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
-    broken = (f"{n} {what}" for what, n in counts.items() if n % size)
-    return next((f"{axis}={size} must divide the {counted}" for counted in broken), None)
+    undivided = ((n, what) for what, n in counts.items() if n % size)
+    return next((f"{axis}={size} must divide the {n} {what}" for n, what in undivided), None)
 
 
 def encoder_violation(
