@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -24,7 +25,6 @@ from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_sour
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
-from examples.mimo.nemotron_vlm.joining import store_of_attempt
 from examples.mimo.nemotron_vlm.layout import layout_table
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
@@ -81,16 +81,12 @@ def run(argv: list[str]) -> None:
 
         cpu_runtime.install()
     with _output_to(_log_file(own, argv)):
-        if own.dry_run:
+        if own.dry_run or own.plan:
             # PyTorch's groups that send nothing come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.dry_run import dry_run
+            from examples.mimo.nemotron_vlm.dry_run import dry_run, plan
 
-            print(dry_run(argv, own.dry_run), file=sys.__stdout__)
-            return
-        if own.plan:
-            from examples.mimo.nemotron_vlm.dry_run import plan
-
-            print(plan(argv, own), file=sys.__stdout__)
+            text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
+            print(text, file=sys.__stdout__)
             return
         options = parse(argv)
         args = options.args
@@ -139,6 +135,20 @@ def open_session(options: Options, source: SampleSource) -> Session:
     )
 
 
+def store_of_attempt() -> dist.Store | None:
+    """The store in which the ranks of this attempt meet; None for PyTorch's own choice.
+
+    torchrun may keep one store for all attempts (PyTorch 2.13 does, without a prefix for each);
+    ranks of a later attempt would find the addresses of processes that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    return dist.PrefixStore(f"attempt/{attempt}", store)
+
+
 def train(session: Session) -> list[Record]:
     """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
     args = session.options.args
@@ -168,17 +178,11 @@ def close_session(session: Session) -> None:
 
 
 def _print_outcome(session: Session, records: list[Record]) -> None:
-    if session.options.args.report:
-        _report(session)
-    if records and "eval_accuracy" in records[-1]:
-        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
-
-
-def _report(session: Session) -> None:
     args = session.options.args
-    everywhere: list[dict] = [{}] * args.world_size
-    dist.all_gather_object(everywhere, answers)
-    if args.rank == args.world_size - 1:
+    if args.report:
+        everywhere: list[dict] = [{}] * args.world_size
+        dist.all_gather_object(everywhere, answers)
+    if args.report and args.rank == args.world_size - 1:
         # matplotlib is slow to import, and only this rank draws.
         from examples.mimo.nemotron_vlm.report import draw_report, readings
 
@@ -186,6 +190,8 @@ def _report(session: Session) -> None:
         shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
+    if records and "eval_accuracy" in records[-1]:
+        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
 
 
 def _banner(options: Options) -> str:
@@ -242,18 +248,12 @@ def _output_to(path: Path | None) -> Iterator[None]:
 
 
 def _check_outputs(args: Namespace) -> None:
-    for option, path in (("--metrics-out", args.metrics_out), ("--report", args.report)):
-        if path:
-            _check_writable(option, path)
-    if args.save:
-        _check_writable("--save", Path(args.save) / ".probe")
-
-
-def _check_writable(option: str, path: Path) -> None:
-    probe = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
+    probe = args.save and Path(args.save, ".probe")
+    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--save": probe}
+    for option, path in outputs.items():
+        try:
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
