@@ -124,7 +124,7 @@ class Bench:
         self.layouts = options.layouts
         places = {IMAGES: (self.layouts.encoder, 0), LANGUAGE: (self.layouts.language, 0)}
         self.modules = make_modules(places, "nccl" if CUDA else "gloo")
-        prepare_process(self.modules, seed=1)
+        prepare_process(self.modules, options.args)
         specs = layer_specs("local")
         stages = build_vlm(options.args, options.preset, options.configs, self.modules, specs)
         self.model: MimoModel = stages[0].to(self.device).train()

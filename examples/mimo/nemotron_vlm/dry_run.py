@@ -20,8 +20,9 @@ from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.layout import Layouts, table
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm, placed
+from examples.mimo.nemotron_vlm.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.own_options import PARTS
+from examples.mimo.nemotron_vlm.parts import part_of
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
@@ -97,7 +98,7 @@ def _parameters(model: MimoModel, preset: VLMPreset) -> str:
     for name, parameter in model.named_parameters():
         routed = ".local_experts." in name or ".experts.weight" in name
         top_k = preset.language.moe_router_topk / preset.language.num_experts if routed else 1.0
-        part = _module(name)
+        part = part_of(name)
         sums = ["all"]
         if part == "language":
             part = f"language: {_kind(name, preset.language.hybrid_layer_pattern)}"
@@ -117,18 +118,12 @@ def _kind(name: str, pattern: str) -> str:
     return KINDS[pattern.replace("|", "")[layer]]
 
 
-def _module(name: str) -> str:
-    if not name.startswith(f"modality_submodules.{IMAGES}."):
-        return "language"
-    return "projector" if ".input_projections." in name else "encoder"
-
-
 def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
     """Parameters that a rank holds, by module, of all its virtual stages."""
     counts = dict.fromkeys(PARTS, 0)
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            counts[_module(name)] += parameter.numel()
+            counts[part_of(name)] += parameter.numel()
     return counts
 
 
@@ -184,7 +179,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     args, layouts = options.args, options.layouts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     modules = make_modules(placed(layouts), "fake")
-    prepare_process(modules, args.seed)
+    prepare_process(modules, args)
     # Layers of Megatron's name the current device, whatever the default is.
     with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
         stages = build_vlm(

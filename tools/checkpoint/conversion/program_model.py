@@ -16,7 +16,6 @@ import torch
 
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
-from examples.mimo.nemotron_vlm.initialization import initial_weights
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     apply_factories,
 )
+from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import random
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
@@ -120,23 +124,28 @@ def limit_waiting(timeout: timedelta) -> None:
     parallel_state._global_process_group_list = groups
 
 
-def prepare_process(modules: Modules, seed: int, **tracker_options: bool) -> None:
-    """Set up what Megatron keeps per process: scratch buffer, MoE metrics and the RNG tracker.
+def prepare_process(modules: Modules, args: Namespace) -> None:
+    """Seed all that draws numbers, and set up what Megatron keeps per process.
+
+    That is a scratch buffer, MoE metrics and the RNG tracker.
 
     Args:
         modules: of the model that is built next.
-        seed: of the tracker's streams; the numbers drawn depend on the layout, as Megatron's do.
-        tracker_options: of ``model_parallel_cuda_manual_seed``: which tracker.
+        args: Megatron's ``seed``, from which the tracker's streams follow (the numbers drawn depend
+            on the layout, as Megatron's do), and which tracker.
     """
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
     groups = own_groups(modules)
     model_parallel_cuda_manual_seed(
-        seed,
+        args.seed,
+        te_rng_tracker=args.te_rng_tracker,
+        inference_rng_tracker=args.inference_rng_tracker,
         tp_rank=groups.tp.rank(),
         ep_rank=groups.ep.rank(),
         etp_rank=groups.expt_tp.rank(),
         force_reset_rng=True,
-        **tracker_options,
     )
