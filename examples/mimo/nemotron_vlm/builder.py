@@ -12,7 +12,6 @@ import torch
 
 from examples.mimo.nemotron_vlm.arguments import Options
 from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.parts import freeze, part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -96,5 +95,4 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
 
     def _build(self) -> list[MimoModel]:
         options, modules = self._model_config._options, self._model_config._modules
-        specs = layer_specs(options.args.transformer_impl)
-        return build_vlm(options.args, options.preset, options.configs, modules, specs)
+        return build_vlm(options.args, options.preset, options.configs, modules)

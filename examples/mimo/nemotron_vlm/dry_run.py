@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.layout import Layouts, table
 from examples.mimo.nemotron_vlm.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.own_options import PARTS
@@ -182,9 +181,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     prepare_process(modules, args)
     # Layers of Megatron's name the current device, whatever the default is.
     with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
-        stages = build_vlm(
-            args, options.preset, options.configs, modules, layer_specs(args.transformer_impl)
-        )
+        stages = build_vlm(args, options.preset, options.configs, modules)
     try:
         yield stages
     finally:
