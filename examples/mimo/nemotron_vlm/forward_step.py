@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -31,8 +31,6 @@ answers: Answers = {}
 
 AT_A_TIME = 512
 """Answer tokens whose whole logits a rank has."""
-
-Report = dict[str, torch.Tensor]
 
 
 def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | None = None):
@@ -73,23 +71,15 @@ def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, groups):
 def _validate(loss: torch.Tensor) -> None:
     """What Megatron's programs check of a loss, where it is asked for."""
     args, machine = get_args(), get_rerun_state_machine()
+    checks: list[tuple[str, Callable, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        for what, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            machine.validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f"the loss of a microbatch is {what}",
-                tolerance=0.0,
-                fatal=True,
-            )
+        checks += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
     if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=loss,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=10.0, context="loss"),
-            message="the loss of a microbatch is far above the ones before",
-            tolerance=0.0,
-            fatal=False,
-        )
+        is_spiky = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
+        checks.append(("far above the ones before", is_spiky, False))
+    for what, rejects, fatal in checks:
+        message = f"the loss of a microbatch is {what}"
+        machine.validate_result(loss, rejects, message, tolerance=0.0, fatal=fatal)
 
 
 class Asked(NamedTuple):
@@ -130,16 +120,12 @@ def _count(logits, asked: Asked, groups, score: Score | None) -> tuple:
         numbers = [asked.samples[place] for place in places.tolist()]
         positions = asked.positions[asked.mask].tolist()
         answers.update(zip(zip(numbers, positions, strict=True), read.tolist(), strict=True))
-    exact = count_exact(read == labels, places, len(asked.samples), groups.cp)
-    right = exact
+    right = exact = count_exact(read == labels, places, len(asked.samples), groups.cp)
     if score is not None:
         right = torch.stack([part.sum() for part in score(labels, read)]).double()
-    report = {
-        LOSS: torch.stack([loss, asked.mask.sum().double()]),
-        ACCURACY: right,
-        EXACT: exact,
-    }
-    return logits.new_zeros(()), asked.mask.sum().to(torch.int), report
+    tokens = asked.mask.sum()
+    report = {LOSS: torch.stack([loss, tokens.double()]), ACCURACY: right, EXACT: exact}
+    return logits.new_zeros(()), tokens.to(torch.int), report
 
 
 def read_answers(
