@@ -95,17 +95,13 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
     parser.set_defaults(**values)
     flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
     for flag in flags:
-        if flag.const != values[flag.dest]:
-            continue
-        name = flag.option_strings[0]
-        opposite = next(
-            (f"--{name.removeprefix(p)}" for p in ("--no-", "--disable-") if name.startswith(p)),
-            f"--no-{name[2:]}",
-        )
-        if opposite not in parser._option_string_actions:
+        name, value = flag.option_strings[0], values[flag.dest]
+        plain = re.sub("^--(no|disable)-", "--", name)
+        opposite = plain if plain != name else f"--no-{name[2:]}"
+        if flag.const == value and opposite not in parser._option_string_actions:
             action = "store_false" if flag.const else "store_true"
-            parser.add_argument(opposite, dest=flag.dest, action=action, help=f"not {name}")
-            parser.set_defaults(**{flag.dest: values[flag.dest]})
+            options = {"dest": flag.dest, "default": value, "help": f"not {name}"}
+            parser.add_argument(opposite, action=action, **options)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -110,9 +110,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     set_global_variables(args, build_tokenizer=False)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
-        placed(layouts),
-        args.distributed_backend,
-        args.num_distributed_optimizer_instances,
+        placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances
     )
     communicator = None
     if layouts.non_colocated:
@@ -125,14 +123,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
     build = VLMBuildConfig(_options=options, _modules=modules)
     stages = stages_of(build, limit)
-    return Session(
-        options,
-        modules,
-        loading,
-        pretrain_cfg_container_from_args(args, build),
-        communicator,
-        stages,
-    )
+    cfg = pretrain_cfg_container_from_args(args, build)
+    return Session(options, modules, loading, cfg, communicator, stages)
 
 
 def store_of_attempt() -> dist.Store | None:
@@ -151,8 +143,7 @@ def store_of_attempt() -> dist.Store | None:
 
 def train(session: Session) -> list[Record]:
     """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
-    args = session.options.args
-    loading = session.loading
+    args, loading = session.options.args, session.loading
     with observed(args, loading) as records, safe_loading(args):
         pretrain(
             session.cfg,
