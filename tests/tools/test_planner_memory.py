@@ -28,10 +28,6 @@ from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.training.global_vars import (  # noqa: E402
-    set_global_variables,
-    unset_global_variables,
-)
 
 TOLERANCE = 0.1
 """Of peak memory, relative: what layers need in passing is estimated."""
@@ -55,12 +51,8 @@ class TestParameters:
         layouts = ["--encoder", encoder, "--language", language, "--placement", placement]
         batch = ["--global-batch-size", str(2 * world), "--micro-batch-size", "1"]
         options = parse(["--model", model, *layouts, *batch], world)
-        set_global_variables(options.args, build_tokenizer=False)
-        try:
-            with stages_on_meta(options, rank) as stages:
-                counted = count_by_module(stages)
-        finally:
-            unset_global_variables()
+        with stages_on_meta(options, rank) as stages:
+            counted = count_by_module(stages)
         lay = options.layouts
         stage = rank // (lay.language.size // lay.language.pp)
         if lay.non_colocated:

@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 WRAPPED = {
     "language_model.": "language_model.module.",
@@ -74,12 +73,8 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
             path = Path(directory) / "model.json"
             write_preset(preset, path)
             options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
-            set_global_variables(options.args, build_tokenizer=False)
-            try:
-                with stages_on_meta(options, 0) as (model,):
-                    yield _described(model)
-            finally:
-                unset_global_variables()
+            with stages_on_meta(options, 0) as (model,):
+                yield _described(model)
     finally:
         os.environ.clear()
         os.environ.update(before)
