@@ -20,19 +20,22 @@ from unittest.mock import patch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import check_encoder_schedule
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
+from examples.mimo.nemotron_vlm.layout_rules import (
+    STATE_PASSING,
+    check_encoder_schedule,
+    resolve,
+    staged_pattern,
+)
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
-    PARTS,
-    PARTS_OF_IMAGES,
     SIZES,
     OwnParser,
     add_own_options,
     own_options,
 )
+from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK, refuse
 from megatron.training.arguments import parse_args, validate_args
@@ -141,7 +144,7 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
-    for part, name in itertools.product(PARTS_OF_IMAGES, ("lr", "weight_decay")):
+    for part, name in itertools.product(NAMES, ("lr", "weight_decay")):
         option, value = f"--{part}-{name.replace('_', '-')}", getattr(args, f"{part}_{name}")
         if value is not None and not value >= 0.0:
             raise UserError(f"{option} must be 0 or more")

@@ -23,15 +23,13 @@ from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.defaults import growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import encodes_all_at_once
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.layout_rules import encodes_all_at_once
 from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.module_groups import Modules, encoder_part
-
-Provider = Callable[..., tuple[Iterator[Microbatch], Iterator[Microbatch], None]]
 
 Step = tuple[int, int, int]
 """Number of a step's first row, its microbatches, and a DP rank's rows of one of them."""
@@ -138,7 +136,7 @@ class Loading:
             yield batch
 
 
-def data_provider(loading: Loading) -> Provider:
+def data_provider(loading: Loading) -> Callable:
     """What ``pretrain`` takes as its provider of data sets: iterators for training and evaluation.
 
     Args:

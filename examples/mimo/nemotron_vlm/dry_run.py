@@ -20,8 +20,7 @@ from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.own_options import PARTS
-from examples.mimo.nemotron_vlm.parts import part_of
+from examples.mimo.nemotron_vlm.parts import PARTS, part_of
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
@@ -96,9 +95,7 @@ def _parameters(options: Options) -> str:
             entries = [f"language: {kind}", "language model", "all"]
         for entry in entries:
             total[entry] += number
-            active[entry] += (
-                number * share
-            )
+            active[entry] += number * share
     ordered = sorted(total, key=lambda part: (part == "all", part == "language model", part))
     rows = [[p, f"{total[p] / 1e9:.4f} B", f"{active[p] / 1e9:.4f} B"] for p in ordered]
     return table([["part", "total", "active"], *rows])

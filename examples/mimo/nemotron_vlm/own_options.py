@@ -7,17 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.layout_rules import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.presets import PRESETS
 from megatron.training.argument_utils import ArgumentGroupFactory
-
-PARTS = ("encoder", "projector", "language")
-"""Of the model, as ``--freeze`` names them."""
-
-PARTS_OF_IMAGES = PARTS[:2]
-"""Those with a learning rate and weight decay of their own."""
 
 SIZES = {
     "language": {

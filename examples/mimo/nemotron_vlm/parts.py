@@ -11,12 +11,15 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
+PARTS = ("encoder", "projector", "language")
+"""As ``--freeze`` names them."""
+
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
 """Of the parameters of the parts that may have a learning rate and weight decay of their own."""
 
 
 def part_of(name: str) -> str:
-    """The part (encoder, projector, language) of a parameter or module of the bare model."""
+    """Which of ``PARTS`` has a parameter or module of the bare model."""
     if not name.startswith(f"modality_submodules.{IMAGES}."):
         return "language"
     return "projector" if ".input_projections." in name else "encoder"
@@ -27,7 +30,7 @@ def freeze(stages: list[MimoModel], parts: list[str]) -> None:
 
     Args:
         stages: the bare model's virtual stages on this rank.
-        parts: of encoder, projector, language.
+        parts: of ``PARTS``.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters():
