@@ -180,10 +180,10 @@ def _complete(args: argparse.Namespace) -> None:
 def _asked(args: argparse.Namespace, module: str) -> Layout:
     """A module's layout from its short form and the single options, where they agree."""
     text = getattr(args, module)
-    layout = parse_layout(text, module)
+    layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
     for axis, name in SIZES[module].items():
         short, size = getattr(layout, axis), getattr(args, name)
-        if size is not None and f"{axis}=" in text and short != size:
+        if size is not None and axis in given and short != size:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
         layout = replace(layout, **{axis: short if size is None else size})

@@ -93,7 +93,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    # Without the engine, PyTorch's, and from A100s on.
+    # --moe-grouped-gemm is taken from A100s on, without the engine by PyTorch's.
     has_grouped_gemm = has_engine or hasattr(torch.nn.functional, "grouped_mm")
     is_recent = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     chosen |= WITH_ENGINE if has_engine else {"transformer_impl": "local"}
