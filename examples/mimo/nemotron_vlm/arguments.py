@@ -31,7 +31,6 @@ from examples.mimo.nemotron_vlm.layout_rules import (
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
     SIZES,
-    OwnParser,
     add_own_options,
     own_options,
 )
@@ -69,10 +68,10 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     preset = find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.error = OwnParser.error.__get__(parser)
         add_own_options(parser)
         _set_defaults(parser, defaults(preset, own.device, own.pack))
-        _mend_help(parser)
+        for action in parser._actions:  # one help of Megatron's has a bare per cent sign
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
         return parser
 
     with _one_line(), patch.object(sys, "argv", [sys.argv[0], *argv]):  # which Megatron reads
@@ -105,12 +104,6 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
             action = "store_false" if flag.const else "store_true"
             options = {"dest": flag.dest, "default": value, "help": f"not {name}"}
             parser.add_argument(opposite, action=action, **options)
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron makes texts of docstrings, and one has a per cent sign that argparse expands."""
-    for action in parser._actions:
-        action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
 
 
 @contextmanager

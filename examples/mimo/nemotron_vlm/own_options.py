@@ -116,16 +116,14 @@ class OwnOptions:
     """h100, h200, b200, or a file of tools/plan_layout.py calibrate"""
 
 
-class OwnParser(argparse.ArgumentParser):
-    """Errors are `UserError`s, so that ranks report them once."""
-
-    def error(self, message: str):
-        raise UserError(f"{message}; see --help")
-
-
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Enter the options of this program, as Megatron does its own."""
+    """Enter the options of this program, as Megatron does its own; errors are `UserError`s."""
     ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
+    parser.error = _refuse
+
+
+def _refuse(message: str):
+    raise UserError(f"{message}; see --help")
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:
@@ -134,6 +132,6 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     Raises:
         UserError: for a value that is none.
     """
-    parser = OwnParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
     return parser.parse_known_args(argv)[0]

@@ -94,7 +94,13 @@ def run(argv: list[str]) -> None:
         source = make_source(args, options.preset.encoder)
         _say_left_out(source, args)
         session = open_session(options, source)
-        _say(_banner(options), args)
+        lay = options.layouts
+        _say(
+            f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
+            f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
+            f"samples a step\n{layout_table(lay)}",
+            args,
+        )
         records = train(session)
         _print_outcome(session, records)
         close_session(session)
@@ -183,16 +189,6 @@ def _print_outcome(session: Session, records: list[Record]) -> None:
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
     if records and "eval_accuracy" in records[-1]:
         print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
-
-
-def _banner(options: Options) -> str:
-    args, lay = options.args, options.layouts
-    return (
-        f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
-        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
-        f"samples a step\n"
-        f"{layout_table(lay)}"
-    )
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
