@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from examples.mimo.nemotron_vlm.arguments import Options
-from examples.mimo.nemotron_vlm.layout_rules import BUBBLES
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.parts import freeze, part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig

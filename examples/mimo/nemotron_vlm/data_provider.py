@@ -23,9 +23,9 @@ from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.defaults import growing_batch
+from examples.mimo.nemotron_vlm.encoder_schedule import encodes_all_at_once
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.layout_rules import encodes_all_at_once
 from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,9 +19,6 @@ from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_
 
 STATE_PASSING = "state-passing"
 """Of ``--linear-context-parallel``; the other is ``head-parallel``."""
-
-THREE_PHASES, BUBBLES = "three-phases", "bubbles"
-"""When colocated modules encode: before and after the language model's pipeline, or within it."""
 
 Rule = Callable[[Layout], str | None]
 """The first rule that a module's layout breaks, or None."""
@@ -252,43 +248,3 @@ def staged_pattern(pattern: str, layout: Layout) -> str:
     """The layers with ``|`` between (virtual) pipeline stages, which have as many layers each."""
     size = len(pattern) // (layout.pp * layout.vpp)
     return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))
-
-
-def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
-    """Whether colocated modules encode all microbatches of a step at its begin."""
-    return language.pp > 1 and args.encoder_schedule == THREE_PHASES
-
-
-def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
-    """Refuse options that go with another schedule or placement.
-
-    Raises:
-        UserError: there is one.
-    """
-    apart, language = layouts.non_colocated, layouts.language
-    in_stage = language.size // language.pp
-    if apart and args.recompute_encoder:
-        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
-    if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(args, language)):
-        raise UserError(
-            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
-            f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
-            "encoded at once"
-        )
-    if args.encoder_schedule != BUBBLES:
-        return
-    if apart or language.pp == 1:
-        raise UserError(
-            f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
-            "with pp of 2 or more, whose stages wait"
-        )
-    if in_stage % layouts.encoder.tp:
-        raise UserError(
-            f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
-            f"one stage of --language {language}, which has {in_stage} ranks"
-        )
-    if language.vpp > 1 and not args.overlap_p2p_comm:
-        raise UserError(
-            "--no-overlap-p2p-communication does not go with virtual stages and "
-            f"--encoder-schedule {BUBBLES}"
-        )

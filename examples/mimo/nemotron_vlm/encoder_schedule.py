@@ -1,0 +1,56 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""When colocated modules encode: before and after the language model's pipeline, or within it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import COLOCATED, Layout, Layouts
+
+THREE_PHASES, BUBBLES = "three-phases", "bubbles"
+
+
+def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
+    """Whether colocated modules encode all microbatches of a step at its begin."""
+    return language.pp > 1 and args.encoder_schedule == THREE_PHASES
+
+
+def bubbles_may_run(layouts: Layouts) -> bool:
+    """Whether each TP group of the encoder lies in one pipeline stage."""
+    return layouts.language.size // layouts.language.pp % layouts.encoder.tp == 0
+
+
+def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
+    """Refuse options that go with another schedule or placement.
+
+    Raises:
+        UserError: there is one.
+    """
+    apart, language = layouts.non_colocated, layouts.language
+    if apart and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(args, language)):
+        raise UserError(
+            f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
+            f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
+            "encoded at once"
+        )
+    if args.encoder_schedule != BUBBLES:
+        return
+    if apart or language.pp == 1:
+        raise UserError(
+            f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
+            "with pp of 2 or more, whose stages wait"
+        )
+    if not bubbles_may_run(layouts):
+        raise UserError(
+            f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
+            f"one stage of --language {language}, which has {language.size // language.pp} ranks"
+        )
+    if language.vpp > 1 and not args.overlap_p2p_comm:
+        raise UserError(
+            "--no-overlap-p2p-communication does not go with virtual stages and "
+            f"--encoder-schedule {BUBBLES}"
+        )
