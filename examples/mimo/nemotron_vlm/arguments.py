@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import check_encoder_schedule
+from examples.mimo.nemotron_vlm.encoder_schedule import check_bubbles, check_encoder_schedule
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout, Layouts, parse_layout
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
@@ -183,8 +183,11 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     asked = _asked(args, "encoder"), _asked(args, "language")
     for size in reversed(_batch_sizes(args)):
         layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
-    check_encoder_schedule(args, layouts)
     language = layouts.language
+    if layouts.non_colocated and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    check_encoder_schedule(args, language)
+    check_bubbles(args, layouts)
     if args.pack and args.sample_multiple % language.token_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, Layout, Layouts
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Layout, Layouts
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 
@@ -17,39 +17,41 @@ def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
     return language.pp > 1 and args.encoder_schedule == THREE_PHASES
 
 
-def bubbles_may_run(layouts: Layouts) -> bool:
-    """Whether each TP group of the encoder lies in one pipeline stage."""
-    return layouts.language.size // layouts.language.pp % layouts.encoder.tp == 0
-
-
-def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
+def check_encoder_schedule(args: Namespace, language: Layout) -> None:
     """Refuse options that go with another schedule or placement.
 
     Raises:
         UserError: there is one.
     """
-    apart, language = layouts.non_colocated, layouts.language
-    if apart and args.recompute_encoder:
-        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    apart = args.placement == NON_COLOCATED
     if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(args, language)):
         raise UserError(
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
             "encoded at once"
         )
-    if args.encoder_schedule != BUBBLES:
-        return
-    if apart or language.pp == 1:
+    if args.encoder_schedule == BUBBLES and (apart or language.pp == 1):
         raise UserError(
             f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
             "with pp of 2 or more, whose stages wait"
         )
-    if not bubbles_may_run(layouts):
+
+
+def check_bubbles(args: Namespace, layouts: Layouts) -> None:
+    """Refuse what the encoder cannot have in the pipeline's bubbles.
+
+    Raises:
+        UserError: it is asked for.
+    """
+    if args.encoder_schedule != BUBBLES:
+        return
+    ranks = layouts.language.size // layouts.language.pp
+    if ranks % layouts.encoder.tp:
         raise UserError(
             f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
-            f"one stage of --language {language}, which has {language.size // language.pp} ranks"
+            f"one stage of --language {layouts.language}, which has {ranks} ranks"
         )
-    if language.vpp > 1 and not args.overlap_p2p_comm:
+    if layouts.language.vpp > 1 and not args.overlap_p2p_comm:
         raise UserError(
             "--no-overlap-p2p-communication does not go with virtual stages and "
             f"--encoder-schedule {BUBBLES}"
