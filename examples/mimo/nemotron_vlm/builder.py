@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -20,26 +19,9 @@ from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.encoder_in_bubbles import encode_in_bubbles
 from megatron.core.models.mimo.initialization import initialize_weights
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules, limit_waiting, prepare_process
+from megatron.core.models.mimo.module_groups import Modules, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.training import num_floating_point_operations
-
-
-def stages_of(build: ModelConfig, limit: timedelta) -> list[MimoModel]:
-    """The model's virtual stages: none before Megatron has built them.
-
-    Args:
-        limit: of waiting, also in the groups of the bridge, which the model makes.
-    """
-    stages: list[MimoModel] = []
-
-    def built(made: list[MimoModel]) -> list[MimoModel]:
-        limit_waiting(limit)
-        stages.extend(made)
-        return made
-
-    build.post_wrap_hooks.append(built)
-    return stages
 
 
 @dataclass(kw_only=True)

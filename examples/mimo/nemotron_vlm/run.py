@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.builder import VLMBuildConfig, stages_of
+from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -38,6 +38,7 @@ from megatron.core.models.mimo.module_groups import (
     limit_waiting,
     make_modules,
     schedule_collection,
+    stages_of,
 )
 from megatron.core.models.mimo.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
@@ -128,7 +129,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
     args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
     build = VLMBuildConfig(_options=options, _modules=modules)
-    stages = stages_of(build, limit)
+    stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)
     return Session(options, modules, loading, cfg, communicator, stages)
 

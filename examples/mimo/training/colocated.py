@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.builder import stages_of
 from examples.mimo.nemotron_vlm.data.reading import Microbatch
 from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
@@ -47,6 +46,7 @@ from megatron.core.models.mimo.module_groups import (
     make_modules,
     prepare_process,
     schedule_collection,
+    stages_of,
 )
 from megatron.core.models.mimo.teardown import destroy
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -262,7 +262,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
         for split, seed in SPLIT_SEEDS.items()
     }
     build = ColocatedBuildConfig(_provider=provider, _modules=modules)
-    stages = stages_of(build, limit)
+    stages = stages_of(build.post_wrap_hooks, limit)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
         data_provider(MockLoading(args, slices, source, name)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import (
     ProcessGroupCollection,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 DIMS = ["tp", "cp", "dp", "pp"]
@@ -122,6 +123,24 @@ def limit_waiting(timeout: timedelta) -> None:
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     parallel_state._global_process_group_list = groups
+
+
+def stages_of(hooks: list[Callable], limit: timedelta) -> list[MegatronModule]:
+    """The virtual stages of a model that Megatron builds: none before it has.
+
+    Args:
+        hooks: ``post_wrap_hooks`` of the model's configuration, which get one more.
+        limit: of waiting, also in the groups of the bridge, which the model makes.
+    """
+    stages: list[MegatronModule] = []
+
+    def built(made: list[MegatronModule]) -> list[MegatronModule]:
+        limit_waiting(limit)
+        stages.extend(made)
+        return made
+
+    hooks.append(built)
+    return stages
 
 
 def prepare_process(modules: Modules, args: Namespace) -> None:
