@@ -3,7 +3,7 @@
 """The model whose parameters are only counted."""
 
 from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
+from examples.mimo.nemotron_vlm.dry_run import dry_run, stages_on_meta
 from tests.unit_tests.test_utilities import Utils
 
 
@@ -13,3 +13,12 @@ def test_of_any_size_it_takes_no_memory():
     options = parse(["--model", "nano-vl-30b-a3b", "--data", "mock", "--language", "ep=8"], 8)
     with stages_on_meta(options, 0) as (model,):
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_every_kind_of_layer_has_a_line(monkeypatch):
+    """An MLP too, which no preset has."""
+    Utils.destroy()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    printed = dry_run(["--hybrid-layer-pattern", "M-G*E-"], 1)
+    for kind in ("Mamba-2", "gated delta nets", "attention", "MoE", "MLP"):
+        assert f"\nlanguage: {kind}" in printed
