@@ -120,7 +120,7 @@ def _chances(text: str) -> dict[int, float]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from examples.mimo.nemotron_vlm.placement import PLACEMENTS
+    from examples.mimo.nemotron_vlm.layout import PLACEMENTS
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
     from examples.mimo.nemotron_vlm.planner.plan import Tiles
     from examples.mimo.nemotron_vlm.planner.report import describe, rows_of

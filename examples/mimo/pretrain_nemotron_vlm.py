@@ -21,14 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from examples.mimo.nemotron_vlm.errors import BAD_INPUT, UserError, report  # noqa: E402
 
-ALONE = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",  # any that is free
-}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any that is free
 """The environment of a single process started without torchrun."""
 
 KERNELS = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "megatron-mimo")

@@ -22,7 +22,7 @@ from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
-from examples.mimo.nemotron_vlm.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
@@ -31,7 +31,6 @@ from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 
 H200 = find_machine("h200")

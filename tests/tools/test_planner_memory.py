@@ -19,9 +19,8 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 
 from calibration.measure import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.dry_run import stages_on_meta  # noqa: E402
+from examples.mimo.nemotron_vlm.dry_run import count_by_module, stages_on_meta  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Layout  # noqa: E402
-from examples.mimo.nemotron_vlm.parameter_table import count_by_module  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, most_in_flight, peak  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.parameters import Sizes, stages_of  # noqa: E402
@@ -29,10 +28,6 @@ from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.training.global_vars import (  # noqa: E402
-    set_global_variables,
-    unset_global_variables,
-)
 
 TOLERANCE = 0.1
 """Of peak memory, relative: what layers need in passing is estimated."""
@@ -56,12 +51,8 @@ class TestParameters:
         layouts = ["--encoder", encoder, "--language", language, "--placement", placement]
         batch = ["--global-batch-size", str(2 * world), "--micro-batch-size", "1"]
         options = parse(["--model", model, *layouts, *batch], world)
-        set_global_variables(options.args, build_tokenizer=False)
-        try:
-            with stages_on_meta(options, rank) as stages:
-                counted = count_by_module(stages)
-        finally:
-            unset_global_variables()
+        with stages_on_meta(options, rank) as stages:
+            counted = count_by_module(stages)
         lay = options.layouts
         stage = rank // (lay.language.size // lay.language.pp)
         if lay.non_colocated:

@@ -39,7 +39,6 @@ if not CUDA:
 
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.layout import parse_layout
 from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
 from examples.mimo.nemotron_vlm.presets import (
@@ -124,9 +123,8 @@ class Bench:
         self.layouts = options.layouts
         places = {IMAGES: (self.layouts.encoder, 0), LANGUAGE: (self.layouts.language, 0)}
         self.modules = make_modules(places, "nccl" if CUDA else "gloo")
-        prepare_process(self.modules, seed=1)
-        specs = layer_specs("local")
-        stages = build_vlm(options.args, options.preset, options.configs, self.modules, specs)
+        prepare_process(self.modules, options.args)
+        stages = build_vlm(options.args, options.preset, options.configs, self.modules)
         self.model: MimoModel = stages[0].to(self.device).train()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)

@@ -29,13 +29,11 @@ from calibration.collectives import REPEATS, timed_collectives, with_collectives
 from calibration.fit import USUAL, fitted
 from calibration.measure import measured, options_of
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import COLOCATED
+from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout
+from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from megatron.training.global_vars import unset_global_variables
 
 LAYERS = 8

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import ranks_of_modules
+from examples.mimo.nemotron_vlm.layout_rules import ranks_of_modules, resolve
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.module_groups import make_grid

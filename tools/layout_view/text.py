@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from examples.mimo.nemotron_vlm.placement import layout_table
+from examples.mimo.nemotron_vlm.layout import layout_table
 from layout_view.bridge import Flows
 from layout_view.modules import LANGUAGE, Module
 from layout_view.view import View

@@ -8,12 +8,15 @@ Bad input ends here, before any process group is made, and with the same words o
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from unittest.mock import patch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
@@ -23,23 +26,22 @@ from examples.mimo.nemotron_vlm.encoder_schedule import (
     check_encoder_schedule,
 )
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve, staged_pattern
+from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
-    PARTS,
-    PARTS_OF_IMAGES,
     SIZES,
-    OwnParser,
     add_own_options,
     own_options,
 )
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK, refuse
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+AT_LEAST_1 = "micro_batch_size seq_length encoder_macro_batch sample_multiple pack_window"
+LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     preset = find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.error = OwnParser.error.__get__(parser)
         add_own_options(parser)
         _set_defaults(parser, defaults(preset, own.device, own.pack))
-        _mend_help(parser)
+        for action in parser._actions:  # one help of Megatron's has a bare per cent sign
+            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
         return parser
 
-    with _one_line(), _command_line(argv):
+    with _one_line(), patch.object(sys, "argv", [sys.argv[0], *argv]):  # which Megatron reads
         args = parse_args(provider)
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
@@ -81,7 +83,6 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     refuse(args, [*REFUSALS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
-    _check_packing(args, layouts.language)
     _set_layout(args, layouts)
     with _one_line():
         _validate(args, layouts.language.size)
@@ -96,38 +97,13 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
     parser.set_defaults(**values)
     flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
     for flag in flags:
-        if flag.const != values[flag.dest]:
-            continue
-        name = flag.option_strings[0]
-        opposite = next(
-            (f"--{name.removeprefix(p)}" for p in ("--no-", "--disable-") if name.startswith(p)),
-            f"--no-{name[2:]}",
-        )
-        if opposite not in parser._option_string_actions:
+        name, value = flag.option_strings[0], values[flag.dest]
+        plain = re.sub("^--(no|disable)-", "--", name)
+        opposite = plain if plain != name else f"--no-{name[2:]}"
+        if flag.const == value and opposite not in parser._option_string_actions:
             action = "store_false" if flag.const else "store_true"
-            parser.add_argument(opposite, dest=flag.dest, action=action, help=f"not {name}")
-            parser.set_defaults(**{flag.dest: values[flag.dest]})
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron makes texts of docstrings, and one has a per cent sign that argparse expands."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        try:
-            formatter._expand_help(action)
-        except (ValueError, TypeError):
-            action.help = action.help.replace("%", "%%")
-
-
-@contextmanager
-def _command_line(argv: list[str]) -> Iterator[None]:
-    """Megatron's parser reads ``sys.argv``."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
-    try:
-        yield
-    finally:
-        sys.argv = before
+            options = {"dest": flag.dest, "default": value, "help": f"not {name}"}
+            parser.add_argument(opposite, action=action, **options)
 
 
 @contextmanager
@@ -152,34 +128,21 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
-    at_least_1 = "micro_batch_size", "seq_length", "encoder_macro_batch", "sample_multiple"
-    for name in (*at_least_1, "pack_window"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more")
-    if args.num_workers < 0:
-        raise UserError("--num-workers must be 0 or more")
+    for name, least in LEAST.items():
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be {least} or more")
     if args.pack and args.micro_batch_size != 1:
         raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
     if args.pack and args.seq_length % args.sample_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
-    for part in PARTS_OF_IMAGES:
-        for name in (f"{part}_lr", f"{part}_weight_decay"):
-            option, value = f"--{name.replace('_', '-')}", getattr(args, name)
-            if value is not None and not value >= 0.0:
-                raise UserError(f"{option} must be 0 or more")
-            if value is not None and part in parts:
-                raise UserError(f"{option} does nothing with --freeze {args.freeze}")
-
-
-def _check_packing(args: argparse.Namespace, language: Layout) -> None:
-    divisor = language.tp * (2 * language.cp if language.cp > 1 else 1)
-    if args.pack and args.sample_multiple % divisor:
-        raise UserError(
-            f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
-            f"{divisor} (tp, times 2·cp with context parallelism)"
-        )
+    for part, name in itertools.product(NAMES, ("lr", "weight_decay")):
+        option, value = f"--{part}-{name.replace('_', '-')}", getattr(args, f"{part}_{name}")
+        if value is not None and not value >= 0.0:
+            raise UserError(f"{option} must be 0 or more")
+        if value is not None and part in parts:
+            raise UserError(f"{option} does nothing with --freeze {args.freeze}")
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -209,34 +172,43 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _asked(args: argparse.Namespace, module: str) -> Layout:
     """A module's layout from its short form and the single options, where they agree."""
-    layout = parse_layout(getattr(args, module), module)
-    given = {axis: getattr(args, option) for axis, option in SIZES[module].items()}
-    for axis, size in given.items():
-        option = f"--{SIZES[module][axis].replace('_', '-')}"
-        if size is None:
-            continue
-        short = getattr(layout, axis)
-        if f"{axis}=" in getattr(args, module) and short != size:
+    text = getattr(args, module)
+    layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
+    for axis, name in SIZES[module].items():
+        short, size = getattr(layout, axis), getattr(args, name)
+        if size is not None and axis in given and short != size:
+            option = f"--{name.replace('_', '-')}"
             raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
-        layout = replace(layout, **{axis: size})
+        layout = replace(layout, **{axis: short if size is None else size})
     return layout
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
-    encoder, language = _asked(args, "encoder"), _asked(args, "language")
-    if args.placement == NON_COLOCATED and args.recompute_encoder:
+    asked = _asked(args, "encoder"), _asked(args, "language")
+    for size in reversed(_batch_sizes(args)):
+        layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
+    language = layouts.language
+    if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     check_encoder_schedule(args, language)
-    for size in reversed(_batch_sizes(args)):
-        batch = Batch(size, args.micro_batch_size, args.seq_length)
-        layouts = _resolve(args, preset, encoder, language, batch)
     check_bubbles(args, layouts)
+    if args.pack and args.sample_multiple % language.token_multiple:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
+            f"{language.token_multiple} (tp, times 2·cp with context parallelism)"
+        )
     return layouts
 
 
 def _resolve(
-    args: argparse.Namespace, preset: VLMPreset, encoder: Layout, language: Layout, batch: Batch
+    args: argparse.Namespace,
+    preset: VLMPreset,
+    encoder: Layout,
+    language: Layout,
+    size: int,
+    micro_size: int,
 ) -> Layouts:
+    batch = Batch(size, micro_size, args.seq_length)
     rest = (args.world_size, preset, args.placement, args.linear_context_parallel)
     return resolve(encoder, language, batch, *rest)
 
@@ -252,16 +224,14 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     """The rules that batches keep hold of those of an evaluation too."""
     if not args.eval_iters:
         return
-    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
-    if args.pack and micro_size != 1:
+    sizes = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.pack and sizes[1] != 1:
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
     try:
-        batch = Batch(size, micro_size, args.seq_length)
-        _resolve(args, preset, layouts.encoder, layouts.language, batch)
+        _resolve(args, preset, layouts.encoder, layouts.language, *sizes)
     except UserError as error:
-        raise UserError(
-            f"--eval-global-batch-size {size}, --eval-micro-batch-size {micro_size}: {error}"
-        ) from error
+        options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
+        raise UserError(f"{options}: {error}") from error
 
 
 def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:

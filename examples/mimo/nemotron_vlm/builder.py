@@ -4,59 +4,24 @@
 
 from __future__ import annotations
 
-import random
-from argparse import Namespace
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.arguments import Options
 from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
-from examples.mimo.nemotron_vlm.freezing import freeze
-from examples.mimo.nemotron_vlm.initialization import initialize_weights
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.model import build_vlm
-from examples.mimo.nemotron_vlm.part_settings import part_overrides
+from examples.mimo.nemotron_vlm.parts import freeze, part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.bubble_plan import Costs
 from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.initialization import initialize_weights
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules, limit_waiting, prepare_process
+from megatron.core.models.mimo.module_groups import Modules, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.training import num_floating_point_operations
-
-
-def seed_process(args: Namespace, modules: Modules) -> None:
-    """Seed all that draws numbers, and set up what Megatron keeps per process."""
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed)
-    prepare_process(
-        modules,
-        args.seed,
-        te_rng_tracker=args.te_rng_tracker,
-        inference_rng_tracker=args.inference_rng_tracker,
-    )
-
-
-def stages_of(build: ModelConfig, limit: timedelta) -> list[MimoModel]:
-    """The model's virtual stages: none before Megatron has built them.
-
-    Args:
-        limit: of waiting, also in the groups of the bridge, which the model makes.
-    """
-    stages: list[MimoModel] = []
-
-    def built(made: list[MimoModel]) -> list[MimoModel]:
-        limit_waiting(limit)
-        stages.extend(made)
-        return made
-
-    build.post_wrap_hooks.append(built)
-    return stages
 
 
 @dataclass(kw_only=True)
@@ -91,7 +56,7 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         """
         options, modules = self._model_config._options, self._model_config._modules
         args = options.args
-        seed_process(args, modules)
+        prepare_process(modules, args)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
         for stage in stages:
             initialize_weights(stage, args.seed, args.language_std)
@@ -105,17 +70,11 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             stages, modules, ddp_config, args.recompute_encoder or None, args.encoder_macro_batch
         )
         if args.encoder_schedule == BUBBLES:
-            encode_in_bubbles(stages, _bubble_costs(options))
+            # What the plan of bubbles counts with: shares of floating-point operations.
+            share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
+            encode_in_bubbles(stages, Costs.of_share(share, options.layouts.language.vpp))
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 
     def _build(self) -> list[MimoModel]:
         options, modules = self._model_config._options, self._model_config._modules
-        specs = layer_specs(options.args.transformer_impl)
-        return build_vlm(options.args, options.preset, options.configs, modules, specs)
-
-
-def _bubble_costs(options: Options) -> Costs:
-    """What a plan of bubbles counts with: shares of floating-point operations."""
-    args = options.args
-    share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
-    return Costs.of_share(share, options.layouts.language.vpp)
+        return build_vlm(options.args, options.preset, options.configs, modules)

@@ -31,11 +31,6 @@ from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.module_groups import Modules, encoder_part
 
-Provider = Callable[..., tuple[Iterator[Microbatch], Iterator[Microbatch], None]]
-
-MOVED = ("input_ids", "labels", "loss_mask", "position_ids", "sample_places")
-"""Tensors of a microbatch that go to the device as they are."""
-
 Step = tuple[int, int, int]
 """Number of a step's first row, its microbatches, and a DP rank's rows of one of them."""
 
@@ -70,7 +65,7 @@ class Loading:
             layouts,
             encoder_part=encoder_part(modules, IMAGES),
             language_dp=language and language.dp.rank(),
-            row_cost=partial(row_cost, args) if args.balance else None,
+            row_cost=partial(row_cost, args.pack) if args.balance else None,
             macro_batch=None if self._all_at_once else args.encoder_macro_batch,
         )
         self.reader = Reader(
@@ -110,28 +105,30 @@ class Loading:
         if self._all_at_once and not self.layouts.non_colocated:
             # The schedule draws all microbatches of a step when the step begins.
             count = args.global_batch_size // (args.micro_batch_size * language.dp)
-        signal_number = args.exit_signal if args.exit_signal_handler else None
+        # The signal that makes the run save and end goes to all its processes; these go on.
+        ignored = partial(signal.signal, args.exit_signal, signal.SIG_IGN)
         return {
             "prefetch_factor": max(2, -(-count // args.num_workers) + 1),
             "persistent_workers": True,
-            "worker_init_fn": partial(_begin_loading, signal_number),
+            "worker_init_fn": (lambda _: ignored()) if args.exit_signal_handler else None,
             "multiprocessing_context": "fork",
         }
 
     def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
         on_gpu = self.args.device == "cuda"
-        ahead = self._reading_ahead() if self.args.num_workers else {}
         loader = DataLoader(
             self.reader,
             sampler=takes,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=lambda batch: batch,  # PyTorch's own makes tensors of arrays
             num_workers=self.args.num_workers,
             pin_memory=on_gpu,
-            **ahead,
+            **self._reading_ahead() if self.args.num_workers else {},
         )
         batches = map(received, loader)
-        batches = _copied_ahead(batches) if on_gpu else map(to_device, batches)
+        # On a CPU, the runtime has what would be on a GPU.
+        on_device = partial(_moved, move=torch.Tensor.cuda)
+        batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
         while True:
             started = time.perf_counter()
             batch = next(batches)
@@ -139,18 +136,7 @@ class Loading:
             yield batch
 
 
-def _as_it_is(batch: Microbatch | str) -> Microbatch | str:
-    """In place of PyTorch's own, which makes tensors of arrays."""
-    return batch
-
-
-def _begin_loading(exit_signal: signal.Signals | None, _number: int) -> None:
-    """The signal that makes the run save and end goes to all its processes; these go on."""
-    if exit_signal is not None:
-        signal.signal(exit_signal, signal.SIG_IGN)
-
-
-def data_provider(loading: Loading) -> Provider:
+def data_provider(loading: Loading) -> Callable:
     """What ``pretrain`` takes as its provider of data sets: iterators for training and evaluation.
 
     Args:
@@ -164,15 +150,13 @@ def data_provider(loading: Loading) -> Provider:
     return provider
 
 
-def row_cost(args: Namespace, tokens: list[int]) -> float:
+def row_cost(packed: bool, tokens: list[int]) -> float:
     """Cost of a row for the language model, beside what all rows cost alike: its attention.
 
     Args:
         tokens: of each of the row's samples.
     """
-    if not args.pack:
-        return 0.0
-    return float(sum(int(length) ** 2 for length in tokens))
+    return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
 
 
 def training_steps(args: Namespace, dp: int) -> Iterator[Step]:
@@ -211,11 +195,6 @@ def received(batch: Microbatch | str) -> Microbatch:
     return batch
 
 
-def to_device(batch: Microbatch) -> Microbatch:
-    """The microbatch on this rank's GPU, or where the CPU runtime has what would be on one."""
-    return _moved(batch, lambda tensor: tensor.cuda())
-
-
 def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
     """Microbatches on this GPU; the next is copied beside the one in use."""
     stream, held = torch.cuda.Stream(), None
@@ -239,20 +218,12 @@ def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
     return _moved(batch, used)
 
 
-def _moved(batch: Microbatch, move: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
+def _moved(batch: dict, move: Callable[[torch.Tensor], torch.Tensor]) -> dict:
     """The batch with ``move`` done to all tensors but those that the host reads."""
-    moved = batch | {name: move(batch[name]) for name in MOVED if name in batch}
-    moved["modality_inputs"] = {
-        modality: encoders
-        and {
-            encoder: {name: move(tensor) for name, tensor in inputs.items()}
-            for encoder, inputs in encoders.items()
-        }
-        for modality, encoders in batch["modality_inputs"].items()
-    }
-    if packing := batch.get("packing_kwargs"):
-        moved["packing_kwargs"] = {
-            name: move(value) if isinstance(value, torch.Tensor) else value
-            for name, value in packing.items()
-        }
-    return moved
+
+    def moved(value):
+        if isinstance(value, dict):
+            return _moved(value, move)
+        return move(value) if isinstance(value, torch.Tensor) else value
+
+    return {name: moved(value) for name, value in batch.items()}

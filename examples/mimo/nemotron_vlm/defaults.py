@@ -93,25 +93,17 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    return (
-        chosen
-        | (WITH_ENGINE if has_engine else {"transformer_impl": "local"})
-        | {
-            "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-            "moe_grouped_gemm": _has_grouped_gemm(has_engine),
-            "cross_entropy_loss_fusion": True,
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-        }
-    )
-
-
-def _has_grouped_gemm(has_engine: bool) -> bool:
-    """Whether ``--moe-grouped-gemm`` is taken: from A100s on, without the engine by PyTorch's."""
-    has_kernels = has_engine or hasattr(torch.nn.functional, "grouped_mm")
-    return (
-        has_kernels and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-    )
+    # --moe-grouped-gemm is taken from A100s on, without the engine by PyTorch's.
+    has_grouped_gemm = has_engine or hasattr(torch.nn.functional, "grouped_mm")
+    is_recent = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    chosen |= WITH_ENGINE if has_engine else {"transformer_impl": "local"}
+    return chosen | {
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+        "moe_grouped_gemm": has_grouped_gemm and is_recent,
+        "cross_entropy_loss_fusion": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
-from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.parameter_table import (
-    count_by_module,
-    count_parameters,
-    format_ranks,
-    format_table,
-)
+from examples.mimo.nemotron_vlm.parts import PARTS, part_of
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
@@ -36,6 +31,14 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.teardown import destroy
 from megatron.training.global_vars import set_global_variables, unset_global_variables
+
+KINDS = {
+    "M": "Mamba-2 layers",
+    "G": "gated delta nets",
+    "*": "attention layers",
+    "E": "MoE layers",
+    "-": "MLP layers",
+}
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
@@ -51,19 +54,8 @@ def dry_run(argv: list[str], ranks: int) -> str:
     _check_alone()
     os.environ["WORLD_SIZE"] = str(ranks)  # which grids are held to
     options = parse(argv, ranks)
-    set_global_variables(options.args, build_tokenizer=False)
-    try:
-        if ranks == 1:
-            with stages_on_meta(options, 0) as (model,):
-                counted = format_table(count_parameters(model, options.preset))
-            return f"{counted}\n{_memory(options)}"
-        counts = {}
-        for first, after in _alike(options.layouts):
-            with stages_on_meta(options, first) as stages:
-                counts[first, after - 1] = count_by_module(stages)
-        return f"{format_ranks(counts)}\n{_memory(options)}"
-    finally:
-        unset_global_variables()
+    counted = _parameters(options) if ranks == 1 else _parameters_of_ranks(options)
+    return f"{counted}\n{_memory(options)}"
 
 
 def plan(argv: list[str], own: Namespace) -> str:
@@ -89,6 +81,61 @@ def _check_alone() -> None:
         raise UserError(f"--dry-run and --plan tell of all ranks: start 1 rank, not {started}")
 
 
+def _parameters(options: Options) -> str:
+    """Parameters by part, in total and active for one token: of routed experts, top-k are."""
+    sizes, total, active = options.preset.language, Counter(), Counter()
+    with stages_on_meta(options, 0) as (model,):
+        parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for name, number in parameters.items():
+        is_routed = ".local_experts." in name or ".experts.weight" in name
+        share = sizes.moe_router_topk / sizes.num_experts if is_routed else 1.0
+        entries = [part_of(name), "all"]
+        if entries[0] == "language":
+            kind = _kind(name, sizes.hybrid_layer_pattern)
+            entries = [f"language: {kind}", "language model", "all"]
+        for entry in entries:
+            total[entry] += number
+            active[entry] += number * share
+    ordered = sorted(total, key=lambda part: (part == "all", part == "language model", part))
+    rows = [[p, f"{total[p] / 1e9:.4f} B", f"{active[p] / 1e9:.4f} B"] for p in ordered]
+    return table([["part", "total", "active"], *rows])
+
+
+def _kind(name: str, pattern: str) -> str:
+    if ".decoder.layers." not in name:
+        return "embedding, norm, output"
+    layer = int(name.split(".decoder.layers.")[1].split(".")[0])
+    return KINDS[pattern.replace("|", "")[layer]]
+
+
+def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
+    """Parameters that a rank holds, by module, of all its virtual stages."""
+    counts = dict.fromkeys(PARTS, 0)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            counts[part_of(name)] += parameter.numel()
+    return counts
+
+
+def _parameters_of_ranks(options: Options) -> str:
+    """What ranks of each pipeline stage hold, a line each.
+
+    Colocated modules split the ranks at the stages of the language model, the encoder having one.
+    """
+    rows, layouts = [["ranks", *PARTS, "sum"]], options.layouts
+    modules = [(layouts.language_offset, layouts.language)]
+    if layouts.non_colocated:
+        modules.insert(0, (0, layouts.encoder))
+    for offset, layout in modules:
+        size = layout.size // layout.pp
+        for first in range(offset, offset + layout.size, size):
+            with stages_on_meta(options, first) as stages:
+                held = count_by_module(stages).values()
+            ranks = f"{first}-{first + size - 1}" if size > 1 else str(first)
+            rows.append([ranks, *(f"{count / 1e9:.4f} B" for count in (*held, sum(held)))])
+    return table(rows)
+
+
 def _memory(options: Options) -> str:
     """What the planner predicts of the memory of these options, and with other recompute."""
     args, asked = options.args, plan_of(options)
@@ -109,35 +156,20 @@ def _memory(options: Options) -> str:
     )
 
 
-def _alike(layouts: Layouts) -> list[tuple[int, int]]:
-    """First of the ranks that hold equally large parts, a stage's, and of those after them.
-
-    Colocated modules split the ranks at the stages of the language model, the encoder having one.
-    """
-    placed = [(layouts.language_offset, layouts.language)]
-    if layouts.non_colocated:
-        placed.insert(0, (0, layouts.encoder))
-    return [
-        (offset + stage * layout.size // layout.pp, offset + (stage + 1) * layout.size // layout.pp)
-        for offset, layout in placed
-        for stage in range(layout.pp)
-    ]
-
-
 @contextmanager
 def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
-    args, layouts = options.args, options.layouts
+    args = options.args
+    set_global_variables(args, build_tokenizer=False)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-    modules = make_modules(placed(layouts), "fake")
-    prepare_process(modules, args.seed)
+    modules = make_modules(placed(options.layouts), "fake")
+    prepare_process(modules, args)
     # Layers of Megatron's name the current device, whatever the default is.
     with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
-        stages = build_vlm(
-            args, options.preset, options.configs, modules, layer_specs(args.transformer_impl)
-        )
+        stages = build_vlm(args, options.preset, options.configs, modules)
     try:
         yield stages
     finally:
         destroy(stages, modules)
         dist.destroy_process_group()
+        unset_global_variables()

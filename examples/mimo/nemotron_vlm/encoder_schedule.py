@@ -7,8 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Layout, Layouts
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 

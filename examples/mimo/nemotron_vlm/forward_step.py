@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,6 @@ answers: Answers = {}
 
 AT_A_TIME = 512
 """Answer tokens whose whole logits a rank has."""
-
-Report = dict[str, torch.Tensor]
 
 
 def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | None = None):
@@ -73,40 +70,15 @@ def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, groups):
 def _validate(loss: torch.Tensor) -> None:
     """What Megatron's programs check of a loss, where it is asked for."""
     args, machine = get_args(), get_rerun_state_machine()
+    checks: list[tuple[str, Callable, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        for what, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            machine.validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f"the loss of a microbatch is {what}",
-                tolerance=0.0,
-                fatal=True,
-            )
+        checks += [("NaN", torch.isnan, True), ("Inf", torch.isinf, True)]
     if args.check_for_spiky_loss:
-        machine.validate_result(
-            result=loss,
-            rejection_func=partial(machine.is_unexpectedly_large, threshold=10.0, context="loss"),
-            message="the loss of a microbatch is far above the ones before",
-            tolerance=0.0,
-            fatal=False,
-        )
-
-
-class Asked(NamedTuple):
-    """Which tokens of a microbatch are answers, and of what.
-
-    Args:
-        mask: bool [b, S] on this CP rank, as the others.
-        labels, positions: int64 [b, S].
-        places: int64 [b, S], where in ``samples`` a token's sample is.
-        samples: numbers of the samples.
-    """
-
-    mask: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    places: torch.Tensor
-    samples: list[int]
+        is_spiky = partial(machine.is_unexpectedly_large, threshold=10.0, context="loss")
+        checks.append(("far above the ones before", is_spiky, False))
+    for what, rejects, fatal in checks:
+        message = f"the loss of a microbatch is {what}"
+        machine.validate_result(loss, rejects, message, tolerance=0.0, fatal=fatal)
 
 
 def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Score | None):
@@ -119,27 +91,29 @@ def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Scor
     if model.partition_adapter is not None:
         lengths = model.partition_adapter.lengths(labels.size(1), packed_parameters(packed))
         tokens = (model.partition_adapter.shard_tokens(t, lengths) for t in tokens)
-    asked = Asked(loss_mask.bool(), *tokens, samples)
-    return output, partial(_count, asked=asked, groups=model.pg_collection, score=score)
+    asked = loss_mask.bool()
+    answered = [token[asked] for token in tokens]
+    return output, partial(_count, asked, *answered, samples, model.pg_collection, score)
 
 
-def _count(logits, asked: Asked, groups, score: Score | None) -> tuple:
-    labels, places = asked.labels[asked.mask], asked.places[asked.mask]
-    read, loss = read_answers(logits[asked.mask], labels, groups.tp)
+def _count(asked, labels, positions, places, samples: list[int], groups, score, logits) -> tuple:
+    """Count what was read right.
+
+    Args:
+        asked: bool [b, S] on this CP rank, which tokens are answers.
+        labels, positions, places: int64 [n] of these; a place is that of the sample in ``samples``.
+        logits: [b, S, V/tp].
+    """
+    read, loss = read_answers(logits[asked], labels, groups.tp)
     if get_args().report:
-        numbers = [asked.samples[place] for place in places.tolist()]
-        positions = asked.positions[asked.mask].tolist()
-        answers.update(zip(zip(numbers, positions, strict=True), read.tolist(), strict=True))
-    exact = count_exact(read == labels, places, len(asked.samples), groups.cp)
-    right = exact
+        numbers = [samples[place] for place in places.tolist()]
+        asked_of = zip(numbers, positions.tolist(), strict=True)
+        answers.update(zip(asked_of, read.tolist(), strict=True))
+    right = exact = count_exact(read == labels, places, len(samples), groups.cp)
     if score is not None:
         right = torch.stack([part.sum() for part in score(labels, read)]).double()
-    report = {
-        LOSS: torch.stack([loss, asked.mask.sum().double()]),
-        ACCURACY: right,
-        EXACT: exact,
-    }
-    return logits.new_zeros(()), asked.mask.sum().to(torch.int), report
+    report = {LOSS: torch.stack([loss, asked.sum().double()]), ACCURACY: right, EXACT: exact}
+    return logits.new_zeros(()), asked.sum().to(torch.int), report
 
 
 def read_answers(

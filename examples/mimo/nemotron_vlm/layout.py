@@ -1,13 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a layout is, and how it is written on the command line."""
+"""What a layout is, how it is written on the command line, and how it is shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
+
+PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
+"""Both modules on all ranks, or the encoder on the first ranks and the language model on others."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Layout:
     def sequence_parallel(self) -> bool:
         """MoE with TP trains only with sequence parallelism, so TP always brings it."""
         return self.tp > 1
+
+    @property
+    def token_multiple(self) -> int:
+        """What must divide the tokens of a row: tp, times 2·cp with context parallelism."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def expt_dp(self) -> int:
@@ -99,3 +106,22 @@ def parse_layout(text: str, module: str) -> Layout:
             raise UserError(f"--{module} {text}: {name} is given twice; give each axis once")
         sizes[name] = int(value)
     return Layout(**sizes)
+
+
+def layout_table(layouts: Layouts) -> str:
+    """The layout, the ranks and the pipeline stages of each module, a line each."""
+    rows = [["module", "layout", "ranks", "stages"]]
+    for name, layout, first in (
+        ("encoder", layouts.encoder, 0),
+        ("language", layouts.language, layouts.language_offset),
+    ):
+        ranks = f"{first}-{first + layout.size - 1}" if layout.size > 1 else str(first)
+        rows.append([name, str(layout), ranks, str(layout.pp * layout.vpp)])
+    return table(rows)
+
+
+def table(rows: list[list[str]]) -> str:
+    """The cells as text, with columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -13,10 +13,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED, ranks_of_modules
-from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING, recurrent_cp_rules
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
+from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
+
+STATE_PASSING = "state-passing"
+"""Of ``--linear-context-parallel``; the other is ``head-parallel``."""
+
+Rule = Callable[[Layout], str | None]
+"""The first rule that a module's layout breaks, or None."""
 
 
 def resolve(
@@ -37,31 +42,60 @@ def resolve(
     encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
     layouts = Layouts(encoder, language, batch, placement)
 
-    def violation(layout: Layout) -> str | None:
-        return language_violation(layout, for_language, preset, batch, linear_context_parallel)
-
     def encoder_rule(layout: Layout) -> str | None:
         return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)
 
-    for module, layout, ranks, broken in (
-        ("encoder", encoder, for_encoder, encoder_rule(encoder)),
+    def language_rule(layout: Layout) -> str | None:
+        if layouts.non_colocated and layout.vpp > 1:
+            return f"vpp={layout.vpp} needs --placement {COLOCATED}"
+        return language_violation(layout, for_language, preset, batch, linear_context_parallel)
+
+    def both(layout: Layout) -> str | None:
+        return encoder_rule(layout) or pair_violation(replace(layouts, encoder=layout))
+
+    for layout, ranks, rule, name, fitting in (
+        (encoder, for_encoder, encoder_rule, f"--encoder {encoder}", ""),
+        (language, for_language, language_rule, f"--language {language}", ""),
         (
-            "language",
-            language,
-            for_language,
-            violation(language) or _interleaving_violation(layouts),
+            encoder,
+            for_encoder,
+            both,
+            f"--encoder {encoder} with --language {language}",
+            "encoders ",
         ),
     ):
-        if broken:
-            fits = violation if module == "language" else encoder_rule
-            near = _nearest(module, layout, ranks, fits)
-            raise UserError(f"--{module} {layout}: {broken}. {near}")
-    if broken := pair_violation(layouts):
-        raise UserError(
-            f"--encoder {encoder} with --language {language}: {broken}. "
-            f"{_nearest_encoder(layouts, for_encoder, encoder_rule)}"
-        )
+        if broken := rule(layout):
+            raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
     return layouts
+
+
+def ranks_of_modules(
+    encoder: Layout, language: Layout, world_size: int, placement: str
+) -> tuple[int, int]:
+    """How many ranks the encoder and the language model have.
+
+    Non-colocated, a module takes what its layout says; one without ``dp`` takes what the other
+    leaves, and an encoder beside a language model without ``dp`` takes one replica.
+
+    Args:
+        encoder, language: layouts as asked for; ``dp`` is 0 where it was left out.
+
+    Raises:
+        UserError: one module leaves no rank for the other.
+    """
+    if placement == COLOCATED:
+        return world_size, world_size
+    language_first = language.dp and not encoder.dp
+    name, other = ("--language", "encoder") if language_first else ("--encoder", "language model")
+    layout = language if language_first else encoder
+    taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
+    if taken >= world_size:
+        raise UserError(
+            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves "
+            f"none for the {other}"
+        )
+    left = world_size - taken
+    return (left, taken) if language_first else (taken, left)
 
 
 def _derive(layout: Layout, world_size: int) -> Layout:
@@ -79,14 +113,9 @@ def _size_violation(layout: Layout, world_size: int) -> str | None:
     )
 
 
-def _first(rules: list[tuple[bool, str]]) -> str | None:
-    return next((text for broken, text in rules if broken), None)
-
-
-def _interleaving_violation(layouts: Layouts) -> str | None:
-    if layouts.non_colocated and layouts.language.vpp > 1:
-        return f"vpp={layouts.language.vpp} needs --placement {COLOCATED}"
-    return None
+def _undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
+    undivided = ((n, what) for what, n in counts.items() if n % size)
+    return next((f"{axis}={size} must divide the {n} {what}" for n, what in undivided), None)
 
 
 def encoder_violation(
@@ -94,25 +123,19 @@ def encoder_violation(
 ) -> str | None:
     """The first rule that this encoder layout breaks, or None."""
     e, p = layout, preset.encoder
+    if e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined):
+        return f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})"
     divided = {
         "attention heads": p.heads,
         "features": p.hidden,
         "FFN rows": p.ffn,
         "projector rows": preset.projector_ffn,
     }
-    return _first(
-        [
-            (
-                e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined),
-                f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})",
-            ),
-            (p.layers % e.pp > 0, f"pp={e.pp} must divide the {p.layers} layers"),
-            *(
-                (n % e.tp > 0, f"tp={e.tp} must divide the {n} {what}")
-                for what, n in divided.items()
-            ),
-        ]
-    ) or _size_violation(e, world_size)
+    return (
+        _undivided("pp", e.pp, {"layers": p.layers})
+        or _undivided("tp", e.tp, divided)
+        or _size_violation(e, world_size)
+    )
 
 
 def language_violation(
@@ -122,64 +145,58 @@ def language_violation(
     batch: Batch,
     linear_context_parallel: str,
 ) -> str | None:
-    """The first rule that this language layout breaks, or None."""
+    """The first rule that this language layout breaks, or None.
+
+    Args:
+        linear_context_parallel: which ranks have all heads of recurrent layers.
+    """
     lay, p = layout, preset.language
     layers = p.hybrid_layer_pattern
-    ranks = lay.tp * lay.cp * lay.dp
-    samples = batch.micro_size * lay.dp
-    multiple = (2 * lay.cp if lay.cp > 1 else 1) * lay.tp
-    heads = {
-        "attention heads": p.num_attention_heads,
-        "query groups": p.num_query_groups,
-    }
-    return (
-        _first(
-            [
-                (n % lay.tp > 0, f"tp={lay.tp} must divide the {n} {what}")
-                for what, n in heads.items()
-            ]
-            + [
-                (
-                    p.num_experts % lay.ep > 0,
-                    f"ep={lay.ep} must divide the {p.num_experts} experts",
-                ),
-                (
-                    p.moe_ffn_hidden_size % lay.etp > 0,
-                    f"etp={lay.etp} must divide the {p.moe_ffn_hidden_size} FFN rows",
-                ),
-                (
-                    len(layers) % (lay.pp * lay.vpp) > 0 and "|" not in layers,
-                    f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers",
-                ),
-                *recurrent_cp_rules(linear_context_parallel, lay.tp, lay.cp, p),
-                (lay.vpp > 1 and lay.pp == 1, f"vpp={lay.vpp} needs pp of 2 or more"),
-                (
-                    lay.vpp > 1 and batch.global_size // samples % lay.pp > 0,
-                    f"with vpp, pp={lay.pp} must divide the {batch.global_size // samples} "
-                    "microbatches",
-                ),
-            ]
+    heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
+    spread_over = 1 if linear_context_parallel == STATE_PASSING else lay.cp
+    ranks, samples = lay.tp * lay.cp * lay.dp, batch.micro_size * lay.dp
+    microbatches = batch.global_size // samples
+    if broken := (
+        _undivided("tp", lay.tp, heads)
+        or _undivided("ep", lay.ep, {"experts": p.num_experts})
+        or _undivided("etp", lay.etp, {"FFN rows": p.moe_ffn_hidden_size})
+    ):
+        return broken
+    if len(layers) % (lay.pp * lay.vpp) and "|" not in layers:
+        return f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers"
+    if broken := _recurrent_violation(p, lay.tp, spread_over):
+        return broken
+    if lay.vpp > 1 and lay.pp == 1:
+        return f"vpp={lay.vpp} needs pp of 2 or more"
+    if lay.vpp > 1 and microbatches % lay.pp:
+        return f"with vpp, pp={lay.pp} must divide the {microbatches} microbatches"
+    if broken := _size_violation(lay, world_size):
+        return broken
+    if ranks % (lay.ep * lay.etp):
+        return f"ep·etp = {lay.ep}·{lay.etp} must divide tp·cp·dp = {ranks}"
+    if batch.seq_length % lay.token_multiple:
+        return (
+            f"the sequence length {batch.seq_length} must be a multiple of {lay.token_multiple} "
+            "(tp, times 2·cp with context parallelism)"
         )
-        or _size_violation(lay, world_size)
-        or _first(
-            [
-                (
-                    ranks % (lay.ep * lay.etp) > 0,
-                    f"ep·etp = {lay.ep}·{lay.etp} must divide tp·cp·dp = {ranks}",
-                ),
-                (
-                    batch.seq_length % multiple > 0,
-                    f"the sequence length {batch.seq_length} must be a multiple of {multiple} "
-                    "(tp, times 2·cp with context parallelism)",
-                ),
-                (
-                    batch.global_size % samples > 0,
-                    f"the global batch {batch.global_size} must be a multiple of micro batch × dp "
-                    f"= {batch.micro_size}·{lay.dp} = {samples}",
-                ),
-            ]
+    if batch.global_size % samples:
+        return (
+            f"the global batch {batch.global_size} must be a multiple of micro batch × dp "
+            f"= {batch.micro_size}·{lay.dp} = {samples}"
         )
-    )
+    return None
+
+
+def _recurrent_violation(p: LanguagePreset, tp: int, spread_over: int) -> str | None:
+    try:
+        if "M" in p.hybrid_layer_pattern:
+            check_mamba(p.mamba_num_heads, p.mamba_num_groups, tp, spread_over)
+        if "G" in p.hybrid_layer_pattern:
+            heads = p.linear_num_key_heads, p.linear_num_value_heads
+            check_gated_delta_net(*heads, tp, spread_over)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
 
 
 def pair_violation(layouts: Layouts) -> str | None:
@@ -187,32 +204,27 @@ def pair_violation(layouts: Layouts) -> str | None:
 
     Colocated there is none: the bridge takes any number of rows from each of the encoder's ranks.
     """
-    e, lang = layouts.encoder, layouts.language
-    rows = layouts.batch.micro_size * lang.dp
-    return _first(
-        [
-            (
-                layouts.non_colocated and e.dp % lang.dp > 0 and lang.dp % e.dp > 0,
-                f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language "
-                f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices",
-            ),
-            (
-                layouts.non_colocated and rows % e.dp > 0,
-                f"encoder dp={e.dp} must divide the {rows} samples of a microbatch (micro batch "
-                f"{layouts.batch.micro_size} × language dp {lang.dp})",
-            ),
-        ]
-    )
+    e, lang, micro_size = layouts.encoder, layouts.language, layouts.batch.micro_size
+    if not layouts.non_colocated:
+        return None
+    if e.dp % lang.dp and lang.dp % e.dp:
+        return (
+            f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language "
+            f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices"
+        )
+    if micro_size * lang.dp % e.dp:
+        return (
+            f"encoder dp={e.dp} must divide the {micro_size * lang.dp} samples of a microbatch "
+            f"(micro batch {micro_size} × language dp {lang.dp})"
+        )
+    return None
 
 
 def _candidates(world_size: int, axes: list[str]) -> list[Layout]:
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    found = []
-    for sizes in itertools.product(divisors, repeat=len(axes)):
-        layout = _derive(Layout(**dict(zip(axes, sizes, strict=True))), world_size)
-        if layout.size == world_size:
-            found.append(layout)
-    return found
+    sizes = itertools.product(divisors, repeat=len(axes))
+    found = [_derive(Layout(**dict(zip(axes, s, strict=True))), world_size) for s in sizes]
+    return [layout for layout in found if layout.size == world_size]
 
 
 def _distance(a: Layout, b: Layout) -> float:
@@ -220,34 +232,16 @@ def _distance(a: Layout, b: Layout) -> float:
     return sum(abs(math.log2(getattr(a, axis) / getattr(b, axis))) for axis in axes)
 
 
-def _listing(fitting: list[Layout], wanted: Layout) -> str:
-    if not fitting:
-        return "No layout of these ranks fits; change the batch, the sequence length or the ranks"
-    near = sorted(set(fitting), key=lambda lay: (_distance(lay, wanted), str(lay)))[:3]
-    return "Nearest that fit: " + "  ".join(map(str, near))
-
-
-def _nearest(
-    module: str, wanted: Layout, world: int, violation: Callable[[Layout], str | None]
-) -> str:
-    others = ("cp", "pp", "ep") if module == "language" else ("pp",)
-    axes = ["tp"] + [axis for axis in others if getattr(wanted, axis) > 1]
-    plain = _candidates(world, axes)
+def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
+    axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
+    plain = _candidates(world_size, axes)
     etp = None if wanted.etp == wanted.tp else wanted.etp
     same = [replace(c, etp=etp or c.etp, vpp=wanted.vpp) for c in plain]
-    return _listing([c for c in (*same, *plain) if not violation(c)], wanted)
-
-
-def _nearest_encoder(
-    layouts: Layouts, world: int, violation: Callable[[Layout], str | None]
-) -> str:
-    axes = ["tp", "pp"] if layouts.encoder.pp > 1 else ["tp"]
-    fitting = [
-        c
-        for c in _candidates(world, axes)
-        if not violation(c) and not pair_violation(replace(layouts, encoder=c))
-    ]
-    return _listing(fitting, layouts.encoder).replace("that fit", "encoders that fit")
+    fitting = {c for c in (*same, *plain) if not rule(c)}
+    if not fitting:
+        return "No layout of these ranks fits; change the batch, the sequence length or the ranks"
+    near = sorted(fitting, key=lambda lay: (_distance(lay, wanted), str(lay)))[:3]
+    return f"Nearest {what}that fit: " + "  ".join(map(str, near))
 
 
 def staged_pattern(pattern: str, layout: Layout) -> str:

@@ -7,13 +7,14 @@ Random states are of one layout: they are loaded where the layouts of both modul
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,44 +45,35 @@ def safe_loading(args: Namespace) -> Iterator[None]:
         UserError: inside, for a checkpoint that is damaged (on every rank alike) or of another
             model (on the ranks that find it so).
     """
-    load = training.load_checkpoint
-    training.load_checkpoint = _refusing(load, args)
+    load = partial(_load, training.load_checkpoint, args)
+    with no_code_from_checkpoints(), patch.object(training, "load_checkpoint", load):
+        yield
+
+
+def _load(load: Callable, args: Namespace, *arguments, **named) -> object:
+    before = args.no_load_rng, args.verify_integrity
     try:
-        with no_code_from_checkpoints():
-            yield
-    finally:
-        training.load_checkpoint = load
-
-
-def _refusing(load: Callable, args: Namespace) -> Callable:
-    @functools.wraps(load)
-    def wrapped(*arguments, **named):
-        before = args.no_load_rng, args.verify_integrity
-        try:
-            directory = _newest(args)
-            if directory and args.verify_integrity:
-                verify_manifest(directory)  # before anything is read, which Megatron does after it
-                args.verify_integrity = False
-            if directory and not args.finetune and _is_below(directory, args.load):
-                _check_data(args, directory)
-            if directory and not _saved_in_this_layout(args, directory):
+        directory = _newest(args)
+        if directory and args.verify_integrity:
+            verify_manifest(directory)  # before anything is read, which Megatron does after it
+            args.verify_integrity = False
+        if directory:
+            saved = load_common_state_dict(directory).get("args")
+            # A pretrained checkpoint's directory is another: it begins its data anew.
+            is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
+            if is_own and not args.finetune:
+                _check_data(args, saved)
+            if any(getattr(saved, name, None) != getattr(args, name) for name in LAYOUT):
                 args.no_load_rng = True
                 print_rank_0("another layout was saved: random states are not loaded")
-            return load(*arguments, **named)
-        except CheckpointException as error:
-            causes = [cause for cause, _ in error.failures.values()] or [error]
-            raise _refusal(args, causes[0], args.rank) from error
-        except (
-            CheckpointingException,
-            pickle.UnpicklingError,
-            AssertionError,
-            ValueError,
-        ) as error:
-            raise _refusal(args, error) from error
-        finally:
-            args.no_load_rng, args.verify_integrity = before
-
-    return wrapped
+        return load(*arguments, **named)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise _refusal(args, causes[0], args.rank) from error
+    except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
+        raise _refusal(args, error) from error
+    finally:
+        args.no_load_rng, args.verify_integrity = before
 
 
 def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:
@@ -101,14 +93,8 @@ def _newest(args: Namespace) -> str | None:
     return None
 
 
-def _is_below(directory: str, parent: str | None) -> bool:
-    """Else it is a pretrained checkpoint's, which begins its data anew."""
-    return parent is not None and Path(parent).resolve() in Path(directory).resolve().parents
-
-
-def _check_data(args: Namespace, directory: str) -> None:
+def _check_data(args: Namespace, saved: Namespace | None) -> None:
     """The run goes on in the stream that it left."""
-    saved = load_common_state_dict(directory).get("args")
     kept = getattr(saved, "data", None), getattr(saved, "data_fingerprint", None)
     if kept[0] == args.data and kept[1] != args.data_fingerprint and saved.seed == args.seed:
         raise UserError(
@@ -116,8 +102,3 @@ def _check_data(args: Namespace, directory: str) -> None:
             "other rows of them, so that the run cannot go on where it stood; --finetune takes the "
             "weights and begins anew"
         )
-
-
-def _saved_in_this_layout(args: Namespace, directory: str) -> bool:
-    saved = load_common_state_dict(directory).get("args")
-    return all(getattr(saved, option, None) == getattr(args, option) for option in LAYOUT)

@@ -12,8 +12,10 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TextIO
+from unittest.mock import patch
 
 from tqdm import tqdm
 
@@ -42,83 +44,75 @@ def observed(args: Namespace, loading: Loading) -> Iterator[list[Record]]:
     Returns:
         The steps' records so far, on the last rank, which has the loss; elsewhere empty.
     """
-    watch = _Watch(args, loading) if args.rank == args.world_size - 1 else None
-    before = {name: getattr(training, name) for name in ("train_step", "training_log", "evaluate")}
-    if watch:
-        training.train_step = watch.timed(training.train_step)
-        training.training_log = _after(training.training_log, watch.step)
-        training.evaluate = _after(training.evaluate, watch.evaluation)
-    try:
-        yield watch.records if watch else []
-    finally:
-        for name, function in before.items():
-            setattr(training, name, function)
-        if watch:
-            watch.close()
+    if args.rank < args.world_size - 1:
+        yield []
+        return
+    watch = _Watch(args, loading)
+    names = ("train_step", "training_log", "evaluate")
+    watched = {name: _watched(getattr(training, name), getattr(watch, name)) for name in names}
+    with patch.multiple(training, **watched), closing(watch):
+        yield watch.records
 
 
-def _after(function: Callable, observe: Callable[[dict, object], None]) -> Callable:
-    """``function``; then ``observe`` gets its arguments by name, and what it returned."""
+def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:
+    """``watch`` in the place of ``function``: gets the call, and its arguments by name."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def wrapped(*arguments, **named):
-        result = function(*arguments, **named)
-        observe(signature.bind(*arguments, **named).arguments, result)
-        return result
+        seen = signature.bind(*arguments, **named).arguments
+        return watch(functools.partial(function, *arguments, **named), seen)
 
     return wrapped
 
 
 class _Watch:
-    """Makes records of what it observes, and hands them to a writer."""
+    """Makes records of the calls that it stands for, and hands them to a writer."""
 
     def __init__(self, args: Namespace, loading: Loading) -> None:
         self._args, self._loading = args, loading
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
-        self._seconds, self._waited, self._lr = 0.0, 0.0, None
+        self._of_step: Record = {}
         self.records: list[Record] = []
 
-    def timed(self, train_step: Callable) -> Callable:
-        signature = inspect.signature(train_step)
+    def train_step(self, call: Callable, seen: dict) -> object:
+        started, waited = time.perf_counter(), self._loading.waited_s
+        # The log has the next step's.
+        lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
+        result = call()
+        self._of_step = {
+            "lr": lr,
+            "step_time_s": time.perf_counter() - started,
+            "data_wait_s": self._loading.waited_s - waited,
+        }
+        return result
 
-        @functools.wraps(train_step)
-        def wrapped(*arguments, **named):
-            started, waited = time.perf_counter(), self._loading.waited_s
-            optimizer = signature.bind(*arguments, **named).arguments["optimizer"]
-            self._lr = get_canonical_lr_for_logging(optimizer.param_groups)
-            result = train_step(*arguments, **named)
-            self._seconds = time.perf_counter() - started
-            self._waited = self._loading.waited_s - waited
-            return result
-
-        return wrapped
-
-    def step(self, seen: dict, _) -> None:
+    def training_log(self, call: Callable, seen: dict) -> object:
+        result, args, step = call(), self._args, seen["iteration"]
         self._write_held()
         reported = {name: float(value) for name, value in seen["loss_dict"].items()}
         self._held = {
-            "step": seen["iteration"],
+            "step": step,
             "loss": _finite(reported.get(LOSS)),
             "grad_norm": _finite(seen["grad_norm"]),
             "num_tokens": round(reported.get(TOKENS, 0.0)),
-            "lr": self._lr,  # of this step: the log has the next one's
-            "step_time_s": self._seconds,
-            "data_wait_s": self._waited,
+            **self._of_step,
             "skipped": bool(seen["skipped_iter"]),
         }
         self.records.append(self._held)
-        args, step = self._args, seen["iteration"]
         is_evaluated = step % args.eval_interval == 0 or step == args.train_iters
         if not (args.eval_iters and is_evaluated):
             self._write_held()
+        return result
 
-    def evaluation(self, _, result: tuple) -> None:
+    def evaluate(self, call: Callable, _) -> tuple:
+        result = call()
         found = {name: float(value) for name, value in (result[0] or {}).items()}
         if self._held is not None and LOSS in found:
             names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
             self._held |= {name: _finite(found[reported]) for name, reported in names.items()}
+        return result
 
     def close(self) -> None:
         self._write_held()
@@ -189,22 +183,14 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[Record]:
     """All whole records of a file, if there is one, without a last line that a kill cut short."""
-    records = []
-    if not path.exists():
-        return records
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _reopen(path: Path, steps_before: int):
+def _reopen(path: Path, steps_before: int) -> TextIO:
+    """The file to append to, with the records of the steps before only."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    if steps_before and path.exists():
-        kept = [record for record in read_metrics(path) if record["step"] <= steps_before]
+    kept = [r for r in read_metrics(path) if r["step"] <= steps_before] if steps_before else []
     partial = path.with_name(path.name + ".partial")
     file = partial.open("w")
     file.writelines(json.dumps(record) + "\n" for record in kept)

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs
+from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.projector import NormedProjector
-from examples.mimo.nemotron_vlm.radio_encoder import RADIOEncoderWrapper
-from examples.mimo.nemotron_vlm.vision_stage import VisionStage
+from examples.mimo.nemotron_vlm.vision import NormedProjector, RADIOEncoderWrapper, VisionStage
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
@@ -33,23 +31,16 @@ IMAGES = "images"
 ENCODER = "radio"
 """Of its encoder, in the same."""
 
-SHARED = (
-    "params_dtype",
-    "pipeline_dtype",
-    "bf16",
-    "fp16",
-    "calculate_per_token_loss",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "bias_dropout_fusion",
-    "persist_layer_norm",
-    "attention_backend",
-    "transformer_impl",
-    "use_cpu_initialization",
-    "variable_seq_lengths",
-    "moe_token_dispatcher_type",
-)
+SHARED = """
+    params_dtype pipeline_dtype bf16 fp16 calculate_per_token_loss gradient_accumulation_fusion
+    masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
+    use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type""".split()
 """What the encoder's and the projector's configurations take over from the language model's."""
+
+OF_LANGUAGE = """
+    hybrid_layer_pattern fp16_lm_cross_entropy position_embedding_type rotary_percent
+    rotary_base""".split()
+"""What the language model takes of Megatron's arguments by the same names."""
 
 
 @dataclass(frozen=True)
@@ -117,29 +108,21 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
 def _vision_spec(
     preset: VLMPreset, configs: VLMConfigs, specs: LayerSpecs, groups: ProcessGroupCollection | None
 ) -> ModuleSpec:
-    radio = ModuleSpec(
-        module=RADIOEncoderWrapper,
-        params={
-            "config": configs.encoder,
-            "layer_spec": specs.vit_layer,
-            "preset": preset.encoder,
-            "pg_collection": groups,
-        },
+    radio = dict(config=configs.encoder, layer_spec=specs.vit_layer, preset=preset.encoder)
+    projector = dict(
+        config=configs.projector,
+        norm=specs.projector_norm,
+        submodules=specs.projector_mlp,
+        input_size=preset.encoder.output_size,
     )
-    projector = ModuleSpec(
-        module=NormedProjector,
-        params={
-            "config": configs.projector,
-            "norm": specs.projector_norm,
-            "submodules": specs.projector_mlp,
-            "input_size": preset.encoder.output_size,
-            "pg_collection": groups,
-        },
-    )
+    shared = {"pg_collection": groups}
     return ModuleSpec(
         module=VisionStage,
-        params={"pg_collection": groups},
-        submodules={"encoders": {ENCODER: radio}, "input_projections": [projector]},
+        params=shared,
+        submodules={
+            "encoders": {ENCODER: ModuleSpec(module=RADIOEncoderWrapper, params=radio | shared)},
+            "input_projections": [ModuleSpec(module=NormedProjector, params=projector | shared)],
+        },
     )
 
 
@@ -154,27 +137,20 @@ def _language_spec(
         return ModuleSpec(module=HybridModel, params={"config": config})
     stage, stages = groups.pp.rank(), groups.pp.size()
     last = (config.virtual_pipeline_model_parallel_size or 1) - 1
-    return ModuleSpec(
-        module=HybridModel,
-        params={
-            "config": config,
-            "hybrid_stack_spec": specs.hybrid_stack,
-            "vocab_size": args.padded_vocab_size,
-            "max_sequence_length": args.max_position_embeddings,
-            "hybrid_layer_pattern": args.hybrid_layer_pattern,
-            "pre_process": stage == 0 and not vp_stage,
-            "post_process": stage == stages - 1 and (vp_stage or 0) == last,
-            "vp_stage": vp_stage,
-            "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
-            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
-            "position_embedding_type": args.position_embedding_type,
-            "rotary_percent": args.rotary_percent,
-            "rotary_base": args.rotary_base,
-            "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
-            "scatter_embedding_sequence_parallel": False,
-            "pg_collection": groups,
-        },
+    params = {name: getattr(args, name) for name in OF_LANGUAGE} | dict(
+        config=config,
+        hybrid_stack_spec=specs.hybrid_stack,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=stage == 0 and not vp_stage,
+        post_process=stage == stages - 1 and (vp_stage or 0) == last,
+        vp_stage=vp_stage,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        scatter_embedding_sequence_parallel=False,
+        pg_collection=groups,
     )
+    return ModuleSpec(module=HybridModel, params=params)
 
 
 def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
@@ -183,11 +159,7 @@ def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
 
 
 def build_vlm(
-    args: Namespace,
-    preset: VLMPreset,
-    configs: VLMConfigs,
-    modules: Modules,
-    specs: LayerSpecs,
+    args: Namespace, preset: VLMPreset, configs: VLMConfigs, modules: Modules
 ) -> list[MimoModel]:
     """Build the bare model on this rank; its weights are not initialized.
 
@@ -196,28 +168,23 @@ def build_vlm(
         preset: sizes of the encoder.
         configs: of the parts.
         modules: grid and groups of IMAGES and LANGUAGE.
-        specs: layer implementations.
 
     Returns:
         One MimoModel for each virtual pipeline stage; the first holds the encoder.
     """
-    language = modules[LANGUAGE]
+    language, specs = modules[LANGUAGE].groups, layer_specs(args.transformer_impl)
     vision = _vision_spec(preset, configs, specs, modules[IMAGES].groups)
     vpp = configs.language.virtual_pipeline_model_parallel_size
     stages = []
-    for number in range(vpp or 1):
-        vp_stage = number if vpp else None
-        held = modules if number == 0 else {LANGUAGE: language}
-        stage = MimoModel(
-            MimoModelConfig(
-                language_model_spec=_language_spec(
-                    args, configs.language, specs, language.groups, vp_stage
-                ),
-                modality_submodules_spec={IMAGES: vision} if number == 0 else {},
-                special_token_ids={IMAGES: args.image_token_id},
-                module_to_grid_map={name: module.grid for name, module in held.items()},
-            )
+    for vp_stage in range(vpp) if vpp else [None]:
+        held = {LANGUAGE: modules[LANGUAGE]} if vp_stage else modules
+        config = MimoModelConfig(
+            language_model_spec=_language_spec(args, configs.language, specs, language, vp_stage),
+            modality_submodules_spec={} if vp_stage else {IMAGES: vision},
+            special_token_ids={IMAGES: args.image_token_id},
+            module_to_grid_map={name: module.grid for name, module in held.items()},
         )
+        stage = MimoModel(config)
         stage.model_type = ModelType.encoder_or_decoder
         stage.vp_stage = vp_stage
         stages.append(stage)

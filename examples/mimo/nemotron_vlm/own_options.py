@@ -2,21 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options that this program has beside Megatron's."""
 
-from __future__ import annotations
-
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.placement import COLOCATED, PLACEMENTS
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import PRESETS
-
-PARTS = ("encoder", "projector", "language")
-"""Of the model, as ``--freeze`` names them."""
-
-PARTS_OF_IMAGES = PARTS[:2]
-"""Those with a learning rate and weight decay of their own."""
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 SIZES = {
     "language": {
@@ -31,148 +26,104 @@ SIZES = {
 """Options that give single sizes of a module's layout."""
 
 
-class OwnParser(argparse.ArgumentParser):
-    """Errors are `UserError`s, so that ranks report them once."""
+@dataclass
+class OwnOptions:
+    """All others are Megatron's."""
 
-    def error(self, message: str):
-        raise UserError(f"{message}; see --help")
+    model: str = field(
+        default="tiny",
+        metadata={
+            "argparse_meta": {
+                "help": f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the "
+                "model.json of a converted checkpoint"
+            }
+        },
+    )
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where the ranks compute"""
+    placement: Literal[COLOCATED, NON_COLOCATED] = COLOCATED
+    """both modules on all ranks, or the encoder on the first, the language model on the others"""
+    language: str = ""
+    """AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived when left out; short
+    for --tensor-model-parallel-size and so on"""
+    encoder: str = ""
+    """layout of encoder and projector, likewise"""
+    encoder_tp: int | None = None
+    """its tp"""
+    encoder_dp: int | None = None
+    """its dp"""
+    encoder_pp: int | None = None
+    """its pp"""
+    recompute_encoder: int = 0
+    """colocated, keep no encoder activations but run the encoder again in the backward, so many
+    microbatches' worth at a time; 0 keeps them"""
+    encoder_macro_batch: int = 1
+    """colocated without a pipeline, or with --encoder-schedule bubbles, encode the images of so
+    many microbatches at once; in three phases, all of a step are"""
+    encoder_schedule: Literal[THREE_PHASES, BUBBLES] = THREE_PHASES
+    """colocated with a pipeline, encode all images of a step before it and go back through the
+    encoder after it, or both where its stages would wait"""
+    freeze: str = ""
+    """parts that are not trained, with commas between: encoder, projector, language"""
+    encoder_lr: float | None = None
+    """of the encoder, in place of --lr"""
+    projector_lr: float | None = None
+    """of the projector, in place of --lr"""
+    encoder_weight_decay: float | None = None
+    """its own, likewise"""
+    projector_weight_decay: float | None = None
+    """its own, likewise"""
+    data: str = "digits"
+    """digits|digits:N|mock|energon:PATH: strips of one to three scanned digits, of N digits, noise,
+    or shards"""
+    pack: bool = False
+    """as many samples in a row of --seq-length as fit; none sees another, and a batch's sizes count
+    rows"""
+    pack_window: int = 1024
+    """neighbours in the stream of samples that are packed together"""
+    sample_multiple: int = 16
+    """packed, each sample is padded to a multiple of so many tokens, which 2·cp·tp must divide"""
+    balance: bool = True
+    """give rows to ranks and microbatches in the stream's order, not by what they cost"""
+    max_tiles: int = 12
+    """of an image, beside its thumbnail"""
+    thumbnail: bool = True
+    """only the tiles themselves"""
+    bad_samples: Literal["skip", "refuse"] = "skip"
+    """what to do with a data set that has any"""
+    prompt: str = "Describe the image."
+    """asks for a caption"""
+    image_token: str = "<image>"
+    """of the tokenizer"""
+    surveys: str | None = None
+    """directory of surveys; beside the data by default"""
+    metrics_out: Path | None = None
+    """JSON lines, one per step"""
+    report: Path | None = None
+    """PNG of curves and readings at the end"""
+    log_file: str | None = None
+    """where Megatron's own output goes; log.txt beside --metrics-out by default, - is the
+    terminal"""
+    dry_run: int = field(
+        default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
+    )
+    """count the parameters of the model, or of so many ranks in the layouts, predict their memory,
+    and end"""
+    plan: int = 0
+    """print the fastest layouts of the model and the batch on so many GPUs, 8 a node, and end;
+    tools/plan_layout.py of the repository can do more"""
+    plan_gpu: str = "h200"
+    """h100, h200, b200, or a file of tools/plan_layout.py calibrate"""
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this program; all others are Megatron's."""
-    add = parser.add_argument_group("Nemotron VLM").add_argument
-    add(
-        "--model",
-        default="tiny",
-        metavar="NAME|FILE",
-        help=f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the model.json of a "
-        "converted checkpoint",
-    )
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks compute")
-    add(
-        "--placement",
-        choices=PLACEMENTS,
-        default=COLOCATED,
-        help="both modules on all ranks, or the encoder on the first ranks and the language model "
-        "on the others",
-    )
-    add(
-        "--language",
-        default="",
-        metavar="LAYOUT",
-        help="AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived when left "
-        "out; short for --tensor-model-parallel-size and so on",
-    )
-    add("--encoder", default="", metavar="LAYOUT", help="layout of encoder and projector")
-    for axis, option in SIZES["encoder"].items():
-        add(f"--{option.replace('_', '-')}", type=int, metavar=axis.upper(), help=f"its {axis}")
-    add(
-        "--recompute-encoder",
-        type=int,
-        default=0,
-        metavar="K",
-        help="colocated, keep no encoder activations but run the encoder again in the backward, "
-        "K microbatches' worth at a time; 0 keeps them",
-    )
-    add(
-        "--encoder-macro-batch",
-        type=int,
-        default=1,
-        metavar="K",
-        help="colocated without a pipeline, or with --encoder-schedule bubbles, encode the images "
-        "of K microbatches at once; in three phases, all of a step are",
-    )
-    add(
-        "--encoder-schedule",
-        choices=[THREE_PHASES, BUBBLES],
-        default=THREE_PHASES,
-        help="colocated with a pipeline, encode all images of a step before it and go back "
-        "through the encoder after it, or both where its stages would wait",
-    )
-    add(
-        "--freeze",
-        default="",
-        metavar="PART[,PART]",
-        help=f"parts that are not trained, of {', '.join(PARTS)}",
-    )
-    for part in PARTS_OF_IMAGES:
-        add(f"--{part}-lr", type=float, metavar="LR", help=f"of the {part}, in place of --lr")
-        add(f"--{part}-weight-decay", type=float, metavar="DECAY", help="its own, likewise")
-    add(
-        "--data",
-        default="digits",
-        metavar="digits|digits:N|mock|energon:PATH",
-        help="samples: strips of one to three scanned digits, of N digits, noise, or shards",
-    )
-    add(
-        "--pack",
-        action="store_true",
-        help="as many samples in a row of --seq-length as fit; none sees another, and a batch's "
-        "sizes count rows",
-    )
-    add(
-        "--pack-window",
-        type=int,
-        default=1024,
-        metavar="SAMPLES",
-        help="neighbours in the stream that are packed together",
-    )
-    add(
-        "--sample-multiple",
-        type=int,
-        default=16,
-        metavar="TOKENS",
-        help="packed, each sample is padded to a multiple of it, which 2·cp·tp must divide",
-    )
-    add(
-        "--no-balance",
-        dest="balance",
-        action="store_false",
-        help="give rows to ranks and microbatches in the stream's order, not by what they cost",
-    )
-    add("--max-tiles", type=int, default=12, metavar="N", help="of an image, beside its thumbnail")
-    add("--no-thumbnail", dest="thumbnail", action="store_false", help="only the tiles themselves")
-    add(
-        "--bad-samples",
-        choices=["skip", "refuse"],
-        default="skip",
-        help="what to do with a data set that has any",
-    )
-    add("--prompt", default="Describe the image.", metavar="TEXT", help="asks for a caption")
-    add("--image-token", default="<image>", metavar="TOKEN", help="of the tokenizer")
-    add("--surveys", metavar="DIR", help="where surveys are; beside the data by default")
-    add("--metrics-out", type=Path, metavar="FILE", help="JSON lines, one per step")
-    add("--report", type=Path, metavar="PNG", help="picture of curves and readings at the end")
-    add(
-        "--log-file",
-        metavar="FILE",
-        help="where Megatron's own output goes; log.txt beside --metrics-out by default, - is the "
-        "terminal",
-    )
-    add(
-        "--dry-run",
-        type=int,
-        nargs="?",
-        const=1,
-        default=0,
-        metavar="RANKS",
-        help="count the parameters of the model, or of so many ranks in the layouts, predict their "
-        "memory, and end",
-    )
-    add(
-        "--plan",
-        type=int,
-        default=0,
-        metavar="GPUS",
-        help="print the fastest layouts of the model and the batch on so many GPUs, 8 a node, and "
-        "end; tools/plan_layout.py of the repository can do more",
-    )
-    add(
-        "--plan-gpu",
-        default="h200",
-        metavar="NAME|FILE",
-        help="h100, h200, b200, or a file of tools/plan_layout.py calibrate",
-    )
+    """Enter the options of this program, as Megatron does its own; errors are `UserError`s."""
+    ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
+    parser.error = _refuse
+
+
+def _refuse(message: str):
+    raise UserError(f"{message}; see --help")
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:
@@ -181,6 +132,6 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     Raises:
         UserError: for a value that is none.
     """
-    parser = OwnParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
     return parser.parse_known_args(argv)[0]

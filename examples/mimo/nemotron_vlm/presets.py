@@ -9,6 +9,7 @@ devices.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -96,9 +97,8 @@ class VLMPreset:
         """Floating-point operations of encoder and projector, forward and backward."""
         e = self.encoder
         patches = (e.tile // e.patch) ** 2
-        vit = vit_flops(
-            patches, patches + e.class_tokens, e.layers, e.hidden, e.ffn, 3 * e.patch**2
-        )
+        sizes = e.layers, e.hidden, e.ffn, 3 * e.patch**2
+        vit = vit_flops(patches, patches + e.class_tokens, *sizes)
         return vit + self.projector_flops_per_tile
 
     @property
@@ -181,11 +181,8 @@ def nano_vl_30b_a3b_gdn() -> VLMPreset:
     No such model is published; it is there to train and to measure one.
     """
     base = nano_vl_30b_a3b()
-    symbols, seen = [], 0
-    for symbol in base.language.hybrid_layer_pattern:
-        seen += symbol == "M"
-        symbols.append("G" if symbol == "M" and seen % 3 == 0 else symbol)
-    language = replace(base.language, hybrid_layer_pattern="".join(symbols))
+    pattern = re.sub("(M[^M]*M[^M]*)M", r"\1G", base.language.hybrid_layer_pattern)
+    language = replace(base.language, hybrid_layer_pattern=pattern)
     return replace(base, name="nano-vl-30b-a3b-gdn", language=language)
 
 
@@ -207,18 +204,13 @@ def find_preset(model: str) -> VLMPreset:
         return PRESETS[model]()
     try:
         read = json.loads(Path(model).read_text())
-        encoder = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in read["encoder"].items()
-        }
-        parts = {
-            "encoder": EncoderPreset(**encoder),
-            "language": LanguagePreset(**read["language"]),
-        }
-        return VLMPreset(**read | parts)
+        for name, value in read["encoder"].items():
+            read["encoder"][name] = tuple(value) if isinstance(value, list) else value
+        read["encoder"] = EncoderPreset(**read["encoder"])
+        read["language"] = LanguagePreset(**read["language"])
+        return VLMPreset(**read)
     except OSError as error:
-        names = ", ".join(sorted(PRESETS))
-        reason = f"no preset and no file; choose from {names}, or a model.json"
+        reason = f"no preset and no file; choose from {', '.join(sorted(PRESETS))}, or a model.json"
         raise UserError(f"--model {model}: {reason}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"--model {model}: not a file of model sizes: {error}") from error

@@ -1,9 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of Megatron that this program does not take, and why.
-
-Those that are refused wherever they are set are in ``refused_names.py``.
-"""
+"""Options of Megatron that this program does not take, and why."""
 
 from __future__ import annotations
 
@@ -12,116 +9,142 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.refused_names import DATA, GRAPHS, ONE_MODEL, REFUSED_NAMES
 
-Condition = Callable[[Namespace], object]
+ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
+DATA = "--data gives the samples"
+GRAPHS = "a graph is captured for one model, and the encoder's shapes differ from batch to batch"
+POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
+ENGINE = "it needs --transformer-impl transformer_engine"
+GPU = "it needs a GPU: --device cuda"
+
+WHEREVER_SET = {
+    ONE_MODEL: """
+        --use-megatron-fsdp --use-torch-fsdp2 --log-params-norm --qk-clip --log-max-attention-logit
+        --check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval
+        --moe-use-upcycling --save-wgrads-interval --save-dgrads-interval --save-params-interval
+        --save-activations-interval --save-tokens-per-expert-interval --use-tp-pp-dp-mapping
+        --overlap-param-gather-with-optimizer-step --reuse-grad-buf-for-mxfp8-param-ag
+        --hybrid-context-parallel --hierarchical-context-parallel-sizes --tp-comm-overlap
+        --iterations-to-skip --result-rejected-tracker-filename --logits-save-dir --logits-load-dir
+        --dump-param-to-param-group-map""",
+    "torchrun starts the program again, in new processes": "--inprocess-restart",
+    "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
+    "process groups are made from the modules' grids": """
+        --nccl-communicator-config-path --use-sharp --sharp-enabled-group
+        --high-priority-stream-groups --create-all-gather-group""",
+    "initial weights follow from the seed and each parameter's name, so that no layout changes "
+    "them": """
+        --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
+        --embedding-init-method-std --use-mup""",
+    "it is another training loop": "--perform-rl-step --vision-pretraining",
+    DATA: """
+        --sft --data-path --train-data-path --mock-data --data-args-path --per-split-data-args-path
+        --valid-data-path --test-data-path --split --reset-position-ids --reset-attention-mask
+        --eod-mask-loss --dataloader-inter-document-masking --phase-transition-iterations
+        --decoder-seq-length --fim-data""",
+    "no schedule of these modules does that work later": """
+        --overlap-moe-expert-parallel-comm --delay-wgrad-compute --defer-embedding-wgrad-compute""",
+    GRAPHS: "--enable-cuda-graph --external-cuda-graph",
+    "options come from the command line": """
+        --yaml-cfg --use-checkpoint-args --use-mp-args-from-checkpoint-args""",
+    "checkpoints are of one format, torch_dist": "--ckpt-convert-format",
+    "weights that the optimizer keeps are loaded with its state, or made of the model's": """
+        --load-main-params-from-ckpt""",
+    "a hybrid model does not scale its rotary embeddings": "--use-rope-scaling",
+    "it counts batches over groups that this model does not make": "--full-validation",
+    "--data has one held-out set": "--multiple-validation-sets",
+    "ranks exchange what they read in one module's groups": "--ckpt-fully-parallel-load",
+    "gradients are sums over tokens, divided once": "--ddp-average-in-collective",
+    "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
+    "--transformer-impl chooses the layers": "--spec",
+    "--freeze names the parts": "--freeze-all-layers",
+    "it looks up the embeddings of later tokens, and images have none": "--mtp-num-layers",
+    "--language vpp=… gives virtual stages": """
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
+}
+"""Refused wherever they are set, by the reason."""
+
+NEEDS_GPU = """
+    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --optimizer-cuda-graph
+    --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
+    --moe-shared-expert-overlap"""
 
 
 class Refusal(NamedTuple):
     """An option, when it is refused, and the reason."""
 
     option: str
-    applies: Condition
+    applies: Callable[[Namespace], object]
     reason: str
 
 
-def _is_set(option: str) -> Condition:
-    name = option.removeprefix("--").replace("-", "_")
+def _value(args: Namespace, option: str) -> object:
     # Megatron removes some deprecated options once it has read them.
-    return lambda args: getattr(args, name, None)
+    return getattr(args, option.removeprefix("--").replace("-", "_"), None)
 
 
-def _given(option: str, reason: str) -> Refusal:
-    """Refuse an option wherever it is set."""
-    return Refusal(option, _is_set(option), reason)
+def _set(option: str, reason: str) -> Refusal:
+    return Refusal(option, lambda args: _value(args, option), reason)
 
 
-def _on_cpu(option: str, applies: Condition) -> Refusal:
-    return Refusal(
-        option,
-        lambda args: args.device == "cpu" and applies(args),
-        "it needs a GPU: --device cuda",
-    )
+def _set_to(text: str, reason: str) -> Refusal:
+    option, refused = text.split()
+    return Refusal(text, lambda args: _value(args, option) == refused, reason)
 
 
-def _not_local(option: str, applies: Condition) -> Refusal:
-    return Refusal(
-        option,
-        lambda args: args.transformer_impl == "local" and applies(args),
-        "it needs --transformer-impl transformer_engine",
-    )
+def _takes_only(option: str, taken: str, reason: str) -> Refusal:
+    return Refusal(option, lambda args: _value(args, option) not in (None, taken), reason)
+
+
+def _on_cpu(refusal: Refusal) -> Refusal:
+    return refusal._replace(applies=lambda args: args.device == "cpu" and refusal.applies(args))
+
+
+def _not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
+    return Refusal(option, lambda args: args.transformer_impl == "local" and applies(args), ENGINE)
 
 
 REFUSALS = [
-    *(_given(option, reason) for reason, options in REFUSED_NAMES.items() for option in options),
-    _given("--ckpt-convert-format", "checkpoints are of one format, torch_dist"),
-    _given(
-        "--load-main-params-from-ckpt",
-        "weights that the optimizer keeps are loaded with its state, or made of the model's",
+    *(_set(option, reason) for reason, names in WHEREVER_SET.items() for option in names.split()),
+    *(_on_cpu(_set(option, GPU)) for option in NEEDS_GPU.split()),
+    _on_cpu(Refusal("--fp8-format", lambda args: args.fp8, GPU)),
+    _on_cpu(Refusal("--fp4-format", lambda args: args.fp4, GPU)),
+    _on_cpu(_set_to("--moe-token-dispatcher-type flex", GPU)),
+    _on_cpu(
+        _takes_only(
+            "--transformer-impl", "local", "Transformer Engine's layers need a GPU: --device cuda"
+        )
     ),
-    _given("--use-rope-scaling", "a hybrid model does not scale its rotary embeddings"),
-    Refusal(
-        "--position-embedding-type",
-        lambda args: args.position_embedding_type in ("relative", "mrope"),
-        "a hybrid model has none, learned_absolute, rope and yarn",
+    _not_local("--window-size", lambda args: args.window_size is not None),
+    _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
+    _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    _takes_only("--dataloader-type", "external", DATA),
+    _takes_only("--cuda-graph-impl", "none", GRAPHS),
+    _takes_only("--optimizer", "adam", "only adam has a state that can be saved for any layout"),
+    _takes_only(
+        "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"
     ),
-    Refusal(
-        "--dataloader-type",
-        lambda args: args.dataloader_type not in (None, "external"),
-        DATA,
+    _set_to(
+        "--non-persistent-ckpt-type global",
+        "the newest checkpoint is looked for, and checked, in --load alone",
     ),
+    _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
+    _set_to("--position-embedding-type relative", POSITIONS),
+    _set_to("--position-embedding-type mrope", POSITIONS),
     Refusal(
         "--apply-layernorm-1p",
         lambda args: args.layernorm_zero_centered_gamma,
         "norms begin with weights of one, to which it would add one",
     ),
-    _not_local("--window-size", lambda args: args.window_size is not None),
-    _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
-    _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
-    _given("--full-validation", "it counts batches over groups that this model does not make"),
-    _given("--multiple-validation-sets", "--data has one held-out set"),
-    _given("--ckpt-fully-parallel-load", "ranks exchange what they read in one module's groups"),
-    _given("--ddp-average-in-collective", "gradients are sums over tokens, divided once"),
-    _given("--rampup-batch-size", "Megatron's loop reads --step-batch-size-schedule"),
     Refusal(
         "--moe-apply-probs-on-input",
         lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
         "it needs --moe-router-topk 1",
     ),
-    _given("--spec", "--transformer-impl chooses the layers"),
-    _given("--freeze-all-layers", "--freeze names the parts"),
-    _given("--mtp-num-layers", "it looks up the embeddings of later tokens, and images have none"),
-    _given("--num-layers-per-virtual-pipeline-stage", "--language vpp=… gives virtual stages"),
-    _given("--num-virtual-stages-per-pipeline-rank", "--language vpp=… gives virtual stages"),
     Refusal(
         "--hybrid-layer-pattern with /",
         lambda args: "/" in args.hybrid_layer_pattern,
         "multi-token prediction looks up embeddings of later tokens, and images have none",
-    ),
-    Refusal(
-        "--cuda-graph-impl",
-        lambda args: args.cuda_graph_impl != "none",
-        GRAPHS,
-    ),
-    Refusal(
-        "--optimizer",
-        lambda args: args.optimizer != "adam",
-        "only adam has a state that can be saved for any layout",
-    ),
-    Refusal(
-        "--ckpt-format",
-        lambda args: args.ckpt_format != "torch_dist",
-        "only torch_dist saves parameters by name, for any layout",
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type global",
-        lambda args: args.non_persistent_ckpt_type == "global",
-        "the newest checkpoint is looked for, and checked, in --load alone",
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type local",
-        lambda args: args.non_persistent_ckpt_type == "local",
-        "it does not save fully reshardable state",
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards",
@@ -137,30 +160,6 @@ REFUSALS = [
             not in (None, args.expert_tensor_parallel_size)
         ),
         ONE_MODEL,
-    ),
-    Refusal(
-        "--transformer-impl",
-        lambda args: args.device == "cpu" and args.transformer_impl != "local",
-        "Transformer Engine's layers need a GPU: --device cuda",
-    ),
-    _on_cpu(
-        "--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"
-    ),
-    _on_cpu("--fp8-format", lambda args: args.fp8),
-    _on_cpu("--fp4-format", lambda args: args.fp4),
-    *(
-        _on_cpu(option, _is_set(option))
-        for option in (
-            "--async-save",
-            "--moe-grouped-gemm",
-            "--moe-permute-fusion",
-            "--moe-router-fusion",
-            "--optimizer-cuda-graph",
-            "--use-precision-aware-optimizer",
-            "--optimizer-cpu-offload",
-            "--fine-grained-activation-offloading",
-            "--moe-shared-expert-overlap",
-        )
     ),
 ]
 

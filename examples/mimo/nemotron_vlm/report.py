@@ -29,14 +29,13 @@ class Reading:
 def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading]:
     """The first samples with images that were read, up to ``count``."""
     numbers = sorted({sample for sample, _ in answers})
-    shown = [number for number in numbers if source.costs("test", number, 1)[0, 1]][:count]
-    return [_reading(source, n, [answers[p] for p in sorted(answers) if p[0] == n]) for n in shown]
-
-
-def _reading(source: SampleSource, number: int, tokens: list[int]) -> Reading:
-    text = source.text("test", number)
-    answer = text.labels[text.loss_mask.bool()].tolist()
-    return Reading(source.tiles("test", number) / 255, source.words(answer), source.words(tokens))
+    found = []
+    for number in [n for n in numbers if source.costs("test", n, 1)[0, 1]][:count]:
+        text = source.text("test", number)
+        answer = source.words(text.labels[text.loss_mask.bool()].tolist())
+        read = source.words([answers[place] for place in sorted(answers) if place[0] == number])
+        found.append(Reading(source.tiles("test", number) / 255, answer, read))
+    return found
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -19,17 +20,16 @@ import torch.distributed as dist
 
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.builder import VLMBuildConfig, stages_of
+from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
-from examples.mimo.nemotron_vlm.joining import store_of_attempt
+from examples.mimo.nemotron_vlm.layout import layout_table
 from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import placed
 from examples.mimo.nemotron_vlm.own_options import own_options
-from examples.mimo.nemotron_vlm.placement import layout_table
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
@@ -38,6 +38,7 @@ from megatron.core.models.mimo.module_groups import (
     limit_waiting,
     make_modules,
     schedule_collection,
+    stages_of,
 )
 from megatron.core.models.mimo.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
@@ -81,16 +82,12 @@ def run(argv: list[str]) -> None:
 
         cpu_runtime.install()
     with _output_to(_log_file(own, argv)):
-        if own.dry_run:
+        if own.dry_run or own.plan:
             # PyTorch's groups that send nothing come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.dry_run import dry_run
+            from examples.mimo.nemotron_vlm.dry_run import dry_run, plan
 
-            print(dry_run(argv, own.dry_run), file=sys.__stdout__)
-            return
-        if own.plan:
-            from examples.mimo.nemotron_vlm.dry_run import plan
-
-            print(plan(argv, own), file=sys.__stdout__)
+            text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
+            print(text, file=sys.__stdout__)
             return
         options = parse(argv)
         args = options.args
@@ -98,7 +95,13 @@ def run(argv: list[str]) -> None:
         source = make_source(args, options.preset.encoder)
         _say_left_out(source, args)
         session = open_session(options, source)
-        _say(_banner(options), args)
+        lay = options.layouts
+        _say(
+            f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
+            f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
+            f"samples a step\n{layout_table(lay)}",
+            args,
+        )
         records = train(session)
         _print_outcome(session, records)
         close_session(session)
@@ -114,9 +117,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     set_global_variables(args, build_tokenizer=False)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
-        placed(layouts),
-        args.distributed_backend,
-        args.num_distributed_optimizer_instances,
+        placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances
     )
     communicator = None
     if layouts.non_colocated:
@@ -128,21 +129,28 @@ def open_session(options: Options, source: SampleSource) -> Session:
     tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
     args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
     build = VLMBuildConfig(_options=options, _modules=modules)
-    stages = stages_of(build, limit)
-    return Session(
-        options,
-        modules,
-        loading,
-        pretrain_cfg_container_from_args(args, build),
-        communicator,
-        stages,
-    )
+    stages = stages_of(build.post_wrap_hooks, limit)
+    cfg = pretrain_cfg_container_from_args(args, build)
+    return Session(options, modules, loading, cfg, communicator, stages)
+
+
+def store_of_attempt() -> dist.Store | None:
+    """The store in which the ranks of this attempt meet; None for PyTorch's own choice.
+
+    torchrun may keep one store for all attempts (PyTorch 2.13 does, without a prefix for each);
+    ranks of a later attempt would find the addresses of processes that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    return dist.PrefixStore(f"attempt/{attempt}", store)
 
 
 def train(session: Session) -> list[Record]:
     """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
-    args = session.options.args
-    loading = session.loading
+    args, loading = session.options.args, session.loading
     with observed(args, loading) as records, safe_loading(args):
         pretrain(
             session.cfg,
@@ -168,17 +176,11 @@ def close_session(session: Session) -> None:
 
 
 def _print_outcome(session: Session, records: list[Record]) -> None:
-    if session.options.args.report:
-        _report(session)
-    if records and "eval_accuracy" in records[-1]:
-        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
-
-
-def _report(session: Session) -> None:
     args = session.options.args
-    everywhere: list[dict] = [{}] * args.world_size
-    dist.all_gather_object(everywhere, answers)
-    if args.rank == args.world_size - 1:
+    if args.report:
+        everywhere: list[dict] = [{}] * args.world_size
+        dist.all_gather_object(everywhere, answers)
+    if args.report and args.rank == args.world_size - 1:
         # matplotlib is slow to import, and only this rank draws.
         from examples.mimo.nemotron_vlm.report import draw_report, readings
 
@@ -186,16 +188,8 @@ def _report(session: Session) -> None:
         shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
-
-
-def _banner(options: Options) -> str:
-    args, lay = options.args, options.layouts
-    return (
-        f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
-        f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
-        f"samples a step\n"
-        f"{layout_table(lay)}"
-    )
+    if records and "eval_accuracy" in records[-1]:
+        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
@@ -242,18 +236,12 @@ def _output_to(path: Path | None) -> Iterator[None]:
 
 
 def _check_outputs(args: Namespace) -> None:
-    for option, path in (("--metrics-out", args.metrics_out), ("--report", args.report)):
-        if path:
-            _check_writable(option, path)
-    if args.save:
-        _check_writable("--save", Path(args.save) / ".probe")
-
-
-def _check_writable(option: str, path: Path) -> None:
-    probe = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error
+    probe = args.save and Path(args.save, ".probe")
+    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--save": probe}
+    for option, path in outputs.items():
+        try:
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error

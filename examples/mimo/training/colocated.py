@@ -20,10 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.builder import seed_process, stages_of
 from examples.mimo.nemotron_vlm.data.reading import Microbatch
 from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
-from examples.mimo.nemotron_vlm.initialization import initialize_weights
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
 from examples.mimo.nemotron_vlm.refusals import refuse
@@ -38,6 +36,7 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.data_parallel import prepare_for_training
 from megatron.core.models.mimo.encoding import run_microbatch
+from megatron.core.models.mimo.initialization import initialize_weights
 from megatron.core.models.mimo.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import (
@@ -45,7 +44,9 @@ from megatron.core.models.mimo.module_groups import (
     encoder_part,
     limit_waiting,
     make_modules,
+    prepare_process,
     schedule_collection,
+    stages_of,
 )
 from megatron.core.models.mimo.teardown import destroy
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -228,7 +229,7 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
             ddp_config: of all modules.
         """
         args, modules = get_args(), self._model_config._modules
-        seed_process(args, modules)
+        prepare_process(modules, args)
         model = self.build_model(pg_collection).cuda(torch.cuda.current_device())
         initialize_weights(model, args.seed, args.init_method_std)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)([model])
@@ -261,7 +262,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
         for split, seed in SPLIT_SEEDS.items()
     }
     build = ColocatedBuildConfig(_provider=provider, _modules=modules)
-    stages = stages_of(build, limit)
+    stages = stages_of(build.post_wrap_hooks, limit)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
         data_provider(MockLoading(args, slices, source, name)),

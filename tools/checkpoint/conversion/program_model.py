@@ -16,7 +16,6 @@ import torch
 
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
-from examples.mimo.nemotron_vlm.initialization import initial_weights
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -24,8 +23,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     apply_factories,
 )
+from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 WRAPPED = {
     "language_model.": "language_model.module.",
@@ -74,12 +73,8 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
             path = Path(directory) / "model.json"
             write_preset(preset, path)
             options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
-            set_global_variables(options.args, build_tokenizer=False)
-            try:
-                with stages_on_meta(options, 0) as (model,):
-                    yield _described(model)
-            finally:
-                unset_global_variables()
+            with stages_on_meta(options, 0) as (model,):
+                yield _described(model)
     finally:
         os.environ.clear()
         os.environ.update(before)

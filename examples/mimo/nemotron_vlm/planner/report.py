@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
@@ -68,7 +69,7 @@ def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
     return "\n\n".join(
         [
             title,
-            _table([HEADS, *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
+            table([HEADS, *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
             _why(found.best),
             "memory of the best, GiB of a rank by pipeline stage\n"
             + memory_table(best.plan, machine),
@@ -141,7 +142,7 @@ def memory_table(plan: Plan, machine: Machine) -> str:
     for stage, part in zip(names_of_stages(plan), stages, strict=True):
         cells = [part.get(name, 0.0) for name in names]
         rows.append([stage, *(f"{cell / GIB:.3g}" for cell in (*cells, sum(cells)))])
-    return _table(rows)
+    return table(rows)
 
 
 def rows_of(task: Task, found: Found, model: str) -> dict:
@@ -167,12 +168,3 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
             for priced in found.best
         ],
     }
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

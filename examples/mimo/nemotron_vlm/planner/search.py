@@ -15,20 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
+    STATE_PASSING,
     encoder_violation,
     language_violation,
     pair_violation,
 )
-from examples.mimo.nemotron_vlm.placement import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCH = 4

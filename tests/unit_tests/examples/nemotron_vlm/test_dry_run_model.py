@@ -3,8 +3,7 @@
 """The model whose parameters are only counted."""
 
 from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
-from megatron.training.global_vars import set_global_variables, unset_global_variables
+from examples.mimo.nemotron_vlm.dry_run import dry_run, stages_on_meta
 from tests.unit_tests.test_utilities import Utils
 
 
@@ -12,9 +11,14 @@ def test_of_any_size_it_takes_no_memory():
     """Layers that name the current device too: 31.6 B parameters would be 118 GB."""
     Utils.destroy()
     options = parse(["--model", "nano-vl-30b-a3b", "--data", "mock", "--language", "ep=8"], 8)
-    set_global_variables(options.args, build_tokenizer=False)
-    try:
-        with stages_on_meta(options, 0) as (model,):
-            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    finally:
-        unset_global_variables()
+    with stages_on_meta(options, 0) as (model,):
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_every_kind_of_layer_has_a_line(monkeypatch):
+    """An MLP too, which no preset has."""
+    Utils.destroy()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    printed = dry_run(["--hybrid-layer-pattern", "M-G*E-"], 1)
+    for kind in ("Mamba-2", "gated delta nets", "attention", "MoE", "MLP"):
+        assert f"\nlanguage: {kind}" in printed

@@ -5,11 +5,9 @@
 import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import NON_COLOCATED
+from examples.mimo.nemotron_vlm.layout import NON_COLOCATED, Batch, Layout, parse_layout
+from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
 from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
-from examples.mimo.nemotron_vlm.recurrent_cp import STATE_PASSING
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 

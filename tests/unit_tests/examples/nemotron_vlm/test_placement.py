@@ -5,9 +5,14 @@
 import pytest
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout import (
+    NON_COLOCATED,
+    Batch,
+    Layouts,
+    layout_table,
+    parse_layout,
+)
 from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.placement import NON_COLOCATED, layout_table
 from examples.mimo.nemotron_vlm.presets import tiny
 
 

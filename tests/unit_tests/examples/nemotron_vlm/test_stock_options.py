@@ -171,6 +171,11 @@ class TestRefused:
         for text in texts:
             assert text in str(refusal.value)
 
+    def test_a_short_size_is_not_that_of_an_axis_whose_name_ends_alike(self):
+        options = ["--language", "vpp=2,etp=1", "--pipeline-model-parallel-size", "2"]
+        found = parse([*options, "--tensor-model-parallel-size", "2"], world_size=4).layouts
+        assert str(found.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
+
     def test_every_refused_option_is_megatrons(self):
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = {option for action in parser._actions for option in action.option_strings}

@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
@@ -20,6 +24,7 @@ from megatron.core.process_groups_config import (
     ProcessGroupCollection,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 DIMS = ["tp", "cp", "dp", "pp"]
@@ -120,23 +125,46 @@ def limit_waiting(timeout: timedelta) -> None:
     parallel_state._global_process_group_list = groups
 
 
-def prepare_process(modules: Modules, seed: int, **tracker_options: bool) -> None:
-    """Set up what Megatron keeps per process: scratch buffer, MoE metrics and the RNG tracker.
+def stages_of(hooks: list[Callable], limit: timedelta) -> list[MegatronModule]:
+    """The virtual stages of a model that Megatron builds: none before it has.
+
+    Args:
+        hooks: ``post_wrap_hooks`` of the model's configuration, which get one more.
+        limit: of waiting, also in the groups of the bridge, which the model makes.
+    """
+    stages: list[MegatronModule] = []
+
+    def built(made: list[MegatronModule]) -> list[MegatronModule]:
+        limit_waiting(limit)
+        stages.extend(made)
+        return made
+
+    hooks.append(built)
+    return stages
+
+
+def prepare_process(modules: Modules, args: Namespace) -> None:
+    """Seed all that draws numbers, and set up what Megatron keeps per process.
+
+    That is a scratch buffer, MoE metrics and the RNG tracker.
 
     Args:
         modules: of the model that is built next.
-        seed: of the tracker's streams; the numbers drawn depend on the layout, as Megatron's do.
-        tracker_options: of ``model_parallel_cuda_manual_seed``: which tracker.
+        args: Megatron's ``seed``, from which the tracker's streams follow (the numbers drawn depend
+            on the layout, as Megatron's do), and which tracker.
     """
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
     groups = own_groups(modules)
     model_parallel_cuda_manual_seed(
-        seed,
+        args.seed,
+        te_rng_tracker=args.te_rng_tracker,
+        inference_rng_tracker=args.inference_rng_tracker,
         tp_rank=groups.tp.rank(),
         ep_rank=groups.ep.rank(),
         etp_rank=groups.expt_tp.rank(),
         force_reset_rng=True,
-        **tracker_options,
     )

@@ -1,6 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""RADIO ViT as a MIMO encoder: tiles in, language-model-sized tokens' features out."""
+"""The vision module: RADIO ViT and projector, as stages of a pipeline of their own.
+
+Megatron's modality submodules run their encoders on the first stage only. Here every stage runs
+its layers: the first on tiles, the others on the hidden states of the stage before.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ import torch
 from einops import rearrange
 
 from examples.mimo.nemotron_vlm.presets import EncoderPreset
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
 
 
 def pixel_shuffle(features: torch.Tensor, rows: int, factor: int) -> torch.Tensor:
@@ -108,3 +116,70 @@ class RADIOEncoderWrapper(MegatronModule):
         patches = features[: len(tiles), self.preset.class_tokens :]
         rows = self.preset.tile // self.preset.patch
         return pixel_shuffle(patches, rows, self.preset.pixel_shuffle).flatten(0, 1)
+
+
+class NormedProjector(MegatronModule):
+    """RMSNorm and a squared-ReLU MLP, from encoder features [n, input_size] to [n, H].
+
+    Args:
+        config: of the MLP; ``hidden_size`` is the language model's.
+        norm: norm class, built over the input features.
+        submodules: the MLP's linear layers.
+        input_size: features of one token.
+        pg_collection: the encoder's process groups.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        norm: type,
+        submodules: MLPSubmodules,
+        input_size: int,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.norm = norm(config=config, hidden_size=input_size, eps=config.layernorm_epsilon)
+        self.mlp = MultimodalProjector(
+            config, submodules, "mlp", input_size, pg_collection=pg_collection
+        )
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Map [n, input_size] to [n, H]."""
+        return self.mlp(self.norm(features))
+
+
+class VisionStage(VisionModalitySubmodules):
+    """One encoder, and on the last stage the projector."""
+
+    share_embeddings_and_output_weights = False
+    """Read by the gradient finalization of a pipeline's first and last stage."""
+
+    runs_on_every_rank = True
+    """Without tiles it encodes a blank one; so reductions of its gradients overlap its backward."""
+
+    @property
+    def pre_process(self) -> bool:
+        """Whether this stage takes tiles."""
+        return self.is_first_stage
+
+    def forward(
+        self,
+        encoder_inputs: dict[str, dict[str, torch.Tensor]] | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the stage.
+
+        Args:
+            encoder_inputs: of the encoder, on every stage.
+            hidden_states: of the stage before; None on the first.
+
+        Returns:
+            What the next stage takes, or on the last ``[tokens, H]`` of the language model's width.
+        """
+        ((name, encoder),) = self.encoders.items()
+        output = encoder(**encoder_inputs[name], hidden_states=hidden_states)
+        if self.is_last_stage:
+            output = self.project_embeddings([output])
+        # The schedule frees it once it is sent, and of one tile it would be a view.
+        return make_viewless_tensor(output, output.requires_grad, keep_graph=True)
