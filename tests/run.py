@@ -20,6 +20,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 WORLDS = (2, 4, 8)
+QUIET = ("-q", "-W", "ignore")
 NO_TESTS = 5
 
 
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> int:
             "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
             "ONE_RANK_RUNS": shared,
             "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # else each process imports the compiler, for seconds
         }
 
         def finish(name: str, process: subprocess.Popen) -> None:
@@ -39,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
         def finish_world(size: int) -> None:
             _announce(f"{size} ranks")
-            finish(f"{size} ranks", start(_under_torchrun(arguments, size)))
+            finish(f"{size} ranks", start(_ranks(arguments, size)))
 
         start = partial(subprocess.Popen, cwd=REPOSITORY, env=environment)
         with tempfile.TemporaryFile("w+") as report:
@@ -62,13 +64,12 @@ def _announce(name: str) -> None:
 
 
 def _pytest(arguments: list[str], *paths: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *arguments, *paths]
+    return [sys.executable, "-m", "pytest", *QUIET, *arguments, *paths]
 
 
-def _under_torchrun(arguments: list[str], size: int) -> list[str]:
-    python, *pytest = _pytest(arguments, "tests/unit_tests")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [python, *torchrun, *pytest]
+def _ranks(arguments: list[str], size: int) -> list[str]:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(size)]
+    return [*program, *QUIET, *arguments, "tests/unit_tests"]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program with a fault on one rank, when it first does what the fault names.
 
-faulty_rank.py FAULT [program arguments]   FAULT is JSON: rank, at (PLACES), iteration, kind; module
+faulty_rank.py FAULT [program arguments]   FAULT is JSON: rank, at (PLACES), iteration, kind
 """
 
 from __future__ import annotations
@@ -40,13 +40,6 @@ PLACES = {
 }
 
 
-def bad_gradients(optimizer: MimoOptimizer, module: str) -> None:
-    """Every gradient of one module of this rank becomes NaN."""
-    for leaf in getattr(optimizer.module_infos[module].optimizer, "chained_optimizers", []):
-        for buffer in leaf.buffers:
-            buffer.grad_data.fill_(float("nan"))
-
-
 def strike(kind: str) -> None:
     """Do what the fault is."""
     if kind in ("kill", "stop"):
@@ -73,8 +66,6 @@ def main() -> None:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if here and not restarted and not struck:
             struck.append(now)
-            if fault["kind"] == "nan":
-                bad_gradients(arguments[0], fault["module"])
             strike(fault["kind"])
         return original(*arguments, **named)
 

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,9 @@ import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
 SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
+
+LIMIT_S = 150
+"""Of one rank."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +43,48 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(ranks: int, *arguments: str, program: tuple[str, ...] = (SCRIPT,)) -> list:
-    """Start the ranks and return at once.
+def run(ranks: int, *arguments: str | Path) -> list[Ended]:
+    """Run the program to its end on every rank.
 
-    Args:
-        program: what Python runs, in place of the training program.
+    The ranks are forked from a process that has imported the program, which takes seconds.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run"])
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
     }
-    return [
-        subprocess.Popen(
-            [sys.executable, *map(str, (*program, *arguments))],
-            cwd=CHECKOUT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(ranks)
-    ]
+    with tempfile.TemporaryDirectory() as directory:
+        said = [Path(directory, str(rank)) for rank in range(ranks)]
+        processes = []
+        try:
+            for rank, own in enumerate(said):
+                own.mkdir()
+                environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                given = (list(map(str, arguments)), environment, own)
+                processes.append(context.Process(target=_rank, args=given))
+                processes[-1].start()
+            for process in processes:
+                process.join(LIMIT_S)
+        finally:
+            for process in processes:
+                process.kill()
+        return [
+            Ended(process.exitcode, (own / "output").read_text(), (own / "errors").read_text())
+            for process, own in zip(processes, said, strict=True)
+        ]
+
+
+def _rank(arguments: list[str], environment: dict[str, str], said: Path) -> None:
+    from examples.mimo.pretrain_nemotron_vlm import main
+
+    for stream, name in ((sys.stdout, "output"), (sys.stderr, "errors")):
+        with (said / name).open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.update(environment)
+    os.chdir(CHECKOUT)
+    sys.exit(main(arguments))
 
 
 def under_torchrun(
@@ -98,19 +120,3 @@ def kill(process: subprocess.Popen) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()
-
-
-def run(
-    ranks: int, *arguments: str, timeout_s: float = 150, program: tuple[str, ...] = (SCRIPT,)
-) -> list[Ended]:
-    """Run the program to its end on every rank."""
-    processes = start(ranks, *arguments, program=program)
-    try:
-        ends = []
-        for process in processes:
-            output, errors = process.communicate(timeout=timeout_s)
-            ends.append(Ended(process.returncode, output, errors))
-        return ends
-    finally:
-        for process in processes:
-            kill(process)

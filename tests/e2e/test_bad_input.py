@@ -24,7 +24,7 @@ class TestBeforeAnyGroupIsMade:
         ],
     )
     def test_is_refused(self, arguments, texts, tmp_path):
-        ends = run(2, *arguments, "--save", tmp_path / "saved", timeout_s=120)
+        ends = run(2, *arguments, "--save", tmp_path / "saved")
         assert_refused(ends, *texts)
         assert not list(tmp_path.iterdir())
 

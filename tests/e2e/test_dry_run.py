@@ -11,7 +11,7 @@ MODEL = ("--model", "nano-vl-30b-a3b", "--data", "mock")
 
 def test_the_language_model_has_the_published_parameters():
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card)."""
-    (end,) = run(1, *MODEL, "--dry-run", timeout_s=120)
+    (end,) = run(1, *MODEL, "--dry-run")
     assert end.code == 0, end.errors
     (line,) = [line for line in end.output.splitlines() if line.startswith("language model")]
     total, active = (float(text) for text in line.split() if text[0].isdigit())
@@ -21,7 +21,7 @@ def test_the_language_model_has_the_published_parameters():
 def test_the_stages_of_a_layout_hold_the_model_between_them():
     """16 ranks: ep=8 divides 29.84 B of experts' layers, but for their shared ones and routers."""
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1")
-    (end,) = run(1, *MODEL, "--dry-run", "16", *layout, timeout_s=120)
+    (end,) = run(1, *MODEL, "--dry-run", "16", *layout)
     assert end.code == 0, end.errors
     rows = [line.split() for line in end.output.splitlines() if "-" in line.split()[0]]
     assert [row[0] for row in rows] == ["0-7", "8-15"]

@@ -39,29 +39,23 @@ ARGUMENTS = (
 FAULTS = [
     # kind, rank, iteration and what it does then
     ("kill", ENCODER, 3, "microbatch"),
-    ("kill", LANGUAGE, 3, "microbatch"),
     ("kill", LANGUAGE, 3, "optimizer"),
     ("kill", ENCODER, 4, "writing"),
-    ("kill", LANGUAGE, 4, "writing"),
-    ("stop", ENCODER, 3, "microbatch"),
     ("stop", LANGUAGE, 3, "microbatch"),
-    ("stop", LANGUAGE, 3, "optimizer"),
+    ("stop", ENCODER, 3, "optimizer"),
     ("stop", LANGUAGE, 4, "writing"),
     ("raise", ENCODER, 3, "optimizer"),
-    ("raise", LANGUAGE, 3, "microbatch"),
     ("raise", LANGUAGE, 3, "reading samples"),
     ("hang", ENCODER, 3, "microbatch"),
-    ("hang", LANGUAGE, 3, "microbatch"),
     ("hang", LANGUAGE, 4, "publishing"),
     ("disk", LANGUAGE, 4, "writing"),
 ]
+"""Every kind on either module, and in every place a rank that ends and one that says nothing."""
 
 
-def fault(kind: str, rank: int, iteration: int, at: str, **more) -> tuple[str, str]:
+def fault(kind: str, rank: int, iteration: int, at: str) -> tuple[str, str]:
     """The program with this fault."""
-    return FAULTY, json.dumps(
-        {"kind": kind, "rank": rank, "iteration": iteration, "at": at, **more}
-    )
+    return FAULTY, json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
 
 
 def newest(directory: Path) -> int:
@@ -138,18 +132,6 @@ class TestEnds:
             assert f"rank      : {rank} (local_rank: {rank})" in ended.errors
         assert newest(saved) >= 2
         assert_whole(saved / f"iter_{newest(saved):07d}")
-
-
-class TestBadGradients:
-    @pytest.mark.parametrize(("module", "rank"), [("images", ENCODER), ("language", LANGUAGE)])
-    def test_are_skipped_everywhere(self, module, rank, tmp_path):
-        metrics = tmp_path / "metrics.jsonl"
-        program = fault("nan", rank, 3, "optimizer", module=module)
-        quiet = ("--no-check-for-nan-in-loss-and-grad", "--metrics-out", metrics)
-        ends = run(2, *ARGUMENTS[:4], *quiet, program=program)
-        assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        assert [record["skipped"] for record in records] == [False, False, True] + [False] * 3
 
 
 class TestRestart:

@@ -5,18 +5,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mini import REPOSITORY
+import mini  # noqa: F401  (makes tools importable)
 
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
+from calibration import measure  # noqa: E402
 from calibration.measure import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import count_by_module, stages_on_meta  # noqa: E402
@@ -85,7 +83,7 @@ class TestActivations:
         layout = Layout(dp=1, etp=1, pp=pp, vpp=vpp)
         assert most_in_flight(stage, layout, microbatches, (1.0,) * vpp) == most
 
-    def test_and_all_the_rest_are_what_a_run_on_one_rank_has(self, tmp_path):
+    def test_and_all_the_rest_are_what_a_run_on_one_rank_has(self, tmp_path, monkeypatch):
         model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
         full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         encoder = "--encoder-macro-batch 4 --recompute-encoder 1"
@@ -94,15 +92,11 @@ class TestActivations:
         listed.write_text(json.dumps([case.split() for case in cases]))
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        paths = [str(REPOSITORY / "tools"), os.environ["PYTHONPATH"]]
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "calibration.measure", listed, found],
-            env=os.environ | alone | {"PYTHONPATH": os.pathsep.join(paths)},
-            check=True,
-            capture_output=True,
-        )
+        for name, value in alone.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(measure, "STEPS", 4)
+        measure.main(str(listed), str(found))
         cpu = replace(find_machine("h200"), precision=4, fused=False, reserved_bytes=0.0)
-        measured = json.loads(found.read_text())
-        for case, (rank,) in zip(cases, measured, strict=True):
+        for case, (rank,) in zip(cases, json.loads(found.read_text()), strict=True):
             predicted = peak(memory_of(plan_of(options_of(case.split(), 1)), cpu))
             assert predicted == pytest.approx(rank["peak_bytes"], rel=TOLERANCE), case

@@ -16,7 +16,7 @@ from tests.unit_tests.test_utilities import Utils
 TEXT_IDS = min(TOKEN_IDS.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """Token ids, labels and loss mask ``[length]``; per modality, patches ``[n, PIXELS]``."""
 

@@ -34,7 +34,7 @@ Steps = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Job:
     """What is trained, whatever the layout.
 
@@ -51,7 +51,7 @@ class Job:
         in_bubbles: whether a pipeline's bubbles have the encoders' work.
     """
 
-    samples: Sequence[Sample]
+    samples: tuple[Sample, ...]
     microbatches: int = 2
     packed: bool = False
     tied: bool = False
@@ -60,6 +60,10 @@ class Job:
     per_token: bool = True
     macro_batch: int = 1
     in_bubbles: bool = False
+
+    def on_one_rank(self) -> Job:
+        """What gives the same there."""
+        return Job(self.samples, packed=self.packed, tied=self.tied, frozen=self.frozen)
 
     @property
     def modalities(self) -> list[str]:

@@ -50,7 +50,6 @@ def assert_trains_like_one_rank(encoder: str, language: str, source) -> None:
         *(encoder, language, "--placement", NON_COLOCATED),
         common=("--data", "mock", "--seq-length", str(SEQUENCE)),
         samples=SAMPLES,
-        steps=3,
         source=source,
         preset=SIX_LAYERS,
     )

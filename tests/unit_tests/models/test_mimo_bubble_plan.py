@@ -11,7 +11,7 @@ import pytest
 from megatron.core.models.mimo.bubble_plan import BACKWARD, ENCODE, RETURN, Costs, bubble_plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
-CASES = 3000
+CASES = 1000
 
 
 def draw_case(seed: int) -> dict[str, object]:
@@ -69,8 +69,7 @@ class World:
         rng = random.Random(seed)
         while left := [r for r in range(self.size) if self.places[r] < len(self.lists[r])]:
             able = [stage for stage in left if self._may(stage, self._current(stage))]
-            where = {stage: self._current(stage) for stage in left}
-            assert able, f"all wait for each other: {where}"
+            assert able, f"all wait for each other: {[self._current(stage) for stage in left]}"
             stage = rng.choice(able)
             action = self._current(stage)
             self._check(stage, action)

@@ -7,8 +7,10 @@ import contextlib
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
 from tests.unit_tests.models import small_vlm
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
-from tests.unit_tests.test_utilities import requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 PRESET = replace(
     small_vlm.PRESET,
@@ -34,8 +36,8 @@ PRESET = replace(
 )
 """With pp=2 the second stage has no experts."""
 
-BEFORE, AFTER = 2, 3
-"""Steps before the save, and after it."""
+BEFORE, AFTER = 2, 2
+"""Steps before the save, and after it: the second one's loss depends on what was loaded of Adam."""
 
 LAYOUTS = {
     "dp": (COLOCATED, "tp=2,dp=2", "dp=4,ep=2"),
@@ -48,12 +50,12 @@ LAYOUTS = {
 }
 
 TARGETS = {
-    "dp": ["dp", "tp-etp", "non-colocated-pp"],
-    "tp-etp": ["cp", "non-colocated-cp"],
-    "cp": ["pp", "non-colocated-tp"],
+    "dp": ["tp-etp", "non-colocated-pp"],
+    "tp-etp": ["cp"],
+    "cp": ["non-colocated-tp"],
     "pp": ["pp", "dp", "non-colocated-cp"],
-    "non-colocated-tp": ["non-colocated-tp", "dp", "non-colocated-pp"],
-    "non-colocated-cp": ["non-colocated-cp", "pp", "non-colocated-tp"],
+    "non-colocated-tp": ["non-colocated-tp", "dp"],
+    "non-colocated-cp": ["pp", "non-colocated-tp"],
     "non-colocated-pp": ["tp-etp", "cp"],
 }
 
@@ -201,11 +203,20 @@ class TestRefusals:
 
     ARGUMENTS = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
 
+    @pytest.fixture(scope="class")
+    def whole(self) -> Iterator[Path]:
+        with Utils.shared_directory() as path:
+            with mock.patch.dict(os.environ), self.run() as run:
+                losses(run, 1)
+                run.save(path)
+            yield path
+
     @pytest.fixture
-    def saved(self, shared_path) -> Path:
-        with self.run() as run:
-            losses(run, 1)
-            run.save(shared_path)
+    def saved(self, whole, shared_path) -> Path:
+        """A copy of the checkpoint, to be damaged."""
+        if dist.get_rank() == 0:
+            shutil.copytree(whole, shared_path, dirs_exist_ok=True)
+        dist.barrier()
         return shared_path
 
     @contextlib.contextmanager

@@ -13,7 +13,6 @@ class TestWeightsAfterOneStep:
     @pytest.mark.parametrize(
         ("encoder", "language"),
         [
-            pytest.param("tp=1,dp=8", "tp=2,dp=4", id="fan-in-2"),
             pytest.param("tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1", id="fan-in-4-ep-2"),
             pytest.param("tp=4,dp=2", "tp=1,dp=8,ep=4", id="fan-out-4-ep-4"),
             pytest.param("tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1", id="equal-ep-8"),

@@ -13,7 +13,6 @@ class TestWeightsAfterOneStep:
     @pytest.mark.parametrize(
         ("encoder", "language"),
         [
-            pytest.param("tp=1,dp=8", "cp=2,dp=4", id="fan-in-2"),
             pytest.param("tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1", id="fan-in-4-tp-2-ep-4"),
             pytest.param("tp=4,dp=2", "cp=2,dp=4,ep=2", id="fan-out-2-ep-2"),
             pytest.param("tp=2,dp=4", "cp=2,dp=4", id="equal"),

@@ -21,27 +21,27 @@ from tests.unit_tests.models.mimo_gpt_training import Job, Steps, train, train_p
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-STEPS = 5
+STEPS = 3
 
-EVEN = Job([draw({IMAGES: 3}, seed) for seed in range(16)])
-UNEVEN = Job([draw({IMAGES: seed * 5 % 7}, seed) for seed in range(16)])
+EVEN = Job(tuple(draw({IMAGES: 3}, seed) for seed in range(16)))
+UNEVEN = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed) for seed in range(16)))
 """Zero to six patches a sample."""
 
-TEXT_ONLY_PART = Job([draw({IMAGES: 3 if 4 <= seed < 8 else 0}, seed) for seed in range(16)])
+TEXT_ONLY_PART = Job(tuple(draw({IMAGES: 3 if 4 <= s < 8 else 0}, s) for s in range(16)))
 """With two microbatches or four, one at least has no image on any rank."""
 
-TEXT_ONLY = Job([draw({IMAGES: 0}, seed) for seed in range(16)])
-TWO_ENCODERS = Job([draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)])
-PACKED = Job([draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)], packed=True)
+TEXT_ONLY = Job(tuple(draw({IMAGES: 0}, seed) for seed in range(16)))
+TWO_ENCODERS = Job(tuple(draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)))
+PACKED = Job(tuple(draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)), packed=True)
 
 LIKE_LENGTHS = Job(
-    [
+    tuple(
         replace(sample, loss_mask=torch.ones_like(sample.loss_mask))
         for sample in (draw({IMAGES: seed % 4}, seed, length=12) for seed in range(16))
-    ]
+    )
 )
 """The mean of the ranks' means is that of all tokens."""
-TOLD = Job([draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)])
+TOLD = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)))
 """Samples of a length that CP divides."""
 
 TOLERANCE = 1e-5
@@ -75,12 +75,13 @@ def check(
     job: Job, language: dict[str, int], told: bool = False, **encoders: dict[str, int]
 ) -> None:
     """The loss goes down, step by step as on one rank."""
-    expected_losses, expected_norms = zip(*one_rank_trajectory(job), strict=True)
+    expected = one_rank_trajectory(job.on_one_rank())
+    expected_losses, expected_norms = zip(*expected, strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
         losses, norms = zip(*train(job, made, STEPS, told), strict=True)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
-    assert losses[-1] < 0.98 * losses[0]
+    assert losses[-1] < 0.995 * losses[0]
 
 
 class TestOneRank:
@@ -123,7 +124,6 @@ class TestEightRanks:
         [
             pytest.param(dict(dp=8), dict(cp=2, pp=2, dp=2), UNEVEN, id="fan-in-cp-pp"),
             pytest.param(dict(tp=4, dp=2), dict(pp=2, vpp=2, dp=4), UNEVEN, id="fan-out-vpp"),
-            pytest.param(dict(tp=4, dp=2), dict(cp=2, dp=4), UNEVEN, id="fan-out-cp"),
             pytest.param(dict(dp=8), dict(tp=2, cp=2, dp=2), PACKED, id="fan-in-cp-tp-packed"),
             pytest.param(dict(tp=8), dict(cp=4, dp=2), PACKED, id="fan-out-cp-4-packed"),
             pytest.param(dict(tp=8), dict(tp=2, dp=4), EVEN, id="fan-out-tp"),
@@ -138,6 +138,9 @@ CP_2_PP_2, VPP_2 = dict(cp=2, pp=2), dict(pp=2, vpp=2, dp=2)
 LAYOUTS = [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, dict(cp=2, dp=2))]
 """Of the encoder and the language model; pipelines come first."""
 
+LAYOUTS_TOLD = [(*LAYOUTS[0], True), (*LAYOUTS[1], False), (*LAYOUTS[2], True)]
+"""And whether the host is told the tokens of a batch, or reads them back."""
+
 
 @requires_world_size(4)
 class TestWhatRealBatchesBring:
@@ -151,13 +154,11 @@ class TestWhatRealBatchesBring:
     def test_a_batch_without_images(self, encoder, language):
         check(TEXT_ONLY, language, images=encoder)
 
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
-    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    @pytest.mark.parametrize(("encoder", "language", "told"), LAYOUTS_TOLD, ids=str)
     def test_two_encoders_of_different_layouts(self, encoder, language, told):
         check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=2), sounds=encoder)
 
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
-    @pytest.mark.parametrize("told", [False, True], ids=["read-back", "told"])
+    @pytest.mark.parametrize(("encoder", "language", "told"), LAYOUTS_TOLD[:2], ids=str)
     def test_packed_samples_of_odd_lengths(self, encoder, language, told):
         check(PACKED, language, told, images=encoder)
 
@@ -166,7 +167,7 @@ class TestWhatRealBatchesBring:
         check(replace(UNEVEN, tied=True), language, images=encoder)
 
     @pytest.mark.parametrize("frozen", [IMAGES, LANGUAGE])
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[::2], ids=str)
     def test_a_frozen_module(self, encoder, language, frozen):
         check(replace(UNEVEN, frozen=(frozen,)), language, images=encoder)
 
@@ -174,18 +175,19 @@ class TestWhatRealBatchesBring:
     def test_fewer_microbatches_than_stages_and_more(self, microbatches):
         check(replace(UNEVEN, microbatches=microbatches), CP_2_PP_2, images=FAN_IN)
 
-    @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
-    def test_gradients_reduced_during_the_backward(self, language, job):
-        check(replace(job, microbatches=2, overlap=True), language, images=dict(dp=4))
+    def test_gradients_reduced_during_the_backward(self, language):
+        check(replace(TEXT_ONLY_PART, overlap=True), language, images=dict(dp=4))
 
-    @pytest.mark.parametrize("job", [TEXT_ONLY_PART, UNEVEN], ids=["text-only-part", "uneven"])
-    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
+    @pytest.mark.parametrize(
+        ("encoder", "job"), [(FAN_IN, TEXT_ONLY_PART), (FAN_OUT, UNEVEN)], ids=["fan-in", "fan-out"]
+    )
     def test_images_of_two_microbatches_at_once(self, encoder, job):
         job = replace(job, microbatches=4, macro_batch=2, overlap=True)
         check(job, dict(cp=2, dp=2), images=encoder)
 
-    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=str)
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
+    @pytest.mark.parametrize(
+        ("encoder", "language"), [(FAN_IN, dict(pp=2, dp=2)), (FAN_OUT, dict(cp=2, dp=2))], ids=str
+    )
     def test_a_loss_that_is_a_mean_of_means(self, language, encoder):
         check(replace(LIKE_LENGTHS, per_token=False), language, images=encoder)

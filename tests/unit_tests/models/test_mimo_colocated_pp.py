@@ -26,7 +26,6 @@ class TestColocatedPipeline:
     @pytest.mark.parametrize(
         ("encoder", "language"),
         [
-            pytest.param("tp=2,dp=4", "pp=2,dp=4,ep=2", id="equal"),
             pytest.param("tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", id="virtual-stages"),
             pytest.param("tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", id="cp-2-ep-2"),
         ],

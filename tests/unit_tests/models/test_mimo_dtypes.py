@@ -17,7 +17,7 @@ from tests.unit_tests.models.mimo_gpt_training import Job, encoder_gradients
 from tests.unit_tests.models.test_mimo_colocated_e2e import modules
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-JOB = Job([draw({IMAGES: patches}, seed) for seed, patches in enumerate((0, 0, 0, 3))])
+JOB = Job(tuple(draw({IMAGES: patches}, seed) for seed, patches in enumerate((0, 0, 0, 3))))
 """Rank 0 encodes nothing, with a pipeline or without, and takes what rank 1 encodes."""
 
 TOLERANCE = 0.02

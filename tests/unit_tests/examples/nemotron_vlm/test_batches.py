@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks read of a step: all of it once, in the bridge's order, and evenly spread."""
 
+import functools
 from collections import Counter
 
 import numpy as np
@@ -30,11 +31,15 @@ class VariedSamples(SampleSource):
     """Many small samples, few with a dozen tiles, some of text alone; nothing to read."""
 
     def costs(self, split, first, count):
-        numbers = range(first, first + count)
-        draws = [np.random.default_rng([7, split == "test", n]) for n in numbers]
-        tiles = [int(d.choice([0, 1, 2, 3, 12], p=[0.1, 0.5, 0.2, 0.15, 0.05])) for d in draws]
-        texts = [int(d.integers(5, 60)) for d in draws]
-        return np.array([(t * 16 + n, t) for t, n in zip(tiles, texts, strict=True)]).reshape(-1, 2)
+        return np.array([drawn_cost(split, n) for n in range(first, first + count)]).reshape(-1, 2)
+
+
+@functools.cache
+def drawn_cost(split: str, number: int) -> tuple[int, int]:
+    """Tokens and tiles of a sample; every rank of a plan asks for them."""
+    draw = np.random.default_rng([7, split == "test", number])
+    tiles = int(draw.choice([0, 1, 2, 3, 12], p=[0.1, 0.5, 0.2, 0.15, 0.05]))
+    return tiles * 16 + int(draw.integers(5, 60)), tiles
 
 
 def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED) -> Layouts:

@@ -48,7 +48,7 @@ class TestTrajectory:
         packed = ("--pack", "--seq-length", "64", "--pack-window", "32", "--micro-batch-size", "1")
         of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
         assert_same_trajectory_as_one_rank(
-            encoder, language, *more, common=(*OWN_DEFAULTS, *packed, *of), samples=8
+            encoder, language, *more, common=(*OWN_DEFAULTS, *packed, *of), samples=16
         )
 
 

@@ -87,7 +87,7 @@ class TestFourRanks:
     )
     def test_trajectory_equals_one_rank(self, encoder, language, more):
         assert_same_trajectory_as_one_rank(
-            encoder, language, *more, common=(*OWN_DEFAULTS, *PACKED), samples=8, steps=5
+            encoder, language, *more, common=(*OWN_DEFAULTS, *PACKED), samples=8
         )
 
 
@@ -96,4 +96,4 @@ class TestEightRanks:
     def test_trajectory_equals_one_rank(self):
         layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
         common = (*OWN_DEFAULTS, *PACKED)
-        assert_same_trajectory_as_one_rank(*layouts, common=common, samples=8, steps=5)
+        assert_same_trajectory_as_one_rank(*layouts, common=common, samples=8)

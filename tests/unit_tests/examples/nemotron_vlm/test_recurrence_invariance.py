@@ -7,7 +7,7 @@ import pytest
 
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
+from tests.unit_tests.examples.nemotron_vlm.runs import STEPS, assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
@@ -20,7 +20,7 @@ HEADS = ("--linear-context-parallel", "head-parallel")
 class TestTwoRanks:
     @pytest.mark.parametrize("options", [CONTIGUOUS, ZIGZAG, HEADS], ids="/".join)
     def test_trajectory_equals_one_rank(self, options):
-        assert_same_trajectory_as_one_rank("tp=2", "cp=2,dp=1", *options, common=TINY_GDN, steps=5)
+        assert_same_trajectory_as_one_rank("tp=2", "cp=2,dp=1", *options, common=TINY_GDN)
 
 
 @requires_world_size(4)
@@ -35,14 +35,14 @@ class TestFourRanks:
         ],
     )
     def test_trajectory_equals_one_rank(self, language, options):
-        assert_same_trajectory_as_one_rank("tp=2", language, *options, common=TINY_GDN, steps=5)
+        assert_same_trajectory_as_one_rank("tp=2", language, *options, common=TINY_GDN)
 
 
 @requires_world_size(8)
 class TestEightRanks:
     def test_trajectory_equals_one_rank(self):
         layouts = "tp=4", "cp=2,pp=2,dp=2,ep=2"
-        assert_same_trajectory_as_one_rank(*layouts, *CONTIGUOUS, common=TINY_GDN)
+        assert_same_trajectory_as_one_rank(*layouts, *CONTIGUOUS, common=TINY_GDN, steps=STEPS)
 
 
 class TestOptions:

@@ -12,6 +12,7 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from tests.unit_tests.examples.nemotron_vlm.runs import (
+    COMPARED,
     SAMPLES,
     assert_same_trajectory,
     assert_same_trajectory_as_one_rank,
@@ -125,8 +126,6 @@ REFUSED = [
     "--window-size 4,0",
     "--softmax-type learnable",
 ]
-
-STEPS = 3
 
 
 class TestRefused:
@@ -243,18 +242,18 @@ class TestRefused:
 class TestRight:
     @pytest.mark.parametrize(("options", "language"), SAME_NUMBERS)
     def test_changes_nothing(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options, steps=STEPS)
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options)
 
     @pytest.mark.parametrize(("options", "language"), OTHER_NUMBERS)
     def test_changes_every_layout_alike(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options, steps=STEPS)
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options)
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_precisions_agree_with_one_rank(self, precision):
         layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
         batch = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", "16")
-        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=STEPS)]
-        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=STEPS)]
+        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=COMPARED)]
+        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=COMPARED)]
         assert found == pytest.approx(expected, rel=PRECISIONS[precision])
 
     @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 WORLD = 8
-STEPS = 5
+STEPS = 3
 GLOBAL_BATCH = 8
 SEQ_LENGTH = 8
 VOCAB = 32
