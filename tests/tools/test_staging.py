@@ -193,6 +193,13 @@ def test_trying_runs_the_tests_of_each_feature_in_a_tree_of_its_own(staged, monk
     assert git(staged.checkout, "branch", "--format=%(refname:short)") == "main"
 
 
+def test_a_trial_whose_tests_are_all_skipped_has_not_passed(staged):
+    skips = "import pytest\n@pytest.mark.skip\ndef test_that_skips():\n    pass\n"
+    write_tree(staged.root, {"tests/unit_tests/test_first.py": skips})
+    found = run("--root", staged.root, staged.checkout, "--try", "first", program=cli.main)
+    assert (found.code, found.out[2:]) == (1, ["| first | 1 | **1 skipped** | 0 | 0 | 0 |"])
+
+
 def _dirty(world: World) -> None:
     (world.checkout / "README.md").write_text("edited\n")
 

@@ -32,7 +32,7 @@ class Trial:
 
     feature: str
     ranks: int
-    code: int  # exit status of pytest
+    ours_pass: bool  # False also where all of them are skipped
     outcomes: str  # what pytest counted
     pristine: int  # of upstream's tests, those that pass without the feature
     staged: int
@@ -40,12 +40,12 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        return self.code == 0 and not self.lost
+        return self.ours_pass and not self.lost
 
     def row(self) -> str:
         """A row of the table, with the tests that are lost below it."""
         counts = f"{self.pristine} | {self.staged} | {len(self.lost)}"
-        ours = self.outcomes if self.code == 0 else f"**{self.outcomes or 'no tests'}**"
+        ours = self.outcomes if self.ours_pass else f"**{self.outcomes or 'no tests'}**"
         row = f"| {self.feature} | {self.ranks} | {ours} | {counts} |"
         return "\n".join([row, *(f"lost: {test}" for test in self.lost)])
 
@@ -60,11 +60,12 @@ def try_feature(
         out: takes the logs.
     """
     log = out / f"{feature.name}-{ranks}.log"
-    code, outcomes = 0, "none"
+    ours_pass, outcomes = True, "none"
     command = commands(features, feature).get(ranks)
     if command:
         code = _shell([*setting(features, feature), command], tree, log)
         counts = Counter({name: int(n) for n, name in _OUTCOME.findall(_last_line(log))})
+        ours_pass = code == 0 and counts["passed"] > 0
         outcomes = ", ".join(f"{n} {name}" for name, n in counts.items())
     everything = Selection.read(_SELECTION)
     theirs = dataclasses.replace(
@@ -73,7 +74,7 @@ def try_feature(
     scratch = out / f"{feature.name}-{ranks}-upstream"
     found = compare(pristine, tree, theirs.files(pristine, ranks), _runner(ranks, scratch, theirs))
     before, after = len(passing(found.pristine)), len(passing(found.applied))
-    return Trial(feature.name, ranks, code, outcomes, before, after, found.lost)
+    return Trial(feature.name, ranks, ours_pass, outcomes, before, after, found.lost)
 
 
 def _shell(lines: list[str], tree: Path, log: Path) -> int:
