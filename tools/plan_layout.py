@@ -69,6 +69,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of the busiest experts' rank over the mean; 1 is perfect balance",
     )
     add("--placement", choices=["colocated", "non-colocated"], help="only this one")
+    add(
+        "--encoder-schedule",
+        choices=["three-phases", "bubbles"],
+        default="three-phases",
+        help="of colocated plans with a pipeline",
+    )
     add("--json", type=Path, metavar="FILE", help="write the plans")
     add("--png", type=Path, metavar="FILE", help="draw the best plan's timeline")
     parser.set_defaults(run=_plan)
@@ -120,6 +126,7 @@ def _chances(text: str) -> dict[int, float]:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
     from examples.mimo.nemotron_vlm.layout import PLACEMENTS
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
     from examples.mimo.nemotron_vlm.planner.plan import Tiles
@@ -137,6 +144,7 @@ def _plan(options: argparse.Namespace) -> None:
         images=Tiles.of(options.tiles),
         imbalance=options.expert_imbalance,
         placements=(options.placement,) if options.placement else PLACEMENTS,
+        in_bubbles=options.encoder_schedule == BUBBLES,
     )
     found = plans_of(task, machine)
     print(describe(task, machine, found, options.model))

@@ -20,6 +20,7 @@ from calibration.fit import USUAL, fitted  # noqa: E402
 from calibration.validate import benchmarked, compare, errors, rank_correlation  # noqa: E402
 from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve  # noqa: E402
@@ -78,15 +79,18 @@ class TestSearch:
                 taken += 1
         assert 100 < taken < 900  # both verdicts occur
 
-    def test_finds_plans_that_the_whole_program_takes(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("in_bubbles", [False, True])
+    def test_finds_plans_that_the_whole_program_takes(self, in_bubbles, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(WORLD))
         cpu_runtime.install()
-        found = search(task_of(), H200, keep=10)
-        assert len(found.best) == 10
+        found = search(replace(task_of(), in_bubbles=in_bubbles), H200, keep=40)
+        assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
         for priced in found.best:
             line = " ".join(options_of(priced.plan, "tiny"))
             on_cpu = line.replace("--device cuda", "--device cpu")
-            assert parse(shlex.split(on_cpu), WORLD).layouts == priced.plan.layouts
+            options = parse(shlex.split(on_cpu), WORLD)
+            assert options.layouts == priced.plan.layouts
+            assert (options.args.encoder_schedule == BUBBLES) == priced.plan.in_bubbles
 
     def test_keeps_to_the_memory_and_recomputes_where_that_helps(self):
         task = task_of("nano-vl-30b-a3b", 8, 64, 12.0)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from dataclasses import asdict, replace
 
@@ -29,9 +30,11 @@ from examples.mimo.nemotron_vlm.planner.costs import bridge_seconds  # noqa: E40
 from examples.mimo.nemotron_vlm.planner.goodput import Conditions, best_interval, goodput  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.schedule import Encoders, simulate  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.step_time import estimate, step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from layout_view.view import View  # noqa: E402
+from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan  # noqa: E402
 from megatron.core.models.mimo.module_groups import make_modules  # noqa: E402
 from megatron.training.training import num_floating_point_operations  # noqa: E402
 
@@ -174,6 +177,16 @@ class TestStep:
         plan = plan_of("dp=4", "pp=4", 4, microbatches=8)  # of 8 layers, 2 a stage
         assert step_time(plan, machine, 8).parts["bubble"] == pytest.approx(3 * 2.0, rel=0.01)
 
+    @pytest.mark.parametrize("macro_batch", [1, 4])
+    def test_in_bubbles_is_shorter_than_in_three_phases(self, macro_batch):
+        phases = plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model="nano-vl-30b-a3b")
+        phases = replace(phases, images=Tiles(12.0))
+        bubbles = replace(phases, in_bubbles=True, macro_batch=macro_batch)
+        before, after = (step_time(plan, H200, 8) for plan in (phases, bubbles))
+        assert before.seconds - before.parts["bubble"] < after.seconds < before.seconds
+        assert sum(after.parts.values()) == pytest.approx(after.seconds, rel=1e-6)
+        assert estimate(bubbles, H200, 8) == pytest.approx(after.seconds, rel=0.1)
+
     def test_on_shared_cores_takes_what_all_ranks_have_to_do(self):
         plan = plan_of("dp=8", "pp=4,dp=2", 8)
         alone = step_time(plan, H200, 8)
@@ -188,6 +201,27 @@ class TestStep:
 
         assert seconds() < seconds(recompute="moe") < seconds(recompute="full")
         assert seconds() < seconds(imbalance=1.5)
+
+
+class TestBubbles:
+    def test_are_filled_as_the_plan_says(self):
+        """What the planner simulates of a plan's pieces is what the plan was made by."""
+        for seed in range(200):
+            rng = random.Random(seed)
+            stages, vpp, macro_batch = rng.randint(2, 5), rng.randint(1, 3), rng.randint(1, 4)
+            number, costs = 2 * stages, Costs(*(10 ** rng.uniform(-2, 2) for _ in range(4)))
+            plan = bubble_plan(stages, number, macro_batch, vpp, costs=costs)
+
+            def operation(way, _, costs=costs):
+                return getattr(costs, way)
+
+            def piece(kind, k, number=number, size=macro_batch, costs=costs):
+                each = costs.encode if kind == ENCODE else costs.encoder_backward
+                return min(size, number - k * size) * each
+
+            encoders = Encoders(plan.before, macro_batch, piece)
+            spans = simulate(["language"] * stages, operation, number, vpp, encoders=encoders)
+            assert max(line[-1][2] for line in spans) == pytest.approx(plan.seconds), seed
 
 
 class TestTiles:

@@ -2,26 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the colocated schedules: three phases, the encoder in bubbles, and the usual alternative.
 
-Three phases against T = E + L(1 + (p-1)/m), bubbles against the bound L + max(E, L(p-1)/m).
-The alternative encodes each microbatch on the first stage's ranks, inside the pipeline. E is the
-encoder's forward and backward over a rank's samples, and L a stage's over all microbatches, each
-measured alone in the same run. No gradients are reduced, and no optimizer steps. A second table
-has the peak memory of the step beyond weights and gradients, where the encoder's part is run again
-in phase 3, some microbatches' worth at a time.
+Three phases against T = E + L(1 + (p-1)/m), bubbles against what their plan says of three phases,
+and against the bound L + max(E, L(p-1)/m). The alternative encodes each microbatch on the first
+stage's ranks, inside the pipeline. E is the encoder's forward and backward over a rank's samples,
+and L a stage's over all microbatches, each measured alone in the same run. The schedules take
+turns, step by step; ratios of two are medians over the turns. No gradients are reduced, and no
+optimizer steps. A second table has the peak memory of the step beyond weights and gradients, where
+the encoder's part is run again in phase 3, some microbatches' worth at a time.
 
 Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
     torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
-On CPU ranks the model is tiny, and the ratios say little. There, --sleep MS --share S puts each
-operation to sleep as long as it would take: MS for a stage's forward of a microbatch, twice that
+On CPU ranks the model is tiny, and the ratios say little. There, --sleep MS --share S has each
+operation sleep until it has taken its time: MS for a stage's forward of a microbatch, twice that
 for its backward, and for the encoder what gives it the share S of the work. Sleeping ranks need no
-cores, so that what they wait for each other is real.
+cores, so that what they wait for each other is real; MS must be longer than what an operation
+computes where ranks share cores. The alternative is then left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import time
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from ranks import start, timed
+from sleeping import Sleeper
 from timeline import CUDA, Recorder, Span, draw
 
 if not CUDA:
@@ -49,7 +52,7 @@ from examples.mimo.nemotron_vlm.presets import (
     tiny,
 )
 from megatron.core.models.mimo import colocated_schedule, encoder_in_bubbles, macro_batches
-from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES, Costs
+from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES, Costs, bubble_plan
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles, encode_in_bubbles
 from megatron.core.models.mimo.encoding import encode
@@ -61,7 +64,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 
-ROUNDS = 5
+ROUNDS, TURNS = 3, 10
 
 
 def preset() -> VLMPreset:
@@ -134,7 +137,7 @@ class Bench:
         self.inputs = self._inputs(samples // world)
         self.tokens = self._tokens()
         self.recorder: Recorder | None = None
-        self.sleep_s = args.sleep / 1e3
+        self.sleeper, self.sleep_s = Sleeper(), args.sleep / 1e3
         # Of a tile: a rank has so many of each microbatch.
         self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
         self.tile_sleep_s /= micro * dp * self.tiles / world
@@ -167,12 +170,12 @@ class Bench:
         shape = self._hidden_shape()
         dtype = next(self.model.parameters()).dtype
         for _ in range(self.microbatches):
-            self.model.set_input_tensor(
-                [torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)]
-            )
-            output, _ = self.model(**self.tokens, encoder_embeddings=self._leaf_embeddings())
-            output.backward(torch.ones_like(output))
-            time.sleep(3 * self.sleep_s)
+            with self.sleeper.lasting(3 * self.sleep_s):
+                self.model.set_input_tensor(
+                    [torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)]
+                )
+                output, _ = self.model(**self.tokens, encoder_embeddings=self._leaf_embeddings())
+                output.backward(torch.ones_like(output))
 
     def _hidden_shape(self) -> tuple[int, ...]:
         lay, batch = self.layouts.language, self.layouts.batch
@@ -245,9 +248,8 @@ class Bench:
 
     def _forward_step(self, batches, model):
         microbatch = next(batches)
-        with self._span("language forward"):
+        with self._span("language forward"), self.sleeper.lasting(self.sleep_s):
             output, loss_mask = model(**microbatch)
-            time.sleep(self.sleep_s)
         return output, lambda out: (out.float().sum(), loss_mask.sum().int(), {})
 
     def _span(self, name: str):
@@ -305,11 +307,12 @@ class Bench:
 
     def _encode(self, model, shares, recompute=None) -> dict[str, torch.Tensor]:
         """The encoder; where operations sleep, as long as its tiles take."""
-        rows = self._watched(encode(model, shares, recompute))
-        seconds = self.tile_sleep_s * len(rows[IMAGES]) / preset().encoder.tokens_per_tile
-        time.sleep(seconds)
+        tiles = sum(len(share[IMAGES]["radio"]["tiles"]) for share in shares if share)
+        seconds = self.tile_sleep_s * tiles
+        with self.sleeper.lasting(seconds):
+            rows = self._watched(encode(model, shares, recompute))
         if seconds:
-            rows[IMAGES].register_hook(lambda _: time.sleep(2 * seconds))
+            rows[IMAGES].register_hook(lambda _: self.sleeper.sleep(2 * seconds))
         return rows
 
     @contextlib.contextmanager
@@ -318,8 +321,8 @@ class Bench:
         backward_step = schedules.backward_step
 
         def backward(*args, **kwargs):
-            time.sleep(2 * self.sleep_s)
-            return backward_step(*args, **kwargs)
+            with self.sleeper.lasting(2 * self.sleep_s):
+                return backward_step(*args, **kwargs)
 
         with (
             mock.patch.object(schedules, "backward_step", backward),
@@ -340,13 +343,26 @@ def _repeated(tiles: torch.Tensor, count: int) -> torch.Tensor:
     return tiles[torch.arange(count, device=tiles.device) % len(tiles)]
 
 
-def seconds(run: Callable[[], None], bench: Bench) -> float:
-    """The fastest of `ROUNDS` runs, each as long as its slowest rank; one before is not timed."""
+def take_turns(runs: list[Callable[[], None]], bench: Bench, turns: int) -> tuple[list[float], ...]:
+    """Each run's seconds in every turn, those of its slowest rank; one turn before is not timed."""
     found = []
-    for _ in range(ROUNDS + 1):
-        bench.model.zero_grad(set_to_none=True)
-        found.append(timed(run, bench.device))
-    return min(found[1:])
+    for _ in range(turns + 1):
+        times = []
+        for run in runs:
+            bench.model.zero_grad(set_to_none=True)
+            times.append(timed(run, bench.device))
+        found.append(times)
+    return tuple(map(list, zip(*found[1:], strict=True)))
+
+
+def seconds(run: Callable[[], None], bench: Bench) -> float:
+    """Of the fastest of `ROUNDS`."""
+    return min(*take_turns([run], bench, ROUNDS))
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    """Median over the turns."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
@@ -375,39 +391,41 @@ def print_recompute(bench: Bench, language: str) -> None:
         print(flush=True)
 
 
-def measure(bench: Bench, language: str) -> dict[str, list[list[Span]]]:
-    """Print a layout's row of the table; gives each schedule's spans, by rank."""
-    e, length, step, other = (
-        seconds(run, bench)
-        for run in (
-            bench.encoder_alone,
-            bench.stage_alone,
-            bench.three_phases,
-            bench.encoder_in_first_stage,
-        )
-    )
-    stages = bench.layouts.language.pp
-    wait = length * (stages - 1) / bench.microbatches
+def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], float]:
+    """Print a layout's row of the table.
+
+    Returns:
+        Each schedule's spans, by rank, and the bound in seconds.
+    """
+    e, length = (seconds(run, bench) for run in (bench.encoder_alone, bench.stage_alone))
+    stages, number = bench.layouts.language.pp, bench.microbatches
+    wait = length * (stages - 1) / number
     model, bound = e + length + wait, length + max(e, wait)
-    in_bubbles = partial(bench.bubbles, Costs.of_share(e / (e + length)))
-    has_bubbles = bench.layouts.language.cp == 1
-    filled = f"{seconds(in_bubbles, bench) / step:.3f}" if has_bubbles else "–"
+    costs = Costs.of_share(e / (e + length))
+    runs = {"three phases": bench.three_phases}
+    if not bench.sleep_s:
+        runs["encoder in the first stage"] = bench.encoder_in_first_stage
+    if bench.layouts.language.cp == 1:
+        runs["encoder in the bubbles"] = partial(bench.bubbles, costs)
+    times = dict(zip(runs, take_turns(list(runs.values()), bench, TURNS), strict=True))
+    step = times.pop("three phases")
+    ratios = [
+        f"{ratio(times[name], step):.3f}" if name in times else "–"
+        for name in ("encoder in the first stage", "encoder in the bubbles")
+    ]
+    # In units of a stage's forward of a microbatch.
+    planned = bubble_plan(stages, number, 1, costs=costs).seconds * length / (3 * number)
     if dist.get_rank() == 0:
         print(
-            f"| {language} | {bench.microbatches} | {1e3 * e:.1f} | {1e3 * length:.1f} "
-            f"| {1e3 * step:.1f} | {step / model:.3f} | {other / step:.2f} "
-            f"| {filled} | {bound / step:.3f} |",
+            f"| {language} | {number} | {1e3 * e:.1f} | {1e3 * length:.1f} "
+            f"| {1e3 * statistics.median(step):.1f} | {statistics.median(step) / model:.3f} "
+            f"| {' | '.join(ratios)} | {planned / model:.3f} | {bound / model:.3f} |",
             flush=True,
         )
     if CUDA:
         print_recompute(bench, language)
-    rows = {
-        f"{language}: three phases": bench.spans(bench.three_phases),
-        f"{language}: encoder in the first stage": bench.spans(bench.encoder_in_first_stage),
-    }
-    if has_bubbles:
-        rows[f"{language}: encoder in the bubbles"] = bench.spans(in_bubbles)
-    return rows
+    spans = {f"{language}: {name}": bench.spans(run) for name, run in runs.items()}
+    return spans, bound
 
 
 def main() -> None:
@@ -424,16 +442,16 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(
             "| language | microbatches | E, ms | L, ms | step, ms | step / T | "
-            "encoder in first stage / step | in bubbles / step | bound / step |\n"
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+            "encoder in first stage / step | in bubbles / step | planned / T | bound / T |\n"
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
         )
     for language in args.layouts:
         bench = Bench(language, device, args)
         with bench.slowed():
-            rows = measure(bench, language)
+            rows, bound = measure(bench, language)
         bench.destroy()
     if args.timeline and dist.get_rank() == 0:
-        draw(args.timeline, rows)
+        draw(args.timeline, rows, bound=bound)
     dist.destroy_process_group()
 
 

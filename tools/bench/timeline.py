@@ -78,12 +78,18 @@ class Recorder:
         return self._begin.elapsed_time(mark) / 1e3
 
 
-def draw(path: Path, rows: dict[str, list[list[Span]]], names: list[str] | None = None) -> None:
+def draw(
+    path: Path,
+    rows: dict[str, list[list[Span]]],
+    names: list[str] | None = None,
+    bound: float | None = None,
+) -> None:
     """Write a picture of each schedule's spans, by rank, on one time axis.
 
     Args:
         rows: by title, each rank's spans.
         names: in place of "rank 0" and so on.
+        bound: seconds below which no schedule of the encoder in bubbles comes.
     """
     import matplotlib
 
@@ -103,12 +109,18 @@ def draw(path: Path, rows: dict[str, list[list[Span]]], names: list[str] | None 
                 axes.broken_barh(
                     [bar], (rank - 0.4, 0.8), color=COLOURS[name], edgecolor="white", linewidth=0.4
                 )
+        if bound is not None:
+            axes.axvline(1e3 * bound, color="#cf1322", linestyle="--")
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_yticks(range(ranks), names or [f"rank {rank}" for rank in range(ranks)])
         axes.invert_yaxis()
     axes.set_xlabel("ms")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     handles.append(plt.Rectangle((0, 0), 1, 1, color="#d9d9d9"))
-    figure.legend(handles, [*COLOURS, "waiting"], ncols=6, loc="lower center", fontsize=8)
+    labels = [*COLOURS, "waiting"]
+    if bound is not None:
+        handles.append(plt.Line2D([], [], color="#cf1322", linestyle="--"))
+        labels.append("L + max(E, L(p-1)/m)")
+    figure.legend(handles, labels, ncols=len(labels), loc="lower center", fontsize=8)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)

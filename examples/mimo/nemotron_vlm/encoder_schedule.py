@@ -37,6 +37,11 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
         )
 
 
+def bubbles_may_run(layouts: Layouts) -> bool:
+    """Whether each TP group of the encoder lies in one pipeline stage."""
+    return layouts.language.size // layouts.language.pp % layouts.encoder.tp == 0
+
+
 def check_bubbles(args: Namespace, layouts: Layouts) -> None:
     """Refuse what the encoder cannot have in the pipeline's bubbles.
 
@@ -45,8 +50,8 @@ def check_bubbles(args: Namespace, layouts: Layouts) -> None:
     """
     if args.encoder_schedule != BUBBLES:
         return
-    ranks = layouts.language.size // layouts.language.pp
-    if ranks % layouts.encoder.tp:
+    if not bubbles_may_run(layouts):
+        ranks = layouts.language.size // layouts.language.pp
         raise UserError(
             f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
             f"one stage of --language {layouts.language}, which has {ranks} ranks"

@@ -212,7 +212,9 @@ def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
         leaves = max(lay.tp * lay.cp, e.tp, lay.size if lay.pp > 1 else 1) > gpus_per_node
     if not received:
         return 0.0
-    crossings = 2 * plan.layouts.num_microbatches if lay.pp == 1 else 2
+    crossings = 2
+    if lay.pp == 1 or plan.in_bubbles:
+        crossings *= plan.layouts.num_microbatches
     bandwidth = machine.network_speed if leaves else machine.node_speed
     latency = machine.network_latency if leaves else machine.node_latency
     return crossings * latency + received / bandwidth

@@ -74,7 +74,7 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
 
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
-    """Colocated, with the encoder's activations: a macro-batch's, or with a pipeline a batch's."""
+    """Colocated, with the activations of all that is encoded and awaits its gradients."""
     p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
     width, rows = machine.precision, plan.rows(machine)
     parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
@@ -115,17 +115,17 @@ def _language_kept(
 
 def _encoder_kept(plan: Plan) -> float:
     """Numbers that colocated encoders keep: while the language model runs, or recomputed."""
-    kept = min(plan.recompute_encoder or plan.encoded_at_once, plan.encoded_at_once)
+    kept = min(plan.recompute_encoder or plan.encoded_and_kept, plan.encoded_and_kept)
     of_tile = activations.encoder_tile(plan.preset, plan.layouts.encoder)
     return plan.most_tiles(kept) * of_tile
 
 
 def _bridge_kept(plan: Plan, stage: int) -> float:
     """Numbers of the rows that a rank encodes, and of those that it consumes."""
-    at_once, micro_size = plan.encoded_at_once, plan.layouts.batch.micro_size
+    kept, micro_size = plan.encoded_and_kept, plan.layouts.batch.micro_size
     row = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
-    consumed = at_once * plan.images.mean * micro_size if stage == 0 else 0.0
-    return (plan.most_tiles(at_once) + 2 * consumed) * row
+    consumed = kept * plan.images.mean * micro_size if stage == 0 else 0.0
+    return (plan.most_tiles(kept) + 2 * consumed) * row
 
 
 @cache

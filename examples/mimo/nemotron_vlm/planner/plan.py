@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.activations import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.presets import VLMPreset
+from megatron.core.models.mimo.bubble_plan import most_kept
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.arguments import Options
@@ -40,9 +42,10 @@ class Plan:
 
     Attributes:
         recompute: none, moe (Megatron's selective recompute of MoE layers) or full.
-        macro_batch: of ``--encoder-macro-batch``, colocated without a pipeline.
+        macro_batch: of ``--encoder-macro-batch``, colocated without a pipeline or in its bubbles.
         recompute_encoder: of ``--recompute-encoder``; 0 keeps activations.
         imbalance: tokens of the busiest experts' rank over the mean.
+        in_bubbles: whether a pipeline's bubbles have the encoder's work.
     """
 
     preset: VLMPreset
@@ -52,13 +55,23 @@ class Plan:
     recompute_encoder: int = 0
     macro_batch: int = 1
     imbalance: float = 1.0
+    in_bubbles: bool = False
 
     @property
     def encoded_at_once(self) -> int:
-        """Microbatches whose images the encoder takes at once: with a pipeline, a step's."""
+        """Microbatches whose images the encoder takes at once: in three phases, a step's."""
         if self.layouts.non_colocated:
             return 1
-        return self.layouts.num_microbatches if self.layouts.language.pp > 1 else self.macro_batch
+        in_phases = self.layouts.language.pp > 1 and not self.in_bubbles
+        return self.layouts.num_microbatches if in_phases else self.macro_batch
+
+    @property
+    def encoded_and_kept(self) -> int:
+        """Microbatches of whose images the encoder keeps activations."""
+        if not self.in_bubbles:
+            return self.encoded_at_once
+        kept = most_kept(self.layouts.language.pp, self.macro_batch) * self.macro_batch
+        return min(kept, self.layouts.num_microbatches)
 
     def most_tiles(self, microbatches: int = 1) -> float:
         """Tiles of so many microbatches on the encoder rank that has most of them.
@@ -94,6 +107,7 @@ def plan_of(options: Options) -> Plan:
         recompute,
         args.recompute_encoder,
         args.encoder_macro_batch,
+        in_bubbles=args.encoder_schedule == BUBBLES,
     )
 
 

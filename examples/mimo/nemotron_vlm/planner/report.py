@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -46,6 +47,8 @@ def options_of(plan: Plan, model: str) -> list[str]:
         f"--micro-batch-size {batch.micro_size}",
         *RECOMPUTE[plan.recompute],
     ]
+    if plan.in_bubbles:
+        options.append(f"--encoder-schedule {BUBBLES}")
     if plan.macro_batch > 1:
         options.append(f"--encoder-macro-batch {plan.macro_batch}")
     if plan.recompute_encoder:
@@ -161,6 +164,7 @@ def rows_of(task: Task, found: Found, model: str) -> dict:
                 "recompute": priced.plan.recompute,
                 "recompute_encoder": priced.plan.recompute_encoder,
                 "macro_batch": priced.plan.macro_batch,
+                "in_bubbles": priced.plan.in_bubbles,
                 "seconds": priced.step.parts,
                 "bytes": dict(zip(priced.step.stages, priced.memory, strict=True)),
                 "command": command(priced.plan, task.world, task.gpus_per_node, model),

@@ -12,9 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.layout import Layouts
-from megatron.core.models.mimo.bubble_plan import BubblePlan, Costs, bubble_plan
+from megatron.core.models.mimo.bubble_plan import (
+    BACKWARD,
+    ENCODE,
+    RETURN,
+    BubblePlan,
+    Costs,
+    Piece,
+    bubble_plan,
+)
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 FORWARD = 1 / 3
@@ -124,12 +133,32 @@ def pipeline(
     return simulate(modules, seconds, microbatches, vpp)
 
 
+class Encoders(NamedTuple):
+    """The encoders' part of colocated stages, where a plan of bubbles puts it.
+
+    Args:
+        before: pieces before each operation of each stage, as ``BubblePlan`` has them.
+        macro_batch: microbatches of a macro-batch.
+        seconds: of one macro-batch's ``encode`` or ``backward``, by its number.
+    """
+
+    before: tuple[tuple[tuple[Piece, ...], ...], ...]
+    macro_batch: int
+    seconds: Callable[[str, int], float]
+
+
+_Action = tuple[str, int, int]
+"""An operation, its virtual stage and microbatch; or the encoders', a stage and macro-batch."""
+_ENCODE, _RETURN, _BACKWARD = (f"encoder {kind}" for kind in (ENCODE, RETURN, BACKWARD))
+
+
 def simulate(
     modules: list[str],
     seconds: Callable[[str, int], float],
     microbatches: int,
     vpp: int = 1,
     hop: float = 0.0,
+    encoders: Encoders | None = None,
 ) -> list[list[Span]]:
     """1F1B, interleaved with virtual stages, in the order in which Megatron runs microbatches.
 
@@ -138,25 +167,58 @@ def simulate(
         seconds: of one microbatch's ``forward`` or ``backward`` in a virtual stage of the pipeline.
         vpp: virtual stages of each stage.
         hop: seconds that a tensor takes to the next stage.
+        encoders: that work in the stages' bubbles.
     """
     size = len(modules)
-    orders = [order_of_stage(stage, size, microbatches, vpp) for stage in range(size)]
-    done: dict[tuple[str, int, int], float] = {}
+    actions = [_actions(stage, size, microbatches, vpp, encoders) for stage in range(size)]
+
+    def needed(way: str, place: int, number: int) -> list[_Action]:
+        if way == _BACKWARD:
+            return [(_RETURN, stage, number) for stage in range(size)]
+        if encoders and (way, place) == ("forward", 0):
+            return [(_ENCODE, stage, number // encoders.macro_batch) for stage in range(size)]
+        source = place - 1 if way == "forward" else place + 1
+        is_sent = way in ("forward", "backward") and source not in (-1, size * vpp)
+        return [(way, source, number)] if is_sent else []
+
+    done: dict[_Action, float] = {}
     stages: list[list[Span]] = [[] for _ in modules]
     places = [0] * size
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        for stage, (module, order) in enumerate(zip(modules, orders, strict=True)):
+    while any(place < len(order) for place, order in zip(places, actions, strict=True)):
+        for stage, (module, order) in enumerate(zip(modules, actions, strict=True)):
             now = stages[stage][-1][2] if stages[stage] else 0.0
             while places[stage] < len(order):
-                way, chunk, number = order[places[stage]]
-                virtual = chunk * size + stage
-                needed = virtual - 1 if way == "forward" else virtual + 1
-                at_end = needed in (-1, size * vpp)
-                if not at_end and (way, needed, number) not in done:
+                way, place, number = action = order[places[stage]]
+                sources = needed(*action)
+                if not all(source in done for source in sources):
                     break
-                begin = max(now, 0.0 if at_end else done[way, needed, number] + hop)
-                now = begin + seconds(way, virtual)
-                done[way, virtual, number] = now
-                stages[stage].append((f"{module} {way}", begin, now))
+                wait = 0.0 if way == _BACKWARD or (way, place) == ("forward", 0) else hop
+                begin = max([now, *(done[source] + wait for source in sources)])
                 places[stage] += 1
+                if way == _RETURN:
+                    done[action] = now
+                    continue
+                if way in (_ENCODE, _BACKWARD):
+                    now = begin + encoders.seconds(way.removeprefix("encoder "), number)
+                    name = "encoder forward" if way == _ENCODE else _BACKWARD
+                else:
+                    now = begin + seconds(way, place)
+                    name = f"{module} {way}"
+                done[action] = now
+                stages[stage].append((name, begin, now))
     return stages
+
+
+def _actions(
+    stage: int, size: int, microbatches: int, vpp: int, encoders: Encoders | None
+) -> list[_Action]:
+    """All that a stage does, in order."""
+    order = order_of_stage(stage, size, microbatches, vpp)
+    operations = [(way, chunk * size + stage, number) for way, chunk, number in order]
+    if encoders is None:
+        return operations
+    found: list[_Action] = []
+    for place, pieces in enumerate(encoders.before[stage]):
+        found += [(f"encoder {kind}", stage, number) for kind, number in pieces]
+        found += operations[place : place + 1]
+    return found

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from examples.mimo.nemotron_vlm.encoder_schedule import bubbles_may_run
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
@@ -46,6 +47,7 @@ class Task:
         world: GPUs.
         images: tiles of a sample. imbalance: of experts' tokens, see ``Plan``.
         placements: that may be chosen.
+        in_bubbles: whether colocated encoders work in the bubbles of a pipeline, else in phases.
     """
 
     preset: VLMPreset
@@ -56,6 +58,7 @@ class Task:
     images: Tiles
     imbalance: float = 1.0
     placements: tuple[str, ...] = (COLOCATED, NON_COLOCATED)
+    in_bubbles: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,14 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
     fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
     allowed = 0
     for layouts in candidates(task):
-        for macro_batch in _macro_batches(layouts):
+        pipelined = layouts.language.pp > 1 and not layouts.non_colocated
+        in_bubbles = task.in_bubbles and pipelined
+        if in_bubbles and not bubbles_may_run(layouts):
+            continue
+        for macro_batch in _macro_batches(layouts, in_bubbles):
             allowed += 1
-            plan = Plan(task.preset, layouts, task.images, "none", 0, macro_batch, task.imbalance)
+            how = "none", 0, macro_batch, task.imbalance, in_bubbles
+            plan = Plan(task.preset, layouts, task.images, *how)
             slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
             if estimate(plan, machine, task.gpus_per_node) >= slowest:
                 continue  # what it recomputes takes longer still
@@ -152,9 +160,10 @@ def fitting(plan: Plan, machine: Machine) -> Plan | None:
     return None
 
 
-def _macro_batches(layouts: Layouts) -> tuple[int, ...]:
-    """Sizes that are tried: without a pipeline, one microbatch or several at once."""
-    if layouts.non_colocated or layouts.language.pp > 1 or layouts.num_microbatches == 1:
+def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
+    """Sizes that are tried: without a pipeline or in its bubbles, one microbatch or several."""
+    in_phases = layouts.language.pp > 1 and not in_bubbles
+    if layouts.non_colocated or in_phases or layouts.num_microbatches == 1:
         return (1,)
     return 1, min(MACRO_BATCH, layouts.num_microbatches)
 

@@ -3,7 +3,8 @@
 """Seconds of a step: its pieces in the order of the runtime's schedule.
 
 Colocated: without a pipeline, encoder, bridge and language model of each microbatch one after the
-other; with one, three phases (docs/reviewer/pipeline.md). Non-colocated: one pipeline of both.
+other; with one, three phases or in its bubbles, as training's plan has it with these costs
+(docs/reviewer/pipeline.md). Non-colocated: one pipeline of both.
 Nothing overlaps: neither collectives nor the optimizer's, as by default in the program.
 """
 
@@ -22,7 +23,8 @@ from examples.mimo.nemotron_vlm.planner.costs import (
 )
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.planner.schedule import Span, simulate
+from examples.mimo.nemotron_vlm.planner.schedule import Encoders, Span, simulate
+from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
     spans = _pipeline(plan, work, machine.microbatch_overhead)
     length = max(line[-1][2] for line in spans)
     alone = work.encoder.times(work.macro_batches)
-    if not layouts.non_colocated:
+    outside = 0.0 if plan.in_bubbles else alone.total + work.bridge
+    if not (layouts.non_colocated or plan.in_bubbles):
         wrap = _macro_batches if layouts.language.pp == 1 else _phases
         spans = [wrap(line, work, plan.encoded_at_once) for line in spans]
     gradients, optimizer = after_backward(plan, machine, gpus_per_node)
@@ -84,7 +87,7 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
         "optimizer": optimizer,
         "overhead": machine.step_overhead + number * machine.microbatch_overhead,
     }
-    total = length + alone.total + work.bridge + gradients + optimizer + machine.step_overhead
+    total = length + outside + gradients + optimizer + machine.step_overhead
     everyone = _all_work(plan, work, gradients + optimizer + machine.step_overhead, machine)
     if machine.shared_cores:
         total = max(total, everyone / machine.shared_cores)
@@ -103,7 +106,8 @@ def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
     ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
     after = sum(after_backward(plan, machine, gpus_per_node)) + machine.step_overhead
     alone = work.macro_batches * work.encoder.total + work.bridge
-    return number * max(each) + ends + alone + after
+    around = max(ends, alone) if plan.in_bubbles else ends + alone
+    return number * max(each) + around + after
 
 
 def names_of_stages(plan: Plan) -> list[str]:
@@ -141,12 +145,28 @@ def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
 
 def _pipeline(plan: Plan, work: _Work, overhead: float) -> list[list[Span]]:
     """What each stage does when, of all microbatches in the pipeline, which may have one stage."""
-    vpp = plan.layouts.language.vpp
+    vpp, number = plan.layouts.language.vpp, plan.layouts.num_microbatches
 
     def seconds(way: str, virtual: int) -> float:
         return getattr(work.chunks[virtual], way) + overhead / 2 / vpp
 
-    return simulate(work.modules, seconds, plan.layouts.num_microbatches, vpp, work.hop)
+    encoders = _encoders(plan, work) if plan.in_bubbles else None
+    return simulate(work.modules, seconds, number, vpp, work.hop, encoders)
+
+
+def _encoders(plan: Plan, work: _Work) -> Encoders:
+    """The encoder's work in the bubbles; its ways over the bridge are part of its pieces."""
+    lay, number, size = plan.layouts.language, plan.layouts.num_microbatches, plan.macro_batch
+    language = sum(cost.total for cost in work.chunks) / lay.pp * number
+    encoder = work.macro_batches * work.encoder.total
+    costs = Costs.of_share(encoder / (encoder + language), lay.vpp)
+
+    def seconds(kind: str, macro_batch: int) -> float:
+        part = min(size, number - macro_batch * size) / size
+        way = "forward" if kind == ENCODE else "backward"
+        return part * (getattr(work.encoder, way) + work.bridge / 2 / work.macro_batches)
+
+    return Encoders(bubble_plan(lay.pp, number, size, lay.vpp, costs=costs).before, size, seconds)
 
 
 def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:

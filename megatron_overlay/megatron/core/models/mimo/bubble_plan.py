@@ -90,6 +90,11 @@ class BubblePlan(NamedTuple):
     seconds: float
 
 
+def most_kept(stages: int, macro_batch: int) -> int:
+    """Macro-batches of which a rank keeps the encoders' activations; of odd costs one more."""
+    return math.ceil(2 * stages / macro_batch) + 1
+
+
 @functools.cache
 def bubble_plan(
     stages: int,
@@ -102,8 +107,8 @@ def bubble_plan(
 ) -> BubblePlan:
     """The fastest, as simulated, of the plans that differ in when a gap is filled.
 
-    A rank keeps activations of about ``2 · stages`` microbatches' images at most, however many a
-    step has: as many as the pipeline has in flight, and as many again that are encoded ahead.
+    A rank keeps activations of :func:`most_kept` macro-batches, however many a step has: as many as
+    the pipeline has in flight, and as many again that are encoded ahead.
 
     Args:
         stages: of the pipeline, two or more.
@@ -155,7 +160,7 @@ class _Simulation:
         self.orders, self.size, self.vpp, self.costs = orders, len(orders), vpp, costs
         self.macro_batch, self.microbatches, self.trained = macro_batch, microbatches, trained
         self.count = -(-microbatches // macro_batch)
-        self.most_kept = math.ceil(2 * self.size / macro_batch) + 1
+        self.most_kept = most_kept(self.size, macro_batch)
         first = {(way, chunk, number): i for i, (way, chunk, number) in enumerate(orders[0])}
         self.needed_at = [first["forward", 0, k * macro_batch] for k in range(self.count)]
         stages = range(self.size)
@@ -247,6 +252,7 @@ class _Simulation:
         following = self.next[stage][RETURN]
         if following == self.count or self.whole[following] > time:
             return False
+        self.now[stage] = time  # it may have waited for the others
         self.returning[stage][self._take(stage, RETURN)] = time
         return True
 
