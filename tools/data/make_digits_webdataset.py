@@ -6,9 +6,9 @@
     tools/data/make_digits_webdataset.py OUT --samples N --seed S
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
-OUT/tokenizer. A strip has one to four of scikit-learn's digits (real 8×8 scans), beside or below
-each other, as PNG or JPEG; a conversation asks for them. One sample in six is text only: a sum, or
-digits to copy. An eighth of the samples is the part ``val``, of scans that ``train`` has not.
+OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
+each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
+to copy. An eighth of the samples is the part ``val``, of scans that ``train`` has not.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}; install with pip install '.[energon]'")
 
-MOST_DIGITS = 4
+LENGTHS = (0.5, 0.3, 0.2)
+"""Shares of the answers that have one digit, two, three. A model learns to see where there is only
+one digit to look at, and then the order: with few such strips it learns neither for long."""
 HEIGHTS = (12, 20)
 """Of a digit in pixels: so small that an image becomes one 16-pixel tile for each digit."""
 STRETCH = 0.06
 """By how much of its length a strip is longer or shorter than its digits."""
-TEXT_ONLY = 1 / 6
+TEXT_ONLY = 1 / 8
 HELD_OUT = 8
 """Of so many samples, and of so many scans, one is the validation's."""
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<unk>"]
-WORDS = ["?", "+", "=", *"0123456789", *"what digits are these read them in order copy".split()]
+WORDS = ["?", "read", "copy", *"0123456789", *"what digits are these them in order".split()]
 TEMPLATE = (
     "<s>{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "<assistant>{{ message['content'] }}</s>{% else %}<user>{{ message['content'] }}{% endif %}"
@@ -113,13 +115,20 @@ def write_tokenizer(path: Path) -> None:
 
 def _sample(draw: np.random.Generator, images: np.ndarray, digits: np.ndarray) -> dict:
     if draw.random() < TEXT_ONLY:
-        return {"json": _conversation(*_text_task(draw))}
-    chosen = draw.integers(len(images), size=draw.integers(1, MOST_DIGITS + 1))
+        text = " ".join(map(str, draw.integers(10, size=_length(draw))))
+        return {"json": _conversation(f"copy {text}", text)}
+    chosen = draw.integers(len(images), size=_length(draw))
     kind = "png" if draw.random() < 0.5 else "jpg"
     question = ("what digits are these ?", "read them in order")[int(draw.integers(2))]
     answer = " ".join(str(digits[i]) for i in chosen)
     strip = _strip(draw, images[chosen])
-    return {kind: strip_bytes(strip, kind), "json": _conversation(f"<image>\n{question}", answer)}
+    # The image last: with words between it and the answer a tiny model does not find it for long.
+    return {kind: strip_bytes(strip, kind), "json": _conversation(f"{question}\n<image>", answer)}
+
+
+def _length(draw: np.random.Generator) -> int:
+    """Of an answer, in digits."""
+    return 1 + int(draw.choice(len(LENGTHS), p=LENGTHS))
 
 
 def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
@@ -137,14 +146,6 @@ def strip_bytes(image: Image.Image, kind: str) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG" if kind == "png" else "JPEG")
     return file.getvalue()
-
-
-def _text_task(draw: np.random.Generator) -> tuple[str, str]:
-    numbers = draw.integers(10, size=draw.integers(2, 7)).tolist()
-    if draw.random() < 0.5:
-        return f"{numbers[0]} + {numbers[1]} =", str(numbers[0] + numbers[1])
-    text = " ".join(map(str, numbers))
-    return f"copy {text}", text
 
 
 def _conversation(question: str, answer: str) -> bytes:
