@@ -60,10 +60,10 @@ def program_logits(*options: str, source: RandomText) -> torch.Tensor:
         output, count = forward_step(microbatches, model)
 
         def counted(logits):
-            asked = count.keywords["asked"]
-            found = gather_logits(logits[asked.mask], model.pg_collection.tp)
-            samples = [asked.samples[place] for place in asked.places[asked.mask].tolist()]
-            places = zip(samples, asked.positions[asked.mask].tolist(), strict=True)
+            asked, _, positions, places, samples, *_ = count.args
+            found = gather_logits(logits[asked], model.pg_collection.tp)
+            answered = [samples[place] for place in places.tolist()]
+            places = zip(answered, positions.tolist(), strict=True)
             rows.update(zip(places, found, strict=True))
             return count(logits)
 
