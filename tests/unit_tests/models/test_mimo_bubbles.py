@@ -20,6 +20,7 @@ from megatron.core.models.mimo import encoder_in_bubbles, macro_batches
 from megatron.core.models.mimo.bubble_plan import BACKWARD, ENCODE, RETURN, Piece, bubble_plan
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS
 from tests.unit_tests.models.mimo_gpt_samples import draw
@@ -75,6 +76,11 @@ class TestFourRanks:
     @pytest.mark.parametrize("language", [PP_2, VPP_2], ids=str)
     def test_gradients_reduced_during_the_backward(self, language):
         check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
+
+    def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(self, monkeypatch):
+        monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
+        even = samples(*({IMAGES: 3} for _ in range(16)))
+        check_bubbles(replace(UNEVEN, samples=even, microbatches=4, overlap=True), PP_2)
 
     def test_two_encoders_of_different_layouts(self):
         check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
