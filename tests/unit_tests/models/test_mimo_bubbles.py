@@ -3,20 +3,24 @@
 """Encoder work in the pipeline's bubbles changes nothing of what is trained."""
 
 import contextlib
+import itertools
 import random
 import time
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.core.cpu_runtime import collectives
-from megatron.core.models.mimo import encoder_in_bubbles
-from megatron.core.models.mimo.bubble_plan import BACKWARD, RETURN, Piece, bubble_plan
+from megatron.core.models.mimo import encoder_in_bubbles, macro_batches
+from megatron.core.models.mimo.bubble_plan import BACKWARD, ENCODE, RETURN, Piece, bubble_plan
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS
 from tests.unit_tests.models.mimo_gpt_samples import Sample, draw
@@ -78,6 +82,11 @@ class TestFourRanks:
         check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
         assert around.call_count == 1
 
+    def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(self, monkeypatch):
+        monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
+        even = samples(*({IMAGES: 3} for _ in range(16)))
+        check_bubbles(replace(UNEVEN, samples=even, microbatches=4, overlap=True), PP_2)
+
     def test_two_encoders_of_different_layouts(self):
         check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
 
@@ -138,6 +147,72 @@ def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
     with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
         train(UNEVEN, made, 1, told=True, around=around)
     assert used and not new
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Saved:
+    """Bytes that the encoders keep for their backward, beside weights: now and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def counted(self, encode):
+        """``encode``, of which what is saved counts as long as it is."""
+
+        def call(model, *args):
+            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+            def pack(tensor):
+                kept = _Kept(tensor)
+                if tensor.untyped_storage().data_ptr() not in weights:
+                    self._add(tensor.nbytes)
+                    weakref.finalize(kept, self._add, -tensor.nbytes)
+                return kept
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                return encode(model, *args)
+
+        return call
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.most = max(self.most, self.now)
+
+
+def most_saved(microbatches: int, in_bubbles: bool) -> int:
+    """On this rank, in a step with one image of equal size for each rank and microbatch."""
+    saved, parts = Saved(), samples(*({IMAGES: 3} for _ in range(4 * microbatches)))
+    job = Job(parts, microbatches=microbatches, in_bubbles=in_bubbles)
+    with contextlib.ExitStack() as stack:
+        for owner in (encoder_in_bubbles, macro_batches):
+            counted = saved.counted(owner.encode)
+            stack.enter_context(mock.patch.object(owner, "encode", counted))
+        language = PP_4 | {"variable_lengths": False}
+        made = stack.enter_context(modules(images=dict(dp=4), language=language))
+        train(job, made, 1, told=True)
+    assert saved.now == 0
+    return saved.most
+
+
+@requires_world_size(4)
+def test_activations_do_not_grow_with_the_batch():
+    """A rank keeps what the plan says, for 2p + 1 macro-batches at most; else all of a step."""
+    one = most_saved(1, in_bubbles=False)
+    assert [most_saved(m, in_bubbles=False) for m in (8, 32)] == [8 * one, 32 * one]
+    kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
+    assert [most_saved(m, in_bubbles=True) for m in (8, 16, 32)] == [n * one for n in kept]
+    assert kept[1] == kept[2] <= 9
+
+
+def _most_kept(plan, stage: int) -> int:
+    """Macro-batches of which a stage of a plan has the activations, at most."""
+    pieces = [piece for place in plan.before[stage] for piece in place]
+    changes = [{ENCODE: 1, RETURN: 0, BACKWARD: -1}[piece.kind] for piece in pieces]
+    return max(itertools.accumulate(changes))
 
 
 def _too_early(*arguments):

@@ -25,9 +25,9 @@ from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 ENCODE, RETURN, BACKWARD = "encode", "return", "backward"
 
-LEADS, FITS = (0, 2), (0.0, 0.5, 1.0)
+LEADS, FITS = (0, 2), (0.0, 0.05, 0.5, 1.0)
 """What is tried: operations that encoding is ahead of the first stage's need at least, and the
-share of a piece that must fit into a gap whose end is known."""
+share of a piece that must fit into a gap whose end is known; a little, for gaps of rounding."""
 
 
 class Piece(NamedTuple):
