@@ -3,6 +3,7 @@
 """Bad input: one line with the fact and the fix, exit code 2 on every rank, nothing written."""
 
 import pytest
+import torch
 
 from tests.e2e.launch import run
 
@@ -21,6 +22,11 @@ class TestBeforeAnyGroupIsMade:
             (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
             (["--train-iters", "many"], ["--train-iters", "--help"]),
             (["--fp16", "--bf16"], ["args.bf16"]),
+            pytest.param(
+                ["--device", "cuda"],
+                ["PyTorch finds no GPU here"],
+                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+            ),
         ],
     )
     def test_is_refused(self, arguments, texts, tmp_path):

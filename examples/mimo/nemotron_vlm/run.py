@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
@@ -77,12 +78,15 @@ def run(argv: list[str]) -> None:
         UserError: on every rank alike, for bad input.
     """
     own = own_options(argv)
-    if own.device == "cpu":
+    asks_only = bool(own.dry_run or own.plan)
+    if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
+    if own.device == "cpu" or not torch.cuda.is_available():
         from megatron.core import cpu_runtime
 
         cpu_runtime.install()
     with _output_to(_log_file(own, argv)):
-        if own.dry_run or own.plan:
+        if asks_only:
             # PyTorch's groups that send nothing come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.dry_run import dry_run, plan
 
