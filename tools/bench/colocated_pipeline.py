@@ -357,7 +357,8 @@ def take_turns(runs: list[Callable[[], None]], bench: Bench, turns: int) -> tupl
 
 def seconds(run: Callable[[], None], bench: Bench) -> float:
     """Of the fastest of `ROUNDS`."""
-    return min(*take_turns([run], bench, ROUNDS))
+    (times,) = take_turns([run], bench, ROUNDS)
+    return min(times)
 
 
 def ratio(times: list[float], others: list[float]) -> float:

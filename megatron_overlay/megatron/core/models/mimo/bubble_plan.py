@@ -137,12 +137,12 @@ def pieces_around_the_pipeline(
         operations: of the stage.
         macro_batches, trained: as in :func:`bubble_plan`.
     """
-    last = (RETURN, BACKWARD) if trained else ()
-    first, end = (
-        tuple(Piece(kind, k) for kind in kinds for k in range(macro_batches))
-        for kinds in ((ENCODE,), last)
-    )
-    return first, *[()] * (operations - 1), end
+
+    def all_of(*kinds: str) -> tuple[Piece, ...]:
+        return tuple(Piece(kind, k) for kind in kinds for k in range(macro_batches))
+
+    last = all_of(RETURN, BACKWARD) if trained else ()
+    return all_of(ENCODE), *[()] * (operations - 1), last
 
 
 class _Simulation:

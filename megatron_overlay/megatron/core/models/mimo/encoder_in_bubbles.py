@@ -102,7 +102,7 @@ class EncoderInBubbles:
             for parameter in module.parameters()
         )
         order = list(enumerate(order_of_stage(stage, pp, count, vpp, group)))
-        model, self._place = stages[0], 0
+        model = stages[0]
         self._recompute = getattr(model, "recompute_encoder_shares", None)
         if model.has_kernels_to_load:
             model.has_kernels_to_load = False
@@ -111,6 +111,7 @@ class EncoderInBubbles:
         else:
             plan = bubble_plan(pp, count, size, vpp, trained, model.bubble_costs, group)
             self._before = plan.before[stage]
+        self._place = 0
         self._forwards = deque(place for place, (way, _, _) in order if way == "forward")
         first, last = (0, 0), (pp - 1, vpp - 1)
         self._receives = {
