@@ -8,7 +8,7 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -160,16 +160,15 @@ def _memory(options: Options) -> str:
 def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
     args = options.args
-    set_global_variables(args, build_tokenizer=False)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-    modules = make_modules(placed(options.layouts), "fake")
-    prepare_process(modules, args)
-    # Layers of Megatron's name the current device, whatever the default is.
-    with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
-        stages = build_vlm(args, options.preset, options.configs, modules)
-    try:
+    with ExitStack() as undone:
+        set_global_variables(args, build_tokenizer=False)
+        undone.callback(unset_global_variables)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+        undone.callback(dist.destroy_process_group)
+        modules = make_modules(placed(options.layouts), "fake")
+        prepare_process(modules, args)
+        # Layers of Megatron's name the current device, whatever the default is.
+        with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
+            stages = build_vlm(args, options.preset, options.configs, modules)
+        undone.callback(destroy, stages, modules)
         yield stages
-    finally:
-        destroy(stages, modules)
-        dist.destroy_process_group()
-        unset_global_variables()
