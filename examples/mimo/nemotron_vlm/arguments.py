@@ -166,6 +166,8 @@ def _complete(args: argparse.Namespace) -> None:
             default("lr_decay_iters", batches_of_first_size(args))
     default("max_position_embeddings", args.seq_length)
     default("eval_interval", args.train_iters or 1000)
+    if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
+        args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
     is_passing = args.linear_context_parallel == STATE_PASSING
     default("hybrid_token_layout", "contiguous" if is_passing else "zigzag")
 
@@ -227,6 +229,8 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     sizes = args.eval_global_batch_size, args.eval_micro_batch_size
     if args.pack and sizes[1] != 1:
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
+    if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
+        raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
     try:
         _resolve(args, preset, layouts.encoder, layouts.language, *sizes)
     except UserError as error:
@@ -249,10 +253,10 @@ def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
     # CUDA reads both when it starts. Megatron asks for one connection with tensor or context
     # parallelism; over a single one, a kernel that waits for a rank holds back those behind it.
-    bubbles = args.encoder_schedule == BUBBLES
-    single = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 or not bubbles
+    ahead = args.encoder_schedule == BUBBLES or args.cuda_graph_impl == "local"
+    single = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 or not ahead
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if single else "8")
-    if bubbles:
+    if ahead:
         # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world_size, args.world_size = args.world_size, language_ranks

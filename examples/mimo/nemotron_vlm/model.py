@@ -34,7 +34,7 @@ ENCODER = "radio"
 SHARED = """
     params_dtype pipeline_dtype bf16 fp16 calculate_per_token_loss gradient_accumulation_fusion
     masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
-    use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type""".split()
+    use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type cuda_graph_impl""".split()
 """What the encoder's and the projector's configurations take over from the language model's."""
 
 OF_LANGUAGE = """
@@ -67,6 +67,8 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
     language.perform_initialization = False  # weights are initialized by name
     # Non-colocated stages exchange tensors of their own shapes.
     language.variable_seq_lengths = args.placement == "non-colocated"
+    # A graph's outputs are there again in the next step.
+    language.deallocate_pipeline_outputs &= args.cuda_graph_impl == "none"
     shared = {name: getattr(language, name) for name in SHARED} | {
         "tensor_model_parallel_size": encoder.tp,
         "pipeline_model_parallel_size": encoder.pp,

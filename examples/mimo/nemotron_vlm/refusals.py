@@ -8,11 +8,14 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from examples.mimo.nemotron_vlm.data import ENERGON
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.layout import COLOCATED
 
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 DATA = "--data gives the samples"
-GRAPHS = "a graph is captured for one model, and the encoder's shapes differ from batch to batch"
+GRAPHS = "only --cuda-graph-impl local captures layers of several modules"
 POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
@@ -104,6 +107,14 @@ def _not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
     return Refusal(option, lambda args: args.transformer_impl == "local" and applies(args), ENGINE)
 
 
+def _with_graphs(option: str, applies: Callable[[Namespace], object], reason: str) -> Refusal:
+    return Refusal(
+        f"--cuda-graph-impl local with {option}",
+        lambda args: args.cuda_graph_impl == "local" and applies(args),
+        reason,
+    )
+
+
 REFUSALS = [
     *(_set(option, reason) for reason, names in WHEREVER_SET.items() for option in names.split()),
     *(_on_cpu(_set(option, GPU)) for option in NEEDS_GPU.split()),
@@ -119,7 +130,36 @@ REFUSALS = [
     _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
     _takes_only("--dataloader-type", "external", DATA),
-    _takes_only("--cuda-graph-impl", "none", GRAPHS),
+    _set_to("--cuda-graph-impl full_iteration", GRAPHS),
+    _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
+    _on_cpu(_set_to("--cuda-graph-impl local", GPU)),
+    _not_local("--cuda-graph-impl", lambda args: args.cuda_graph_impl == "local"),
+    _with_graphs(
+        "--data",
+        lambda args: args.data.startswith(ENERGON) or args.pack,
+        "a graph has one shape, and these rows differ in their images and samples",
+    ),
+    _with_graphs(
+        "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
+    ),
+    _with_graphs(
+        "--freeze", lambda args: args.freeze, "a graph does not run again before its backward has"
+    ),
+    _with_graphs(
+        "--recompute-encoder",
+        lambda args: args.recompute_encoder,
+        "a graph's backward keeps the activations of its forward",
+    ),
+    _with_graphs(
+        "--step-batch-size-schedule",
+        lambda args: args.step_batch_size_schedule is not None,
+        "steps run the graphs of the first one",
+    ),
+    _with_graphs(
+        "--encoder-schedule",
+        lambda args: args.encoder_schedule == BUBBLES,
+        "graphs run in the order of the first step, which has all of the encoder's work around it",
+    ),
     _takes_only("--optimizer", "adam", "only adam has a state that can be saved for any layout"),
     _takes_only(
         "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"

@@ -138,6 +138,23 @@ class TestRefused:
         assert " is not taken here: " in str(refusal.value)
 
     @pytest.mark.parametrize(
+        "other",
+        [
+            "--data energon:shards",
+            "--pack --micro-batch-size 1",
+            "--placement non-colocated",
+            "--freeze projector",
+            "--recompute-encoder 1",
+            "--encoder-schedule bubbles",
+            "--step-batch-size-schedule 0:32",
+        ],
+    )
+    def test_names_what_cuda_graphs_do_not_go_with(self, other):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        with pytest.raises(UserError, match="^--cuda-graph-impl local with --.* is not taken here"):
+            parse([*graphs.split(), *other.split()], world_size=2)
+
+    @pytest.mark.parametrize(
         ("arguments", "texts"),
         [
             ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),

@@ -29,9 +29,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,
     ProcessGroupCollection,
@@ -104,7 +104,7 @@ def colocated_forward_backward_with_pp(
     """
     stages = model if isinstance(model, list) else [model]
     config = get_model_config(stages[0])
-    schedule = get_forward_backward_func(
+    schedule = schedules.get_forward_backward_func(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
     pipelined = pg_collection.pp.size() > 1
@@ -123,7 +123,7 @@ def colocated_forward_backward_with_pp(
             # All ranks encode together, and later stages would draw their microbatches later.
             microbatches = list(encoded) if pipelined else encoded
             iterators = [iter(microbatches) for _ in stages]
-        with _grad_finalization_deferred(config) as deferred:
+        with _grad_finalization_deferred(config) as deferred, _capture_deferred():
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -148,6 +148,8 @@ def colocated_forward_backward_with_pp(
             pg_collection=pg_collection,
             force_all_reduce=force_all_reduce,
         )
+    if config.cuda_graph_impl == "local":
+        schedules.create_cudagraphs()
     return reports
 
 
@@ -180,3 +182,13 @@ def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferr
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def _capture_deferred() -> Iterator[None]:
+    """Have Megatron's schedule capture no CUDA graphs: the encoders' backward comes after it."""
+    capture, schedules.create_cudagraphs = schedules.create_cudagraphs, lambda: None
+    try:
+        yield
+    finally:
+        schedules.create_cudagraphs = capture

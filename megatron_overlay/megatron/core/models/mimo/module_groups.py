@@ -163,6 +163,7 @@ def prepare_process(modules: Modules, args: Namespace) -> None:
         args.seed,
         te_rng_tracker=args.te_rng_tracker,
         inference_rng_tracker=args.inference_rng_tracker,
+        use_cudagraphable_rng=args.cuda_graph_impl != "none",
         tp_rank=groups.tp.rank(),
         ep_rank=groups.ep.rank(),
         etp_rank=groups.expt_tp.rank(),

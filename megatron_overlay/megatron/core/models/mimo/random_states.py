@@ -23,6 +23,13 @@ from megatron.core.tensor_parallel.random import (
     model_parallel_cuda_manual_seed,
 )
 
+try:
+    from transformer_engine.pytorch.distributed import set_all_rng_states
+except ImportError:
+
+    def set_all_rng_states(_states: dict[str, object]) -> None:
+        """Megatron's tracker alone knows the states."""
+
 
 class RandomStates:
     """The states that one module draws from, by its own TP, EP and expert-TP ranks.
@@ -71,3 +78,4 @@ def _set(states: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> None:
     generator, tracked = states
     torch.cuda.set_rng_state(generator)
     get_cuda_rng_tracker().set_states(tracked)
+    set_all_rng_states(tracked)  # those that CUDA graphs know; else the ones added last

@@ -13,6 +13,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.mimo.comm.encoders_to_language import destroy_bridges
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import Modules
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, delete_cuda_graphs
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 
@@ -29,6 +30,7 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
         modules: whose grids own the groups.
     """
     dist.barrier()
+    _delete_graphs(stages)
     while stages:
         stage = stages.pop()
         stage.destroy()
@@ -45,3 +47,14 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
     parallel_state.destroy_global_memory_buffer()
     destroy_moe_metrics_tracker()
     gc.collect()
+
+
+def _delete_graphs(stages: list[MimoModel]) -> None:
+    """A communicator is not closed while a graph has captured its use."""
+    modules = [module for stage in stages for module in stage.modules()]
+    managers = [module for module in modules if isinstance(module, CudaGraphManager)]
+    for manager in managers:
+        for runner in manager.cudagraph_runners:
+            runner.fwd_graph = runner.bwd_graph = None
+    if managers:
+        delete_cuda_graphs()
