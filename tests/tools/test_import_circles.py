@@ -23,13 +23,14 @@ FACTORIES = {
     frozenset(
         {
             *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
+            "megatron.core.transformer.cuda_graphs",
             *(f"{MIMO}.{n}" for n in ("colocated_schedule", "encoder_in_bubbles", "bubble_plan")),
         }
     ),
 }
 """Upstream's factory of optimizers makes MIMO's, which calls it for each module; ours is between.
 Its factory of schedules hands out ours, which runs the pipeline that the factory has for it, and
-plans by that pipeline's own order."""
+plans by that pipeline's own order. Upstream's graphs and schedules import each other."""
 
 
 def name_of(path: Path) -> str:
