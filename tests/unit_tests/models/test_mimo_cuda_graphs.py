@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""When CUDA graphs of colocated modules are captured and deleted; GPU runs compare what they compute."""
+"""When CUDA graphs of colocated modules are captured and deleted."""
 
 import gc
 import weakref
