@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
@@ -159,8 +160,14 @@ def _memory(options: Options) -> str:
 @contextmanager
 def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
-    args = options.args
+    args, configs = options.args, options.configs
     with ExitStack() as undone:
+        # Nothing runs: no graph does, and Megatron's own layers have the engine's parameters.
+        counted = {"cuda_graph_impl": "none"}
+        if find_spec("transformer_engine") is None:
+            counted["transformer_impl"] = "local"
+        for part in (args, configs.encoder, configs.projector, configs.language):
+            undone.enter_context(patch.multiple(part, **counted))
         set_global_variables(args, build_tokenizer=False)
         undone.callback(unset_global_variables)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
@@ -169,6 +176,6 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
         prepare_process(modules, args)
         # Layers of Megatron's name the current device, whatever the default is.
         with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
-            stages = build_vlm(args, options.preset, options.configs, modules)
+            stages = build_vlm(args, options.preset, configs, modules)
         undone.callback(destroy, stages, modules)
         yield stages

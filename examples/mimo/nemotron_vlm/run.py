@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -95,6 +96,11 @@ def run(argv: list[str]) -> None:
             return
         options = parse(argv)
         args = options.args
+        if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
+            raise UserError(
+                f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
+                "local takes Megatron's own layers"
+            )
         _check_outputs(args)
         source = make_source(args, options.preset.encoder)
         _say_left_out(source, args)
