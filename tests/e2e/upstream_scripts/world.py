@@ -73,6 +73,8 @@ def run_rank(rank: int, port: int, ranks: int, command: list[str], log: str) -> 
     os.dup2(file, 2)
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
+    if writer := import_module("megatron.training.global_vars").get_tensorboard_writer():
+        writer.close()  # a thread may still have its last values
 
 
 def ended(ranks: set[int]) -> int:
