@@ -23,11 +23,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
+
+# As the program has it for the encoder in the bubbles; CUDA reads both when it starts.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
 
 import torch
 import torch.distributed as dist

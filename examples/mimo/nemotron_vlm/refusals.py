@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED
 
@@ -153,12 +152,7 @@ REFUSALS = [
     _with_graphs(
         "--step-batch-size-schedule",
         lambda args: args.step_batch_size_schedule is not None,
-        "steps run the graphs of the first one",
-    ),
-    _with_graphs(
-        "--encoder-schedule",
-        lambda args: args.encoder_schedule == BUBBLES,
-        "graphs run in the order of the first step, which has all of the encoder's work around it",
+        "steps run graphs of one size",
     ),
     _takes_only("--optimizer", "adam", "only adam has a state that can be saved for any layout"),
     _takes_only(

@@ -47,14 +47,14 @@ class FilledWaits(P2PCommunicator):
         config = copy.copy(config)
         config.batch_p2p_comm = False
         super().__init__(pp_group, config)
-        self._work = work
+        self._work, self._has_graphs = work, config.cuda_graph_impl != "none"
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._most = 4 * pp_group.size() * (config.virtual_pipeline_model_parallel_size or 1)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, wait_on_reqs=True, **others):
-        # The schedule frees the data of what it has sent: these hold it too.
+        # The schedule frees the data of what it has sent, and a CUDA graph writes it again.
         sent = {
-            name: tensor.detach()
+            name: tensor.detach().clone() if self._has_graphs else tensor.detach()
             for name, tensor in (("send_next", tensor_send_next), ("send_prev", tensor_send_prev))
             if tensor is not None
         }

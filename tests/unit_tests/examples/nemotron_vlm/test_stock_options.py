@@ -145,7 +145,6 @@ class TestRefused:
             "--placement non-colocated",
             "--freeze projector",
             "--recompute-encoder 1",
-            "--encoder-schedule bubbles",
             "--step-batch-size-schedule 0:32",
         ],
     )

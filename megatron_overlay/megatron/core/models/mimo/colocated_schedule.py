@@ -27,6 +27,7 @@ import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.graph_capture import capture_deferred, nothing_recorded
 from megatron.core.models.mimo.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.pipeline_parallel import schedules
@@ -113,8 +114,12 @@ def colocated_forward_backward_with_pp(
     if pipelined and not in_bubbles:
         size = num_microbatches
     communicator = P2PCommunicator(pg_collection.pp, config)
-    with torch.set_grad_enabled(not forward_only):
-        if in_bubbles and not forward_only:
+    in_bubbles = in_bubbles and not forward_only
+    # In bubbles, the first step on GPUs has another order than those to come.
+    recorded = not (in_bubbles and stages[0].has_kernels_to_load)
+    held_back = contextlib.nullcontext() if recorded else nothing_recorded()
+    with torch.set_grad_enabled(not forward_only), held_back:
+        if in_bubbles:
             encoded = EncoderInBubbles(stages, data_iterator, num_microbatches, size, pg_collection)
             iterators = [encoded.microbatches(chunk) for chunk in range(len(stages))]
             communicator = FilledWaits(pg_collection.pp, config, encoded.work)
@@ -123,7 +128,7 @@ def colocated_forward_backward_with_pp(
             # All ranks encode together, and later stages would draw their microbatches later.
             microbatches = list(encoded) if pipelined else encoded
             iterators = [iter(microbatches) for _ in stages]
-        with _grad_finalization_deferred(config) as deferred, _capture_deferred():
+        with _grad_finalization_deferred(config) as deferred, capture_deferred():
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -148,7 +153,7 @@ def colocated_forward_backward_with_pp(
             pg_collection=pg_collection,
             force_all_reduce=force_all_reduce,
         )
-    if config.cuda_graph_impl == "local":
+    if config.cuda_graph_impl == "local" and recorded:
         schedules.create_cudagraphs()
     return reports
 
@@ -182,13 +187,3 @@ def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferr
     finally:
         for name, value in before.items():
             setattr(config, name, value)
-
-
-@contextlib.contextmanager
-def _capture_deferred() -> Iterator[None]:
-    """Have Megatron's schedule capture no CUDA graphs: the encoders' backward comes after it."""
-    capture, schedules.create_cudagraphs = schedules.create_cudagraphs, lambda: None
-    try:
-        yield
-    finally:
-        schedules.create_cudagraphs = capture

@@ -20,6 +20,7 @@ from megatron.core.models.mimo.bubble_plan import (
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.encoding import encode
 from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
+from megatron.core.models.mimo.graph_capture import capture_each_use
 from megatron.core.models.mimo.macro_batches import Microbatch, Rows, cut, take_inputs
 from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
 from megatron.core.models.mimo.model.base import MimoModel
@@ -65,6 +66,8 @@ def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
     open_links(pp_group, config)
     for stage in stages:
         stage.bubble_costs = costs
+    for encoders in stages[0].modality_submodules.values():
+        capture_each_use(encoders)
     stages[0].has_kernels_to_load = _is_on_gpu(stages[0])
 
 
