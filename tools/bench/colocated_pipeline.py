@@ -113,7 +113,7 @@ class Bench:
     def __init__(self, language: str, device: torch.device, args: argparse.Namespace) -> None:
         world, wanted = dist.get_world_size(), parse_layout(language, "language")
         self.device, self.tiles = device, args.tiles
-        micro, length = (2, 4096) if CUDA else (2, 32)
+        micro, length = args.samples, 4096 if CUDA else 32
         dp = world // (wanted.tp * wanted.cp * wanted.pp)
         self.microbatches = args.microbatches_a_stage * wanted.pp
         samples = micro * dp * self.microbatches
@@ -440,6 +440,7 @@ def main() -> None:
     parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
     parser.add_argument("--timeline", type=Path, metavar="PNG")
     parser.add_argument("--tiles", type=int, default=4 if CUDA else 2, help="of a sample")
+    parser.add_argument("--samples", type=int, default=2, help="of a microbatch")
     parser.add_argument("--microbatches-a-stage", type=int, default=2, metavar="M")
     parser.add_argument("--sleep", type=float, default=0.0, metavar="MS", help="a stage's forward")
     parser.add_argument("--share", type=float, default=0.5, help="the encoder's, where ranks sleep")

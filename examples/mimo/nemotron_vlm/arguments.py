@@ -24,6 +24,7 @@ from examples.mimo.nemotron_vlm.encoder_schedule import (
     BUBBLES,
     check_bubbles,
     check_encoder_schedule,
+    set_macro_batch,
 )
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout, Layouts, parse_layout
@@ -129,7 +130,7 @@ def _check_own(args: argparse.Namespace) -> None:
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
     for name, least in LEAST.items():
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be {least} or more")
     if args.pack and args.micro_batch_size != 1:
         raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
@@ -192,6 +193,7 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     language = layouts.language
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    set_macro_batch(args, layouts)
     check_encoder_schedule(args, language)
     check_bubbles(args, layouts)
     if args.pack and args.sample_multiple % language.token_multiple:

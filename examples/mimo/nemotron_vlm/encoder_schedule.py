@@ -11,10 +11,20 @@ from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Layout, 
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 
+FASTEST = 2
+"""Microbatches encoded at once on GPUs, where one has too little work for what it launches."""
+
 
 def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
     """Whether colocated modules encode all microbatches of a step at its begin."""
     return language.pp > 1 and args.encoder_schedule == THREE_PHASES
+
+
+def set_macro_batch(args: Namespace, layouts: Layouts) -> None:
+    """Choose how many microbatches are encoded at once, where it was not said."""
+    if args.encoder_macro_batch is None:
+        by_one = layouts.non_colocated or layouts.language.pp > 1 or args.device == "cpu"
+        args.encoder_macro_batch = 1 if by_one else min(FASTEST, layouts.num_microbatches)
 
 
 def check_encoder_schedule(args: Namespace, language: Layout) -> None:

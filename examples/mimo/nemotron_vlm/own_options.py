@@ -57,9 +57,9 @@ class OwnOptions:
     recompute_encoder: int = 0
     """colocated, keep no encoder activations but run the encoder again in the backward, so many
     microbatches' worth at a time; 0 keeps them"""
-    encoder_macro_batch: int = 1
-    """colocated without a pipeline, or with --encoder-schedule bubbles, encode the images of so
-    many microbatches at once; in three phases, all of a step are"""
+    encoder_macro_batch: int | None = None
+    """colocated without a pipeline (by default 2 on GPUs, else 1), or with --encoder-schedule
+    bubbles (1), encode the images of so many microbatches at once; in three phases, all are"""
     encoder_schedule: Literal[THREE_PHASES, BUBBLES] = THREE_PHASES
     """colocated with a pipeline, encode all images of a step before it and go back through the
     encoder after it, or both where its stages would wait"""

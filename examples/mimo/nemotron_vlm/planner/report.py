@@ -49,7 +49,7 @@ def options_of(plan: Plan, model: str) -> list[str]:
     ]
     if plan.in_bubbles:
         options.append(f"--encoder-schedule {BUBBLES}")
-    if plan.macro_batch > 1:
+    if plan.macro_batch > 1 or not lay.non_colocated and lay.language.pp == 1:
         options.append(f"--encoder-macro-batch {plan.macro_batch}")
     if plan.recompute_encoder:
         options.append(f"--recompute-encoder {plan.recompute_encoder}")

@@ -224,6 +224,23 @@ class TestRefused:
         args = parse(arguments, world_size=1).args
         assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ("--device cuda", 2),
+            ("", 1),
+            ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
+            ("--device cuda --language pp=2", 1),
+            ("--device cuda --language pp=2 --encoder-schedule bubbles", 1),
+            ("--device cuda --placement non-colocated", 1),
+            ("--device cuda --encoder-macro-batch 1", 1),
+            ("--encoder-macro-batch 3", 3),
+        ],
+    )
+    def test_microbatches_encoded_at_once_by_default(self, options, expected):
+        found = parse(["--transformer-impl", "local", *options.split()], world_size=2)
+        assert found.args.encoder_macro_batch == expected
+
     def test_a_growing_batch_must_fit_at_every_size(self):
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
         with pytest.raises(UserError, match="global batch 9"):
