@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test: whole runs beside the plain ones and two ranks, then four ranks and eight.
+"""Run every test: whole runs beside the plain ones, on two processes; then 2, 4 and 8 ranks.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
@@ -20,6 +20,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 WORLDS = (2, 4, 8)
+SHARED = ("-n", "2", "--dist", "loadfile")
+"""Two processes, a file of tests to each in turn: fixtures of a module are made once."""
 QUIET = ("-q", "-W", "ignore")
 NO_TESTS = 5
 
@@ -46,14 +48,14 @@ def main(arguments: list[str]) -> int:
         start = partial(subprocess.Popen, cwd=REPOSITORY, env=environment)
         with tempfile.TemporaryFile("w+") as report:
             whole_runs = start(_pytest(arguments, "tests/e2e"), stdout=report, stderr=report)
-            _announce("one process")
-            finish("one process", start(_pytest(arguments, "tests/tools", "tests/unit_tests")))
-            finish_world(WORLDS[0])
+            _announce("plain tests")
+            plain = _pytest([*SHARED, *arguments], "tests/tools", "tests/unit_tests")
+            finish("plain tests", start(plain))
             _announce("whole runs, beside these: they mostly wait")
             finish("whole runs", whole_runs)
             report.seek(0)
             print(report.read(), flush=True)
-        for size in WORLDS[1:]:
+        for size in WORLDS:
             finish_world(size)
     print(f"\n===== {'failed: ' + ', '.join(failed) if failed else 'all stages passed'}")
     return 1 if failed else 0

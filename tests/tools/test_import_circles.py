@@ -25,6 +25,7 @@ FACTORIES = {
             *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
             "megatron.core.transformer.cuda_graphs",
             *(f"{MIMO}.{n}" for n in ("colocated_schedule", "encoder_in_bubbles", "bubble_plan")),
+            f"{MIMO}.graph_capture",
         }
     ),
 }

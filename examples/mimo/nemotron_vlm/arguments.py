@@ -27,7 +27,14 @@ from examples.mimo.nemotron_vlm.encoder_schedule import (
     set_macro_batch,
 )
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.layout import (
+    COLOCATED,
+    TOKEN_MULTIPLE,
+    Batch,
+    Layout,
+    Layouts,
+    parse_layout,
+)
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
 from examples.mimo.nemotron_vlm.own_options import (
@@ -199,7 +206,7 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     if args.pack and args.sample_multiple % language.token_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
-            f"{language.token_multiple} (tp, times 2·cp with context parallelism)"
+            f"{language.token_multiple} ({TOKEN_MULTIPLE})"
         )
     return layouts
 

@@ -23,7 +23,7 @@ from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.defaults import growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import encodes_all_at_once
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, encodes_all_at_once
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
@@ -59,7 +59,8 @@ class Loading:
         language = modules[LANGUAGE].groups
         self.waited_s = 0.0
         self.args, self.layouts, self._dp = args, layouts, layouts.language.dp
-        self._all_at_once = encodes_all_at_once(args, layouts.language)
+        in_bubbles = args.encoder_schedule == BUBBLES
+        self._all_at_once = encodes_all_at_once(layouts.language, in_bubbles)
         self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
         self.plan = StepPlan(
             layouts,

@@ -15,9 +15,9 @@ FASTEST = 2
 """Microbatches encoded at once on GPUs, where one has too little work for what it launches."""
 
 
-def encodes_all_at_once(args: Namespace, language: Layout) -> bool:
+def encodes_all_at_once(language: Layout, in_bubbles: bool) -> bool:
     """Whether colocated modules encode all microbatches of a step at its begin."""
-    return language.pp > 1 and args.encoder_schedule == THREE_PHASES
+    return language.pp > 1 and not in_bubbles
 
 
 def set_macro_batch(args: Namespace, layouts: Layouts) -> None:
@@ -33,14 +33,14 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
     Raises:
         UserError: there is one.
     """
-    apart = args.placement == NON_COLOCATED
-    if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(args, language)):
+    apart, in_bubbles = args.placement == NON_COLOCATED, args.encoder_schedule == BUBBLES
+    if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(language, in_bubbles)):
         raise UserError(
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
             "encoded at once"
         )
-    if args.encoder_schedule == BUBBLES and (apart or language.pp == 1):
+    if in_bubbles and (apart or language.pp == 1):
         raise UserError(
             f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
             "with pp of 2 or more, whose stages wait"

@@ -11,6 +11,8 @@ from examples.mimo.nemotron_vlm.errors import UserError
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
 """Both modules on all ranks, or the encoder on the first ranks and the language model on others."""
 
+TOKEN_MULTIPLE = "tp, times 2·cp with context parallelism"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -39,7 +41,7 @@ class Layout:
 
     @property
     def token_multiple(self) -> int:
-        """What must divide the tokens of a row: tp, times 2·cp with context parallelism."""
+        """What must divide the tokens of a row, see ``TOKEN_MULTIPLE``."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.layout import (
+    COLOCATED,
+    NON_COLOCATED,
+    TOKEN_MULTIPLE,
+    Batch,
+    Layout,
+    Layouts,
+)
 from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
@@ -177,7 +184,7 @@ def language_violation(
     if batch.seq_length % lay.token_multiple:
         return (
             f"the sequence length {batch.seq_length} must be a multiple of {lay.token_multiple} "
-            "(tp, times 2·cp with context parallelism)"
+            f"({TOKEN_MULTIPLE})"
         )
     if batch.global_size % samples:
         return (

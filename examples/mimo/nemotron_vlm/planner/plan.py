@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, encodes_all_at_once
 from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.activations import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -62,8 +62,8 @@ class Plan:
         """Microbatches whose images the encoder takes at once: in three phases, a step's."""
         if self.layouts.non_colocated:
             return 1
-        in_phases = self.layouts.language.pp > 1 and not self.in_bubbles
-        return self.layouts.num_microbatches if in_phases else self.macro_batch
+        all_at_once = encodes_all_at_once(self.layouts.language, self.in_bubbles)
+        return self.layouts.num_microbatches if all_at_once else self.macro_batch
 
     @property
     def encoded_and_kept(self) -> int:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from examples.mimo.nemotron_vlm.encoder_schedule import bubbles_may_run
+from examples.mimo.nemotron_vlm.encoder_schedule import bubbles_may_run, encodes_all_at_once
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
@@ -162,8 +162,8 @@ def fitting(plan: Plan, machine: Machine) -> Plan | None:
 
 def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
     """Sizes that are tried: without a pipeline or in its bubbles, one microbatch or several."""
-    in_phases = layouts.language.pp > 1 and not in_bubbles
-    if layouts.non_colocated or in_phases or layouts.num_microbatches == 1:
+    all_at_once = encodes_all_at_once(layouts.language, in_bubbles)
+    if layouts.non_colocated or all_at_once or layouts.num_microbatches == 1:
         return (1,)
     return 1, min(MACRO_BATCH, layouts.num_microbatches)
 

@@ -24,7 +24,7 @@ MODEL = """
 """.split()
 
 TRAINING = """
-    --bf16 --micro-batch-size 1 --global-batch-size 8 --calculate-per-token-loss
+    --bf16 --micro-batch-size 1 --global-batch-size 4 --calculate-per-token-loss
     --lr 2e-4 --min-lr 2e-6 --lr-decay-style cosine --lr-warmup-iters 0 --lr-decay-iters 10
     --override-opt-param-scheduler --weight-decay 0.05 --adam-beta1 0.9 --adam-beta2 0.95
     --clip-grad 1.0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
