@@ -251,10 +251,11 @@ def one_rank_trajectory(
     digest = hashlib.sha256(repr((arguments, type(source), preset)).encode()).hexdigest()[:16]
     whole = directory / f"{digest}.jsonl"
     if Utils.rank == 0 and not whole.exists():
-        partial = directory / digest / "metrics.jsonl"
+        # Another world may want it at the same time.
+        partial = directory / f"{digest}-{os.getpid()}" / "metrics.jsonl"
         command = [*SHORT_RUN, *arguments, "--metrics-out", str(partial)]
-        _run_alone(command, directory / f"{digest}.log", source, preset)
-        partial.rename(whole)
+        _run_alone(command, directory / f"{partial.parent.name}.log", source, preset)
+        partial.replace(whole)
     deadline = time.monotonic() + ONE_RANK_TIMEOUT_S
     while not whole.exists():
         if time.monotonic() > deadline:
