@@ -39,11 +39,26 @@ TORCH_ONLY = {"NVTE_FRAMEWORK": "pytorch"}
 """Keeps Transformer Engine from importing JAX, where that is installed too."""
 
 
+def leave_out_compiler() -> None:
+    """Without a GPU nothing is compiled, and PyTorch's compiler takes each rank seconds to import.
+
+    Megatron asks for it while it is imported, before the CPU runtime can be there.
+    """
+    import torch
+
+    def unchanged(function=None, **_):
+        return function or unchanged
+
+    if not torch.cuda.is_available():
+        torch.compile = unchanged
+
+
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
     os.environ.update(KEPT | TORCH_ONLY | os.environ)
+    leave_out_compiler()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron can do without

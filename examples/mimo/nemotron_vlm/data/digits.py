@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
@@ -48,6 +47,8 @@ class DigitStrips(DigitTask):
     ) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
+        from sklearn.datasets import load_digits  # takes a second, also of ranks that need none
+
         scans = load_digits()
         images = torch.from_numpy(scans.images).float() * (255 / 16)
         images = F.interpolate(images[:, None], size=(tile, tile), mode="bilinear").byte()

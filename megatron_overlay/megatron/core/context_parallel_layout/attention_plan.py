@@ -11,7 +11,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 from megatron.core.context_parallel_layout.token_layout import TokenLayout, zigzag_layout
@@ -28,12 +27,16 @@ class AttentionBlock:
 
     queries: int
     keys: int
-    bias: CausalBias | None = None
+    bias: Tensor | None = None
 
     @classmethod
     def causal(cls, queries: int, keys: int) -> AttentionBlock:
         """Align ``queries`` to the end of ``keys``."""
-        return cls(queries, keys, None if queries == keys else causal_lower_right(queries, keys))
+        if queries == keys:
+            return cls(queries, keys)
+        from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler
+
+        return cls(queries, keys, causal_lower_right(queries, keys))
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,8 +38,8 @@ def install() -> None:
     ]
     replaced = {id(old): (old, new) for old, new in map(_replace, plan) if callable(old)}
     _rebind_imported_names(replaced)
-    # Functions that were decorated with torch.compile before.
-    torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" in sys.modules:  # functions were decorated with torch.compile before
+        torch.compiler.set_stance("force_eager")
     random.silence_tracker_warning()
     _installed = True
 
