@@ -25,9 +25,11 @@ QUIET = ("-q", "-W", "ignore")
 PASSED = (0, 5)
 """Exit codes of pytest: the other is that there was no such test."""
 
+KEPT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
 
 def main(arguments: list[str]) -> int:
-    """Run both lanes of stages; returns 0 if all passed."""
+    """Run stages that compute, and beside them those that mostly wait; returns 0 if all passed."""
     with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared, ThreadPool(1) as pool:
         environment = os.environ | {
             "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
@@ -36,30 +38,24 @@ def main(arguments: list[str]) -> int:
             "TORCHDYNAMO_DISABLE": "1",  # else each process imports the compiler, for seconds
         }
         run = partial(subprocess.run, cwd=REPOSITORY, env=environment)
-        beside = pool.apply_async(_beside, (run, arguments))
-        failed = []
-        print("\n===== plain tests; beside them: whole runs, 4 and 8 ranks", flush=True)
-        if run(_pytest(arguments, "tests/tools", "tests/unit_tests")).returncode not in PASSED:
-            failed.append("plain tests")
-        print("\n===== 2 ranks", flush=True)
-        if run(_ranks(arguments, 2)).returncode not in PASSED:
-            failed.append("2 ranks")
-        failed += beside.get()
+        waiting = {"whole runs": _pytest(arguments, "tests/e2e")}
+        waiting |= {f"{size} ranks": _ranks(arguments, size) for size in (4, 8)}
+        computing = {"plain tests": _pytest(arguments, "tests/tools", "tests/unit_tests")}
+        computing |= {"2 ranks": _ranks(arguments, 2)}
+        beside = pool.apply_async(_failed, (partial(run, **KEPT), waiting))
+        failed = _failed(run, computing) + beside.get()
     print(f"\n===== {'failed: ' + ', '.join(failed) if failed else 'all stages passed'}")
     return 1 if failed else 0
 
 
-def _beside(run: Callable[..., subprocess.CompletedProcess], arguments: list[str]) -> list[str]:
-    """Stages that mostly wait: for each other, for a port, for a timeout. Returns what failed.
-
-    What a stage says is printed when it has ended.
-    """
+def _failed(run: Callable[..., subprocess.CompletedProcess], stages: dict[str, list]) -> list[str]:
+    """Run stages one after the other; what one says is shown at once, or, if kept, at its end."""
     failed = []
-    stages = {"whole runs": _pytest(arguments, "tests/e2e")}
-    stages |= {f"{size} ranks": _ranks(arguments, size) for size in (4, 8)}
     for name, command in stages.items():
-        done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        print(f"\n===== {name}\n{done.stdout}", flush=True)
+        print(f"\n===== {name} begin", flush=True)
+        done = run(command)
+        if done.stdout is not None:
+            print(f"\n===== {name}\n{done.stdout}", flush=True)
         if done.returncode not in PASSED:
             failed.append(name)
     return failed

@@ -20,11 +20,16 @@ def encodes_all_at_once(language: Layout, in_bubbles: bool) -> bool:
     return language.pp > 1 and not in_bubbles
 
 
+def may_encode_several(layouts: Layouts) -> bool:
+    """Whether several microbatches may be encoded at once by default, on GPUs."""
+    return not layouts.non_colocated and layouts.language.pp == 1
+
+
 def set_macro_batch(args: Namespace, layouts: Layouts) -> None:
     """Choose how many microbatches are encoded at once, where it was not said."""
     if args.encoder_macro_batch is None:
-        by_one = layouts.non_colocated or layouts.language.pp > 1 or args.device == "cpu"
-        args.encoder_macro_batch = 1 if by_one else min(FASTEST, layouts.num_microbatches)
+        several = args.device == "cuda" and may_encode_several(layouts)
+        args.encoder_macro_batch = min(FASTEST, layouts.num_microbatches) if several else 1
 
 
 def check_encoder_schedule(args: Namespace, language: Layout) -> None:

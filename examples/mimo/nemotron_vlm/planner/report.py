@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, may_encode_several
 from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -49,7 +49,7 @@ def options_of(plan: Plan, model: str) -> list[str]:
     ]
     if plan.in_bubbles:
         options.append(f"--encoder-schedule {BUBBLES}")
-    if plan.macro_batch > 1 or not lay.non_colocated and lay.language.pp == 1:
+    if plan.macro_batch > 1 or may_encode_several(lay):
         options.append(f"--encoder-macro-batch {plan.macro_batch}")
     if plan.recompute_encoder:
         options.append(f"--recompute-encoder {plan.recompute_encoder}")

@@ -114,12 +114,12 @@ def colocated_forward_backward_with_pp(
     if pipelined and not in_bubbles:
         size = num_microbatches
     communicator = P2PCommunicator(pg_collection.pp, config)
-    in_bubbles = in_bubbles and not forward_only
-    # In bubbles, the first step on GPUs has another order than those to come.
-    recorded = not (in_bubbles and stages[0].has_kernels_to_load)
+    fills_bubbles = in_bubbles and not forward_only
+    # There, the first step on GPUs has another order than those to come.
+    recorded = not (fills_bubbles and stages[0].has_kernels_to_load)
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
-        if in_bubbles:
+        if fills_bubbles:
             encoded = EncoderInBubbles(stages, data_iterator, num_microbatches, size, pg_collection)
             iterators = [encoded.microbatches(chunk) for chunk in range(len(stages))]
             communicator = FilledWaits(pg_collection.pp, config, encoded.work)
