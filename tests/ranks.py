@@ -2,23 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run pytest on N ranks of this host: under torchrun's agent, but with what they import shared.
 
-    python -m tests.ranks N [pytest arguments]
+    python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
 
-The ranks are forked from a process that has imported Megatron, which takes each of them seconds
-under torchrun itself. That is for CPU ranks: one that has CUDA in use cannot be forked.
+The ranks are forked from a process that has imported all tests, and with them Megatron, which takes
+each of them ten seconds under torchrun itself. That is for CPU ranks: one that has CUDA in use
+cannot be forked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
 import sys
-from importlib import import_module
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-IMPORTED_ONCE = ("examples.mimo.nemotron_vlm.run", "hypothesis", "transformers")
 HANDLERS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
@@ -30,10 +31,19 @@ HANDLERS = {
 DONE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def main(size: int, arguments: list[str]) -> int:
-    """Run the ranks to their end; returns 0 if all passed."""
-    for module in IMPORTED_ONCE:
-        import_module(module)
+def main(sizes: list[int], arguments: list[str]) -> int:
+    """Run each world to its end; returns 0 if all passed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main([*arguments, "--collect-only"])
+    if code not in DONE:
+        print(said.getvalue())
+        return int(code)
+    return max([_world(size, arguments) for size in sizes])
+
+
+def _world(size: int, arguments: list[str]) -> int:
+    """Run the tests on that many ranks; returns 0 if all passed."""
+    print(f"\n===== {size} ranks", flush=True)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -61,4 +71,4 @@ def _rank(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main([int(size) for size in sys.argv[1].split(",")], sys.argv[2:]))

@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "global_parallel_state: tests code that reads parallel_state's global groups"
     )
+    Utils.read_environment()
     if Utils.world_size > 1:
         config.pluginmanager.register(RankAgreement(), "rank-agreement")
         if Utils.rank > 0:

@@ -242,23 +242,18 @@ class TestInstall:
         install()
         assert (torch.empty, torch.Tensor.to, torch.cuda.Stream, dist.all_reduce) == before
 
-    def test_importing_megatron_and_the_runtime_changes_nothing(self):
+    def test_changes_nothing_before_installing_which_is_refused_over_a_used_gpu(self):
+        """And rebinds what was imported before."""
         run_python(
             "import sys, torch; before = dict(vars(torch.cuda))\n"
             "to, empty = torch.Tensor.to, torch.empty\n"
             "import megatron.core, megatron.core.pipeline_parallel, megatron.core.models.gpt\n"
-            "assert not any('cpu_runtime' in name for name in sys.modules)\n"
-            "import megatron.core.cpu_runtime\n"
-            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
-            "assert torch.Tensor.to is to and torch.empty is empty\n"
-        )
-
-    def test_installing_is_refused_over_a_used_gpu_and_rebinds_names_imported_before(self):
-        run_python(
-            "import torch\n"
             "from megatron.core.tensor_parallel import mappings, random\n"
             "from megatron.core import jit\n"
+            "assert not any('cpu_runtime' in name for name in sys.modules)\n"
             "from megatron.core.cpu_runtime import install\n"
+            "assert all(getattr(torch.cuda, name) is old for name, old in before.items())\n"
+            "assert torch.Tensor.to is to and torch.empty is empty\n"
             "unused, torch.cuda.is_initialized = torch.cuda.is_initialized, lambda: True\n"
             "try: install()\n"
             "except RuntimeError as error: assert 'after CUDA had been initialised' in str(error)\n"
@@ -287,8 +282,8 @@ class TestUpstreamScript:
             "--seq-length 16 --max-position-embeddings 16 --vocab-size 31 "
             "--make-vocab-size-divisible-by 16 --no-persist-layer-norm "
             "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --micro-batch-size 4 "
-            "--global-batch-size 8 --train-iters 60 --lr 1e-2 --lr-decay-style constant "
-            "--log-interval 30 --eval-iters 0 --eval-interval 100 --num-workers 1"
+            "--global-batch-size 8 --train-iters 30 --lr 1e-2 --lr-decay-style constant "
+            "--log-interval 15 --eval-iters 0 --eval-interval 100 --num-workers 1"
         ).split()
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         done = subprocess.run(

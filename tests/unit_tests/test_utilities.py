@@ -35,10 +35,16 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=300 if HAVE_CUDA else 50)
 class Utils:
     """The ranks of this run, named as upstream's `tests.unit_tests.test_utilities.Utils`."""
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    world_size: int
+    rank: int
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if HAVE_CUDA else "cpu")
     _initialisations = _turns = 0
+
+    @staticmethod
+    def read_environment() -> None:
+        """Learn which rank of how many this process is, after a fork once more."""
+        Utils.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        Utils.rank = int(os.environ.get("RANK", "0"))
 
     @staticmethod
     @contextlib.contextmanager
@@ -129,6 +135,9 @@ class Utils:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+Utils.read_environment()
 
 
 def requires_world_size(size: int) -> pytest.MarkDecorator:

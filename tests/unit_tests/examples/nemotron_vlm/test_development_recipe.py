@@ -35,7 +35,7 @@ NEED_A_GPU = """
     --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion --moe-shared-expert-overlap
 """.split()
 
-LAYOUT = ("--encoder", "tp=2,dp=4", "--language", "cp=2,pp=2,dp=2,ep=2")
+LAYOUT = ("--encoder", "tp=2,dp=2", "--language", "cp=2,pp=2,dp=1,ep=2")
 
 STEPS = 2
 
@@ -49,7 +49,7 @@ def test_a_cpu_refuses_kernels_by_name(option):
         parse([*MODEL, *TRAINING, option], world_size=1)
 
 
-@requires_world_size(8)
+@requires_world_size(4)
 def test_trains_colocated_as_on_one_rank():
     found = trajectory(*LAYOUT, *MODEL, *TRAINING, steps=STEPS)
     expected = one_rank_trajectory(*MODEL, *TRAINING, steps=STEPS)

@@ -7,7 +7,7 @@ import pytest
 
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from tests.unit_tests.examples.nemotron_vlm.runs import STEPS, assert_same_trajectory_as_one_rank
+from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
@@ -42,7 +42,7 @@ class TestFourRanks:
 class TestEightRanks:
     def test_trajectory_equals_one_rank(self):
         layouts = "tp=4", "cp=2,pp=2,dp=2,ep=2"
-        assert_same_trajectory_as_one_rank(*layouts, *CONTIGUOUS, common=TINY_GDN, steps=STEPS)
+        assert_same_trajectory_as_one_rank(*layouts, *CONTIGUOUS, common=TINY_GDN)
 
 
 class TestOptions:

@@ -6,11 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit_tests.test_utilities import Utils
-
-if Utils.world_size > 1:  # none of these needs ranks, and the packages take seconds to import
-    collect_ignore_glob = ["test_*.py"]
-
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
