@@ -1,32 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run pytest on N ranks of this host: under torchrun's agent, but with what they import shared.
+"""Run pytest on N ranks of this host, which are forked from a process that has imported all tests.
 
-    python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
-
-The ranks are forked from a process that has imported all tests, and with them Megatron, which takes
-each of them ten seconds under torchrun itself. That is for CPU ranks: one that has CUDA in use
-cannot be forked.
+python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import signal
 import sys
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-HANDLERS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGQUIT: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
-"""Of signals in a rank; the agent raises, which a test would take for its own failure."""
+from tests.agent import run_ranks
 
 DONE = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
@@ -38,33 +25,14 @@ def main(sizes: list[int], arguments: list[str]) -> int:
     if code not in DONE:
         print(said.getvalue())
         return int(code)
-    return max([_world(size, arguments) for size in sizes])
-
-
-def _world(size: int, arguments: list[str]) -> int:
-    """Run the tests on that many ranks; returns 0 if all passed."""
-    print(f"\n===== {size} ranks", flush=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=size,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id="tests",
-        max_restarts=0,
-        start_method="fork",
-    )
-    try:
-        elastic_launch(config, _rank)(arguments)
-    except ChildFailedError as failure:
-        print(failure, file=sys.stderr)
-        return 1
-    return 0
+    failed = 0
+    for size in sizes:
+        print(f"\n===== {size} ranks", flush=True)
+        failed |= run_ranks(size, _rank, arguments)
+    return failed
 
 
 def _rank(arguments: list[str]) -> None:
-    for number, handler in HANDLERS.items():
-        signal.signal(number, handler)
     code = pytest.main(arguments)
     if code not in DONE:
         sys.exit(int(code))

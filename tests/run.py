@@ -21,10 +21,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 QUIET = ("-q", "-W", "ignore")
 STAGES = {
-    "plain tests": ("pytest", *QUIET, "tests/tools", "tests/unit_tests"),
-    "2, 4 and 8 ranks": ("tests.ranks", "2,4,8", *QUIET, "tests/unit_tests"),
-    "whole runs": ("pytest", *QUIET, "tests/e2e"),
+    "plain tests": (0, "pytest", *QUIET, "tests/tools", "tests/unit_tests"),
+    "2, 4 and 8 ranks": (3, "tests.ranks", "2,4,8", *QUIET, "tests/unit_tests"),
+    "whole runs": (10, "pytest", *QUIET, "tests/e2e"),
 }
+"""By name: niceness, so that what uses one core has it; module; its arguments."""
 PASSED = (0, 5)
 """Exit codes of pytest: the other is that there was no such test."""
 
@@ -42,8 +43,9 @@ def main(arguments: list[str]) -> int:
             "TORCHDYNAMO_DISABLE": "1",  # else each process imports the compiler, for seconds
         }
         begun = {}
-        for name, module in STAGES.items():
-            command = [sys.executable, "-W", "ignore", "-m", *module, *arguments]
+        for name, (niceness, *module) in STAGES.items():
+            command = ["nice", "-n", str(niceness), sys.executable, "-W", "ignore", "-m"]
+            command += [*module, *arguments]
             said = Path(shared, f"{name}.log").open("w+") if begun else None
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said

@@ -1,28 +1,28 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The training program with a fault on one rank, when it first does what the fault names.
+"""The training program with a fault on one of two ranks, when it first does what the fault names.
 
-faulty_rank.py FAULT [program arguments]   FAULT is JSON: rank, at (PLACES), iteration, kind
+    python -m tests.e2e.faulty_rank RESTARTS FAULT [program arguments]
+
+FAULT is JSON: rank, at (PLACES), iteration, kind.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import resource
-import runpy
 import signal
 import sys
 import time
-
-SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
-sys.path.insert(0, os.getcwd())
 
 from megatron.core import cpu_runtime  # noqa: E402
 
 cpu_runtime.install()
 
+from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 from megatron.core.dist_checkpointing import serialization  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     TorchDistSaveShardedStrategy,
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
 from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training import training  # noqa: E402
+from tests.agent import run_ranks  # noqa: E402
 
 PLACES = {
     "reading samples": (training, "train_step"),
@@ -53,9 +54,8 @@ def strike(kind: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def main() -> None:
-    fault = json.loads(sys.argv[1])
-    sys.argv = [SCRIPT, *sys.argv[2:]]
+def train(fault: dict, arguments: list[str]) -> None:
+    """Be a rank."""
     owner, name = PLACES[fault["at"]]
     original, struck = getattr(owner, name), []
 
@@ -70,8 +70,11 @@ def main() -> None:
         return original(*arguments, **named)
 
     setattr(owner, name, faulty)
-    runpy.run_path(SCRIPT, run_name="__main__")
+    if code := main(arguments):
+        sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    restarts, asked, *given = sys.argv[1:]
+    gc.freeze()  # what is imported stays shared with the ranks
+    sys.exit(run_ranks(2, train, json.loads(asked), given, restarts=int(restarts)))

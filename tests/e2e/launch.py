@@ -46,10 +46,10 @@ def _free_port() -> int:
 def run(ranks: int, *arguments: str | Path) -> list[Ended]:
     """Run the program to its end on every rank.
 
-    The ranks are forked from a process that has imported the program, which takes seconds.
+    The ranks are forked from a process that has imported what the program needs, for seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run"])
+    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
@@ -85,30 +85,6 @@ def _rank(arguments: list[str], environment: dict[str, str], said: Path) -> None
     os.environ.update(environment)
     os.chdir(CHECKOUT)
     sys.exit(main(arguments))
-
-
-def under_torchrun(
-    ranks: int,
-    *arguments: str,
-    launcher: tuple[str, ...] = (),
-    program: tuple[str, ...] = (SCRIPT,),
-) -> subprocess.Popen:
-    """Start the program under torchrun and return at once; only what it says of errors is kept.
-
-    Args:
-        launcher: torchrun's arguments.
-        program: what Python runs, in place of the training program.
-    """
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return subprocess.Popen(
-        [sys.executable, *torchrun, *launcher, *map(str, (*program, *arguments))],
-        cwd=CHECKOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def kill(process: subprocess.Popen) -> None:

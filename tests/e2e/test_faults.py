@@ -1,11 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that dies, stops, hangs or raises: torchrun and the limits on collectives end the run, and
-nothing saved is lost."""
+"""A rank that dies, stops, hangs or raises: torchrun's agent and the limits on collectives end the
+run, and nothing saved is lost."""
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,21 +16,26 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launch import kill, run, under_torchrun
+from tests.e2e.launch import CHECKOUT, kill, run
 
 ENCODER, LANGUAGE = 0, 1
-FAULTY = str(Path(__file__).parent / "faulty_rank.py")
 
 WAITING_S = 20
 """Of a collective, after the first step. A transfer between stages has a minute: gloo keeps its
 first limit for those."""
 
 LIMIT_S = 120
-"""From the first save, which can be seen from outside, to the end of every rank: torchrun gives a
+"""From the first save, which can be seen from outside, to the end of every rank: the agent gives a
 stopped rank 30 s before it kills it."""
 
 AT_ONCE = 4
 """Runs under way."""
+
+ENVIRONMENT = {
+    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{Path(__file__).resolve().parents[2]}",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
@@ -53,9 +61,21 @@ FAULTS = [
 """Every kind on either module, and in every place a rank that ends and one that says nothing."""
 
 
-def fault(kind: str, rank: int, iteration: int, at: str) -> tuple[str, str]:
-    """The program with this fault."""
-    return FAULTY, json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
+def start(
+    kind: str, rank: int, iteration: int, at: str, *arguments: str | Path, restarts: int = 0
+) -> subprocess.Popen:
+    """Start the program with this fault and return at once; what it says of errors is kept."""
+    fault = json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
+    given = map(str, (*ARGUMENTS, *arguments))
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.faulty_rank", str(restarts), fault, *given],
+        cwd=CHECKOUT,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def newest(directory: Path) -> int:
@@ -81,7 +101,7 @@ def losses(metrics: Path) -> dict[int, float]:
 class Struck(NamedTuple):
     """What became of a run with a fault.
 
-    code: torchrun's. errors: what it and the ranks wrote. seconds: from the first save to the end.
+    code: the agent's. errors: what it and the ranks wrote. seconds: from the first save to the end.
     """
 
     code: int
@@ -91,9 +111,7 @@ class Struck(NamedTuple):
 
 def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck:
     """Train until the fault has ended the run, which saves before it."""
-    process = under_torchrun(
-        2, *ARGUMENTS, "--save", saved, program=fault(kind, rank, iteration, at)
-    )
+    process = start(kind, rank, iteration, at, "--save", saved)
     try:
         deadline = time.monotonic() + 300
         while not newest(saved):
@@ -136,16 +154,13 @@ class TestEnds:
 
 class TestRestart:
     def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
-        """Under torchrun, to the last bit: it costs the steps since then, and nothing else."""
+        """To the last bit: it costs the steps since then, and nothing else."""
         whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
         ends = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", tmp_path / "whole")
         assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
         saved = tmp_path / "cut"
-        process = under_torchrun(
-            *(2, *ARGUMENTS, "--metrics-out", cut, "--save", saved, "--load", saved),
-            launcher=("--max-restarts", "1"),
-            program=fault("kill", LANGUAGE, 4, "writing"),
-        )
+        places = ("--metrics-out", cut, "--save", saved, "--load", saved)
+        process = start("kill", LANGUAGE, 4, "writing", *places, restarts=1)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         log = (tmp_path / "log.txt").read_text()

@@ -54,7 +54,7 @@ def test_projector_first_then_all_parts_in_another_layout(tmp_path):
         "TOKENIZER": tmp_path / "digits" / "tokenizer",
     }
     first = tmp_path / "first"
-    aligned = recipe("align_projector.sh", 2, "--encoder", "dp=2", OUT=first, **places)
+    aligned = recipe("align_projector.sh", 1, OUT=first, **places)
     layouts = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1", "--lr", "1e-3")
     second = recipe("train_all.sh", 2, *layouts, OUT=tmp_path / "second", ALIGNED=first, **places)
     for records in (aligned, second):

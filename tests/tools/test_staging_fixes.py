@@ -42,7 +42,7 @@ def failing(checkout: Path, files: list[str]) -> list[str]:
     return sorted(set(re.findall(r"^FAILED (?:.*fixes/)?(\S+?)::", done.stdout, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("files", [FAILS[:2], FAILS[2:]], ids=["two", "others"])
+@pytest.mark.parametrize("files", [FAILS[1:3], FAILS[:1] + FAILS[3:]], ids=["two", "others"])
 def test_fixes_are_needed_and_work(tmp_path, files):
     lock, checkout = FEATURES.patchset.lock, tmp_path / "checkout"
     fetch(lock, REPOSITORY, checkout, lock.pin, None)

@@ -70,12 +70,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(options: argparse.Namespace) -> None:
     from examples.mimo.nemotron_vlm.errors import UserError
-    from examples.mimo.nemotron_vlm.presets import find_preset
-    from megatron.core import cpu_runtime
 
+    if options.out.exists():
+        raise UserError(f"--out {options.out} exists already")
     for package in ("safetensors", "transformers"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
+    from examples.mimo.nemotron_vlm.presets import find_preset
+    from megatron.core import cpu_runtime
+
     cpu_runtime.install()
     options.run(options, find_preset(options.model))
 

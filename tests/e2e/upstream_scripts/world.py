@@ -25,6 +25,8 @@ IMPORTED_ONCE = (
     "examples.mimo.pretrain_mimo",
     "megatron.core.tokenizers.text",
     "megatron.training.arguments",
+    "scipy.optimize",  # a colocated bridge
+    "torch._dynamo",  # any optimizer, though nothing is compiled
     "torch.utils.tensorboard",
 )
 

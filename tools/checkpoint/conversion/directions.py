@@ -43,10 +43,8 @@ def whole_directory(out: Path) -> Iterator[Path]:
     """A directory to write to, which gets the name ``out`` at the end.
 
     Raises:
-        UserError: there is something of that name.
+        UserError: it cannot be written.
     """
-    if out.exists():
-        raise UserError(f"--out {out} exists already")
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

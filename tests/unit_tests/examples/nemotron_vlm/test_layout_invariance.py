@@ -15,11 +15,24 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
 from tests.unit_tests.test_utilities import requires_world_size
 
 
-class TestTwoRanks:
-    @requires_world_size(2)
-    @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
-    def test_colocated_trajectory_equals_one_rank(self, encoder):
-        assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2", common=OWN_DEFAULTS, steps=STEPS)
+@requires_world_size(8)
+class TestEightRanks:
+    @pytest.mark.parametrize(
+        ("encoder", "language"),
+        [
+            pytest.param("tp=1,dp=4", "pp=2,cp=2,dp=1,ep=2", id="pp-2-cp-2-ep-2"),
+            pytest.param("pp=2,dp=2", "tp=2,dp=2,ep=4,etp=1", id="encoder-pp-2"),
+        ],
+    )
+    def test_non_colocated_trajectory_equals_one_rank(self, encoder, language):
+        options = ("--placement", "non-colocated")
+        assert_same_trajectory_as_one_rank(
+            encoder, language, *options, common=OWN_DEFAULTS, steps=STEPS
+        )
+
+    def test_colocated_trajectory_equals_one_rank(self):
+        layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
+        assert_same_trajectory_as_one_rank(*layouts, common=OWN_DEFAULTS, steps=STEPS)
 
 
 class TestFourRanks:
@@ -49,21 +62,8 @@ class TestFourRanks:
         )
 
 
-@requires_world_size(8)
-class TestEightRanks:
-    @pytest.mark.parametrize(
-        ("encoder", "language"),
-        [
-            pytest.param("tp=1,dp=4", "pp=2,cp=2,dp=1,ep=2", id="pp-2-cp-2-ep-2"),
-            pytest.param("pp=2,dp=2", "tp=2,dp=2,ep=4,etp=1", id="encoder-pp-2"),
-        ],
-    )
-    def test_non_colocated_trajectory_equals_one_rank(self, encoder, language):
-        options = ("--placement", "non-colocated")
-        assert_same_trajectory_as_one_rank(
-            encoder, language, *options, common=OWN_DEFAULTS, steps=STEPS
-        )
-
-    def test_colocated_trajectory_equals_one_rank(self):
-        layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
-        assert_same_trajectory_as_one_rank(*layouts, common=OWN_DEFAULTS, steps=STEPS)
+class TestTwoRanks:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("encoder", ["tp=1", "tp=2"])
+    def test_colocated_trajectory_equals_one_rank(self, encoder):
+        assert_same_trajectory_as_one_rank(encoder, "tp=1,dp=2", common=OWN_DEFAULTS, steps=STEPS)
