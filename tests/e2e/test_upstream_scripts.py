@@ -7,35 +7,37 @@ The scripts are in git checkouts only: see ``git_checkout.py``.
 
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from upstream_world import Scalars, UpstreamWorld
+from upstream_world import Scalars
 
 SCRIPTS = tomllib.loads((Path(__file__).parent / "upstream_scripts/runs.toml").read_text())
 STEPS = 4
 END_OF_LOG = 4000  # characters
 
 
-def runs(script: str) -> pytest.MarkDecorator:
-    rows = SCRIPTS[script]["runs"]
-    return pytest.mark.parametrize("run", rows, ids=[row["name"].replace(" ", "-") for row in rows])
+RUNS = [(script, run) for script in ("mimo", "hybrid", "gpt") for run in SCRIPTS[script]["runs"]]
 
 
-def check(script: str, run: dict[str, Any], worlds: list[UpstreamWorld], folder: Path) -> None:
-    """Compare all that Megatron records; `worlds` are a pristine and an applied tree's."""
+@pytest.mark.parametrize(
+    ("script", "run"),
+    RUNS,
+    ids=[f"{script} {run['name']}".replace(" ", "-") for script, run in RUNS],
+)
+def test_all_that_megatron_records(script, run, pristine, applied, tmp_path):
+    worlds = [pristine, applied]
     options = " ".join((SCRIPTS["common"], SCRIPTS[script]["options"], run["options"])).split()
     resumed = run.get("resumed", False)
 
     def record(part: str, extra: list[list[str]]) -> list[Scalars]:
         for number, world in enumerate(worlds):
             command = [SCRIPTS[script]["script"], *options, *extra[number]]
-            world.start(run["ranks"], command, folder / part / str(number))
+            world.start(run["ranks"], command, tmp_path / part / str(number))
         for status, log in [world.wait() for world in worlds]:
             assert status == 0, log[-END_OF_LOG:]
         return [world.scalars() for world in worlds]
 
-    saved = [str(folder / f"checkpoints-{number}") for number in range(len(worlds))]
+    saved = [str(tmp_path / f"checkpoints-{number}") for number in range(len(worlds))]
     saving = [["--save", path, "--save-interval", "2"] if resumed else [] for path in saved]
     before, after = record("whole", saving)
     assert len({loss for _, loss in before["lm loss"]}) == STEPS  # it trains
@@ -44,18 +46,3 @@ def check(script: str, run: dict[str, Any], worlds: list[UpstreamWorld], folder:
         second_half = {tag: [v for v in values if v[0] > 2] for tag, values in before.items()}
         loading = [["--load", path, "--ckpt-step", "2"] for path in reversed(saved)]
         assert record("resumed", loading) == [second_half, second_half]
-
-
-@runs("gpt")
-def test_pretrain_gpt(run, pristine, applied, tmp_path):
-    check("gpt", run, [pristine, applied], tmp_path)
-
-
-@runs("hybrid")
-def test_pretrain_hybrid(run, pristine, applied, tmp_path):
-    check("hybrid", run, [pristine, applied], tmp_path)
-
-
-@runs("mimo")
-def test_pretrain_mimo_as_upstream_places_its_modules(run, pristine, applied, tmp_path):
-    check("mimo", run, [pristine, applied], tmp_path)

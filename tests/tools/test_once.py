@@ -7,17 +7,16 @@ from unittest.mock import Mock
 from tests.conftest import pytest_collection_modifyitems
 
 
-def item(nodeid: str, ranks: int | None = None) -> Mock:
-    marker = ranks and Mock(args=(ranks,))
-    return Mock(nodeid=nodeid, get_closest_marker=lambda name: marker)
+def item(nodeid: str) -> Mock:
+    return Mock(nodeid=nodeid)
 
 
-def test_the_first_row_of_each_test_on_the_most_ranks():
-    first, other = item("a.py::TestRows::test_same[1]"), item("a.py::TestOther::test_same", 2)
+def test_the_first_row_of_each_test_in_the_first_of_its_classes():
+    first, other = item("a.py::TestRows::test_same[1]"), item("a.py::TestOther::test_same")
     second = item("a.py::TestRows::test_same[2]")
-    two, one = item("b.py::TestTwoRanks::test_same", 2), item("b.py::TestOneRank::test_same")
-    eight, more = (item(f"b.py::TestEightRanks::test_same[{row}]", 8) for row in "12")
-    elsewhere = item("c.py::TestTwoRanks::test_same", 2)
-    items = [first, second, other, one, two, eight, more, elsewhere]
+    four, two = item("b.py::TestFourRanks::test_same[1]"), item("b.py::TestTwoRanks::test_same")
+    more = item("b.py::TestFourRanks::test_same[2]")
+    elsewhere = item("c.py::TestTwoRanks::test_same")
+    items = [first, second, other, four, more, two, elsewhere]
     pytest_collection_modifyitems(Mock(), items)
-    assert items == [first, other, eight, elsewhere]
+    assert items == [first, other, four, elsewhere]

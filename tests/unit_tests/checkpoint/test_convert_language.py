@@ -116,10 +116,11 @@ class TestTwoRanks:
             assert (ours - their_logits(language_model())).abs().max() > 1e-3
 
 
-class TestEightRanks:
-    @requires_world_size(8)
+class TestFourRanks:
+    @requires_world_size(4)
     @pytest.mark.parametrize(
-        ("encoder", "language"), [("tp=2,dp=4", "tp=2,pp=2,dp=2,ep=2"), ("tp=2", "cp=2,ep=4,etp=2")]
+        ("encoder", "language"),
+        [("tp=2,dp=2", "tp=2,pp=2,dp=1,ep=2,etp=1"), ("tp=2", "cp=2,ep=2,etp=2")],
     )
     def test_logits_are_theirs_in_any_layout(self, converted, encoder, language):
         layouts = ("--encoder", encoder, "--language", language)

@@ -10,9 +10,9 @@ STEPS = 2
 """In each layout. The second one after a load depends on the moments of Adam that were loaded."""
 
 LAYOUTS = [
-    ("tp=2,dp=4", "tp=1,dp=8,ep=2"),
-    ("tp=1,dp=8", "tp=2,dp=4,ep=4,etp=1"),
-    ("tp=4,dp=2", "tp=1,dp=8,ep=8"),
+    ("tp=2,dp=2", "tp=1,dp=4,ep=2"),
+    ("tp=1,dp=4", "tp=2,dp=2,ep=4,etp=1"),
+    ("tp=4,dp=1", "tp=1,dp=4,ep=4"),
 ]
 
 
@@ -20,8 +20,8 @@ def train(run) -> list[dict]:
     return [run.train_step() for _ in range(STEPS)]
 
 
-class TestEightRanks:
-    @requires_world_size(8)
+class TestFourRanks:
+    @requires_world_size(4)
     def test_training_goes_on_in_another_layout(self, shared_path):
         continued = []
         for number, (encoder, language) in enumerate(LAYOUTS):
