@@ -16,6 +16,10 @@ import pytest
 _RANKS = re.compile(r"::Test(One|Two|Four|Eight)Ranks?\b")
 
 
+# Else PyTorch compiles Megatron's small functions, for each shape of a test.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 @pytest.fixture(autouse=True)
 def _attention_backend_is_forgotten() -> Iterator[None]:
     """A model notes its backend in the environment, where the next one refuses another."""

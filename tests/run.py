@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
             "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
             "ONE_RANK_RUNS": shared,
             "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # else each process imports the compiler, for seconds
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, Megatron starts a fifth faster
         begun = {}
