@@ -21,12 +21,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 QUIET = ("-q", "-W", "ignore")
 STAGES = {
-    "one rank": (0, "pytest", *QUIET, "tests/unit_tests"),
-    "2, 4 and 8 ranks": (0, "tests.ranks", "2,4,8", *QUIET, "tests/unit_tests"),
-    "tools": (0, "pytest", *QUIET, "tests/tools"),
-    "whole runs": (10, "pytest", *QUIET, "tests/e2e"),
+    "one rank": ("pytest", *QUIET, "tests/unit_tests"),
+    "2, 4 and 8 ranks": ("tests.ranks", "2,4,8", *QUIET, "tests/unit_tests"),
+    "tools": ("pytest", *QUIET, "tests/tools"),
+    "whole runs": ("pytest", *QUIET, "tests/e2e"),
 }
-"""By name: niceness, so that what takes less time waits; module; its arguments."""
 PASSED = (0, 5)
 """Exit codes of pytest: the other is that there was no such test."""
 
@@ -44,9 +43,8 @@ def main(arguments: list[str]) -> int:
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, Megatron starts a fifth faster
         begun = {}
-        for name, (niceness, *module) in STAGES.items():
-            command = ["nice", "-n", str(niceness), sys.executable, "-W", "ignore", "-m"]
-            command += [*module, *arguments]
+        for name, module in STAGES.items():
+            command = [sys.executable, "-W", "ignore", "-m", *module, *arguments]
             said = Path(shared, f"{name}.log").open("w+") if begun else None
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said
