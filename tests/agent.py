@@ -8,6 +8,7 @@ that has CUDA in use cannot be forked.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 
         max_restarts=restarts,
         start_method="fork",
     )
+    gc.freeze()  # what is imported stays shared with the ranks
     try:
         elastic_launch(config, _rank)(rank, arguments)
     except ChildFailedError as failure:

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run pytest on N ranks of this host, which are forked from a process that has imported all tests.
 
-python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
+    python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
+
+The tests are collected before, once for all worlds.
 """
 
 from __future__ import annotations

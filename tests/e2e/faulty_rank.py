@@ -10,7 +10,6 @@ FAULT is JSON: rank, at (PLACES), iteration, kind.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import resource
@@ -76,5 +75,4 @@ def train(fault: dict, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     restarts, asked, *given = sys.argv[1:]
-    gc.freeze()  # what is imported stays shared with the ranks
     sys.exit(run_ranks(2, train, json.loads(asked), given, restarts=int(restarts)))

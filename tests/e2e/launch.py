@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
-SCRIPT = "examples/mimo/pretrain_nemotron_vlm.py"
 
 LIMIT_S = 150
 """Of one rank."""
@@ -46,7 +45,7 @@ def _free_port() -> int:
 def run(ranks: int, *arguments: str | Path) -> list[Ended]:
     """Run the program to its end on every rank.
 
-    The ranks are forked from a process that has imported what the program needs, for seconds.
+    The ranks are forked from a process that has imported what takes the program seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
