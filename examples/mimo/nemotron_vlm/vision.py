@@ -94,15 +94,14 @@ class RADIOEncoderWrapper(MegatronModule):
     ) -> torch.Tensor:
         """Encode tiles.
 
-        Without any, a blank one is encoded and dropped, so that every parameter gets a gradient of
-        zero and this rank takes part in what its peers do in the backward.
+        Without any, a blank one is encoded.
 
         Args:
-            tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Later stages read only n.
+            tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Only the first stage reads them.
             hidden_states: [n or 1, patches and class tokens, hidden], of the stage before.
 
         Returns:
-            [n · tokens_per_tile, output_size], or hidden states for the next stage.
+            [(n or 1) · tokens_per_tile, output_size], or hidden states for the next stage.
         """
         if self.is_first_stage:
             encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
@@ -113,7 +112,7 @@ class RADIOEncoderWrapper(MegatronModule):
             features = self.radio.decoder(None, attention_mask=None).transpose(0, 1)
         if not self.is_last_stage:
             return features.contiguous()
-        patches = features[: len(tiles), self.preset.class_tokens :]
+        patches = features[:, self.preset.class_tokens :]
         rows = self.preset.tile // self.preset.patch
         return pixel_shuffle(patches, rows, self.preset.pixel_shuffle).flatten(0, 1)
 
@@ -156,7 +155,9 @@ class VisionStage(VisionModalitySubmodules):
     """Read by the gradient finalization of a pipeline's first and last stage."""
 
     runs_on_every_rank = True
-    """Without tiles it encodes a blank one; so reductions of its gradients overlap its backward."""
+    """Without tiles it encodes a blank one and drops its rows: so every parameter gets a gradient
+    of zero, this rank takes part in what its peers do in the backward, and reductions of gradients
+    overlap it."""
 
     @property
     def pre_process(self) -> bool:
@@ -181,5 +182,7 @@ class VisionStage(VisionModalitySubmodules):
         output = encoder(**encoder_inputs[name], hidden_states=hidden_states)
         if self.is_last_stage:
             output = self.project_embeddings([output])
+            if not len(encoder_inputs[name]["tiles"]):
+                output = output[:0]  # only now: kernels of norms take no empty tensors
         # The schedule frees it once it is sent, and of one tile it would be a view.
         return make_viewless_tensor(output, output.requires_grad, keep_graph=True)
