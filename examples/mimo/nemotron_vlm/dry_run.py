@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
@@ -163,9 +162,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     args, configs = options.args, options.configs
     with ExitStack() as undone:
         # Nothing runs: no graph does, and Megatron's own layers have the engine's parameters.
-        counted = {"cuda_graph_impl": "none"}
-        if find_spec("transformer_engine") is None:
-            counted["transformer_impl"] = "local"
+        counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
         for part in (args, configs.encoder, configs.projector, configs.language):
             undone.enter_context(patch.multiple(part, **counted))
         set_global_variables(args, build_tokenizer=False)

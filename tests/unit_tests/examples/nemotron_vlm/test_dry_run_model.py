@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model whose parameters are only counted."""
 
+import pytest
+
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.dry_run import dry_run, stages_on_meta
-from tests.unit_tests.test_utilities import Utils
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
+
+pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
 
 
 def test_of_any_size_it_takes_no_memory():
