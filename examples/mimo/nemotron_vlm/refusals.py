@@ -154,6 +154,13 @@ REFUSALS = [
         lambda args: args.step_batch_size_schedule is not None,
         "steps run graphs of one size",
     ),
+    Refusal(
+        "--transformer-impl transformer_engine with --pack in fp32",
+        lambda args: (
+            args.pack and args.transformer_impl != "local" and not (args.bf16 or args.fp16)
+        ),
+        "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
+    ),
     _takes_only("--optimizer", "adam", "only adam has a state that can be saved for any layout"),
     _takes_only(
         "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"

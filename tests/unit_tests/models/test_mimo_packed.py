@@ -32,6 +32,7 @@ TOLERANCE = 2 * UNPACKED
 def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_ROW, rows: int = 8):
     arguments = (
         *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP),
+        *("--transformer-impl", "local"),  # the engine's has packed rows in 16 bits alone
         *("--global-batch-size", str(rows * SAMPLES_A_ROW)),
         *("--micro-batch-size", str(samples_a_row)),
     )

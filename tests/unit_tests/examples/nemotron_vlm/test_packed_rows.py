@@ -16,7 +16,10 @@ from tests.unit_tests.models.one_step import PROPORTIONAL_STEP, TOLERANCE
 from tests.unit_tests.models.weights import assert_shards_moved_alike, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
+LOCAL = ("--transformer-impl", "local")
+"""Transformer Engine's attention has packed rows in 16 bits alone."""
 PACKED = (
+    *LOCAL,
     "--pack",
     "--micro-batch-size",
     "1",
@@ -55,7 +58,7 @@ class TestPackedRows:
         """
         alone = ("--global-batch-size", "24", "--micro-batch-size", "1", "--seq-length", "64")
         losses = (
-            *(*PROPORTIONAL_STEP, "--moe-aux-loss-coeff", "0"),
+            *(*LOCAL, *PROPORTIONAL_STEP, "--moe-aux-loss-coeff", "0"),
             "--no-moe-router-enable-expert-bias",
         )
         with trainer(*alone, *losses) as run:

@@ -156,6 +156,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "texts"),
         [
+            (
+                "--device cuda --transformer-impl transformer_engine --pack --micro-batch-size 1",
+                ["with --pack in fp32", "add --bf16, or choose local"],
+            ),
             ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
             ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
             ("--placement non-colocated --encoder dp=2", ["takes 2 of 2 ranks and leaves none"]),
