@@ -11,6 +11,7 @@ reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and on
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
@@ -39,6 +40,19 @@ TORCH_ONLY = {"NVTE_FRAMEWORK": "pytorch"}
 """Keeps Transformer Engine from importing JAX, where that is installed too."""
 
 
+def uses_gpus(argv: list[str]) -> bool:
+    """Whether a command line trains on GPUs.
+
+    Other runs must not see any: libraries of kernels begin to use what they see when they are
+    imported, and then the CPU runtime cannot take the place of CUDA.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--device", "--dry-run", "--plan"):
+        parser.add_argument(name, nargs="?", const=name)
+    asked = parser.parse_known_args(argv)[0]
+    return asked.device == "cuda" and not (asked.dry_run or asked.plan)
+
+
 def leave_out_compiler() -> None:
     """Without a GPU nothing is compiled, and PyTorch's compiler takes each rank seconds to import.
 
@@ -58,6 +72,8 @@ def main(argv: list[str]) -> int:
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
     os.environ.update(KEPT | TORCH_ONLY | os.environ)
+    if not uses_gpus(argv):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     leave_out_compiler()
     try:
         with warnings.catch_warnings():

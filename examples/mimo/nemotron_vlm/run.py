@@ -82,7 +82,7 @@ def run(argv: list[str]) -> None:
     asks_only = bool(own.dry_run or own.plan)
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
-    if own.device == "cpu" or asks_only or not torch.cuda.is_available():
+    if own.device == "cpu" or not torch.cuda.is_available():
         from megatron.core import cpu_runtime
 
         cpu_runtime.install()

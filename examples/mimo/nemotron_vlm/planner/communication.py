@@ -9,6 +9,7 @@ network adapters of all ranks of the group that share a node.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,6 +58,11 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
     }
 
 
+def world_of(layouts: Layouts, gpus_per_node: int) -> Group:
+    """All ranks of a run."""
+    return group_of(layouts.language_offset + layouts.language.size, 1, 0, gpus_per_node)
+
+
 def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Group]:
     """The groups over which encoder, language model and experts are replicated."""
     e = layouts.encoder
@@ -66,11 +72,17 @@ def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Gro
 
 def ring(machine: Machine, group: Group, size: float) -> float:
     """An all-gather or reduce-scatter of so many bytes in all: a rank sends all but its part."""
-    if group.size == 1:
-        return 0.0
     hops = (group.size - group.nodes) * machine.node_latency
     hops += (group.nodes - 1) * machine.network_latency
-    return hops + size * (group.size - 1) / group.size / _bandwidth(machine, group)
+    return hops + _ring_bytes(machine, group, size)
+
+
+def all_reduce(machine: Machine, group: Group, size: float = 0.0) -> float:
+    """Of so many bytes: with the latencies of a tree, up and down, which libraries take for few
+    bytes, and the bytes of a ring's reduce-scatter and all-gather."""
+    hops = math.log2(group.per_node) * machine.node_latency
+    hops += math.log2(group.nodes) * machine.network_latency
+    return 2 * (hops + _ring_bytes(machine, group, size))
 
 
 def all_to_all(machine: Machine, group: Group, size: float) -> float:
@@ -90,7 +102,8 @@ def send(machine: Machine, group: Group, size: float) -> float:
     return latency + size / bandwidth
 
 
-def _bandwidth(machine: Machine, group: Group) -> float:
-    if group.nodes == 1:
-        return machine.node_speed
-    return min(machine.node_speed, machine.network_speed * group.per_node)
+def _ring_bytes(machine: Machine, group: Group, size: float) -> float:
+    bandwidth = machine.node_speed
+    if group.nodes > 1:
+        bandwidth = min(bandwidth, machine.network_speed * group.per_node)
+    return size * (group.size - 1) / group.size / bandwidth

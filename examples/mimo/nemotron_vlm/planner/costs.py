@@ -12,11 +12,13 @@ from examples.mimo.nemotron_vlm.planner import flops
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
 from examples.mimo.nemotron_vlm.planner.communication import (
     Group,
+    all_reduce,
     all_to_all,
     groups_of,
     replicas_of,
     ring,
     send,
+    world_of,
 )
 from examples.mimo.nemotron_vlm.planner.flops import BACKWARD
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -30,6 +32,10 @@ reduce-scatter, backward these and one more all-gather for the weights' gradient
 ADAM_BYTES = 34
 """That the optimizer reads and writes of each number of its share: gradient, weight, two moments,
 the weight again in the model's precision; and the gradient for its norm."""
+
+STEP_REDUCTIONS = 12
+"""All-reduces of a number over all ranks, or most, in a step of the program: gradient norms, loss,
+tokens, what routers report, and whether all have finite gradients and go on."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,10 @@ def _layer(
     experts = context = 0.0
     if kind == "E":
         sent = size / lay.tp * p.moe_router_topk * rows.imbalance
-        experts = 4 * all_to_all(machine, groups["ep"], sent)
+        # forward, the router's load, and the tokens that each rank will have
+        experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
+        experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
+        experts += 4 * all_to_all(machine, groups["ep"], sent)
         experts += 4 * ring(machine, groups["expt_tp"], sent * lay.etp)
     elif lay.cp > 1:
         context = 2 * _context(kind, p, lay, tokens / lay.tp, rows.samples, machine, groups["cp"])
@@ -192,7 +201,7 @@ def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int =
     layers = e.layers / lay.pp
     compute = machine.with_overhead(compute, "vit", layers)
     tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
-    reduced = 2 * ring(machine, group, tokens * e.hidden * machine.precision)
+    reduced = all_reduce(machine, group, tokens * e.hidden * machine.precision)
     return Cost(encoder=compute, tensor=4 * layers * reduced)
 
 
@@ -221,10 +230,12 @@ def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
 
 
 def after_backward(plan: Plan, machine: Machine, gpus_per_node: int) -> tuple[float, float]:
-    """Seconds of gradients and weights over replicas, and of Adam, where most is held."""
+    """Seconds of gradients and weights over replicas, where most is held, and of what all ranks
+    tell each other in a step; and of Adam."""
     groups = replicas_of(plan.layouts, gpus_per_node)
     most = max((held.by_replicas for held in stages_of(plan.preset, plan.layouts)), key=sum)
-    reduced = adam = 0.0
+    reduced = STEP_REDUCTIONS * all_reduce(machine, world_of(plan.layouts, gpus_per_node))
+    adam = 0.0
     for group, numbers in zip(groups, most, strict=True):
         reduced += ring(machine, group, 4.0 * numbers)
         reduced += ring(machine, group, machine.precision * numbers)

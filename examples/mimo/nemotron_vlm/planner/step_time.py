@@ -201,4 +201,8 @@ def _all_work(plan: Plan, work: _Work, after: float, machine: Machine) -> float:
     alone = work.macro_batches * work.encoder.total + work.bridge + after
     each = layouts.num_microbatches
     busy = [each * (cost.total + machine.microbatch_overhead) + alone for cost in work.stages]
+    last = len(work.chunks) - 1
+    for virtual in range(last + 1):  # messages to and from both neighbours, forward and backward
+        neighbours = (virtual > 0) + (virtual < last)
+        busy[virtual % len(busy)] += each * 2 * neighbours * work.hop
     return sum(count * seconds for count, seconds in zip(ranks, busy, strict=True))
