@@ -36,7 +36,7 @@ from megatron.core import cpu_runtime  # noqa: E402
 
 H200 = find_machine("h200")
 MEASURED = mini.REPOSITORY / "tools/calibration/h200.json"
-BENCHMARKS = MEASURED.with_name("h200_runs.json")
+BENCHMARKS = mini.REPOSITORY / "docs/benchmarks"
 WORLD = 16
 RANDOM_LAYOUTS = 1000
 
@@ -164,31 +164,33 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
 
 class TestCalibration:
     def test_predicts_the_benchmarks_of_an_h200(self, monkeypatch):
-        """Time within 20 %, memory within 5 %: docs/planner.md has the table."""
+        """Memory within 5 %; time within 15 % in two of three, without tensor parallelism within
+        20 %: docs/planner.md has the table."""
         monkeypatch.setenv("WORLD_SIZE", "2")
         cpu_runtime.install()
-        rows = benchmarked(H200, json.loads(BENCHMARKS.read_text())["runs"])
-        assert len(rows) >= 6
-        assert max(map(abs, errors(rows, "seconds"))) < 0.2
+        files = sorted(BENCHMARKS.glob("*.json"))
+        runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
+        rows = benchmarked(H200, runs)
+        assert len(rows) >= 19
         assert max(map(abs, errors(rows, "bytes"))) < 0.05
+        assert sum(abs(error) < 0.15 for error in errors(rows, "seconds")) > len(rows) * 2 / 3
         assert rank_correlation(rows, "seconds") > 0.9
+        others = [row for row in rows if row["language"].startswith("tp=1")]
+        assert max(map(abs, errors(others, "seconds"))) < 0.2
 
     def test_predicts_what_cpu_ranks_measured(self, monkeypatch):
-        """Memory within 10 %, time within 40 %; of the layouts of 4 ranks the fastest."""
+        """Memory within 10 %, time within 15 %; of the layouts of 4 ranks one of the fastest."""
         monkeypatch.setenv("WORLD_SIZE", "4")
         cpu_runtime.install()
         found = json.loads(MEASURED.with_name("cpu_runs.json").read_text())["found"]
         rows = compare(find_machine(str(MEASURED.with_name("cpu.json"))), found)
         assert max(map(abs, errors(rows, "bytes"))) < 0.1
-        assert max(map(abs, errors(rows, "seconds"))) < 0.41
+        assert max(map(abs, errors(rows, "seconds"))) < 0.15
         assert rank_correlation(rows, "seconds") > 0.9
         ten = [row["seconds"] for row in rows if row["ranks"] == 4]
         assert len(ten) == 10
-        chosen, fastest = (
-            min(range(10), key=lambda at, what=what: ten[at][what])
-            for what in ("predicted", "measured")
-        )
-        assert chosen == fastest
+        chosen = min(ten, key=lambda row: row["predicted"])
+        assert chosen["measured"] < 1.03 * min(row["measured"] for row in ten)
 
     def test_of_the_h200_is_what_the_table_has(self):
         fitted_machine = find_machine(str(MEASURED))

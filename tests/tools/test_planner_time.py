@@ -21,12 +21,13 @@ from examples.mimo.nemotron_vlm.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.planner import flops  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.communication import (  # noqa: E402
     Group,
+    all_reduce,
     all_to_all,
     groups_of,
     replicas_of,
     ring,
 )
-from examples.mimo.nemotron_vlm.planner.costs import bridge_seconds  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.costs import after_backward, bridge_seconds  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.goodput import Conditions, best_interval, goodput  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
@@ -136,6 +137,13 @@ class TestCommunication:
         assert all_to_all(machine, across, 8.0) == pytest.approx(7 / machine.network_speed)
         eight_adapters = min(machine.node_speed, 8 * machine.network_speed)
         assert ring(machine, Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
+        assert all_reduce(machine, Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
+
+    def test_an_all_reduce_takes_the_steps_of_a_tree(self):
+        machine = replace(H200, node_latency=1.0, network_latency=10.0)
+        assert all_reduce(machine, Group(1, 1)) == 0
+        assert all_reduce(machine, Group(8, 1)) == pytest.approx(2 * 3)
+        assert all_reduce(machine, Group(32, 4)) == pytest.approx(2 * (3 + 2 * 10))
 
     @pytest.mark.parametrize(
         "language, world",
@@ -193,6 +201,17 @@ class TestStep:
         shared = step_time(plan, replace(H200, shared_cores=2), 8)
         assert shared.seconds == pytest.approx(max(alone.seconds, alone.work / 2))
         assert shared.seconds > alone.seconds
+
+    def test_all_ranks_work_counts_each_message_where_it_is_sent_and_received(self):
+        plan = plan_of("dp=4", "pp=4", 4, microbatches=8)
+
+        def seconds(latency):
+            machine = replace(H200, node_latency=latency)
+            once = sum(after_backward(plan, machine, 8)) + bridge_seconds(plan, machine, 8)
+            return step_time(plan, machine, 8).work - 4 * once
+
+        of_a_boundary = 2 * 2  # forward and backward, on both of its ranks
+        assert seconds(1.0) - seconds(0.0) == pytest.approx(8 * 3 * of_a_boundary)
 
     def test_recompute_and_imbalance_cost_time(self):
         def seconds(**how):

@@ -13,12 +13,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from calibration.collectives import REPEATS, timed_collectives, with_collectives
 from calibration.fit import USUAL, fitted
-from calibration.measure import measured, options_of
+from calibration.measure import busy_cores, measured, options_of
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
@@ -36,6 +35,8 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
 from megatron.training.global_vars import unset_global_variables
 
+ROUNDS = {"cpu": 5, "cuda": 1}
+"""Runs of each case, some time apart, whose median counts: hosts of CPUs have slow minutes."""
 LAYERS = 8
 SMALLER = {"num_experts": 16, "vocab_size": 32768}
 """At most so many: widths matter, and what does not fit one GPU does not."""
@@ -95,34 +96,39 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     base = find_preset(model)
     kept = json.loads(file.read_text()) if file.exists() else {}
-    runs = kept.get("runs", [])
+    found = {Case(**run["case"]): [run] for run in kept.get("runs", [])}
     machine = replace(find_machine(gpu), **USUAL["cuda"]) if device == "cuda" else _of_this_cpu()
     if device == "cpu":
         from megatron.core import cpu_runtime
 
         cpu_runtime.install()
-    done = [Case(**run["case"]) for run in runs]
     with tempfile.TemporaryDirectory() as directory:
         lines = {
             case: _line(case, base, device, Path(directory) / f"{number}.json")
             for number, case in enumerate(_cases(base))
-            if case not in done
+            if case not in found
         }
-        with _busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
-            for case, line in lines.items():
-                if found := _run(case, line):
-                    runs.append({"case": asdict(case)} | found)
-                    file.write_text(json.dumps(kept | {"runs": runs}) + "\n")
-    if not runs:
+        with busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
+            for case, line in ROUNDS[device] * list(lines.items()):
+                if run := _run(case, line):
+                    found.setdefault(case, []).append({"case": asdict(case)} | run)
+                    file.write_text(json.dumps(kept | {"runs": _medians(found)}) + "\n")
+    if not found:
         raise UserError(f"--device {device}: none of the runs that measure it worked")
     if dist.is_initialized():
         dist.destroy_process_group()
     if "collectives" not in kept:
         kept["collectives"] = timed_collectives(device)
-    found = fitted(machine, [Case(**run["case"]).plan(base) for run in runs], runs)
+    runs = _medians(found)
+    fit = fitted(machine, [case.plan(base) for case in found], runs)
     source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
-    found = replace(found, source=source, shared_cores=machine.shared_cores)
-    write_machine(with_collectives(found, kept["collectives"]), file, kept | {"runs": runs})
+    fit = replace(fit, source=source, shared_cores=machine.shared_cores)
+    write_machine(with_collectives(fit, kept["collectives"]), file, kept | {"runs": runs})
+
+
+def _medians(found: dict[Case, list[dict]]) -> list[dict]:
+    """Of each case the run with the median time."""
+    return [sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] for runs in found.values()]
 
 
 def _cases(base: VLMPreset) -> Iterator[Case]:
@@ -175,26 +181,6 @@ def _run(case: Case, line: list[str]) -> dict[str, float] | None:
     text = f"{name}: {found.seconds:.4f} s, {found.peak_bytes / 1e9:.2f} GB"
     print(f"{text}; all of it took {taken:.0f} s", file=sys.stderr, flush=True)
     return {"seconds": found.seconds, "peak_bytes": found.peak_bytes}
-
-
-@contextmanager
-def _busy_cores(lines: list[list[str]]) -> Iterator[None]:
-    """While it lasts, every other core does the same runs: cores that are busy slow each other."""
-    with tempfile.TemporaryDirectory() as directory:
-        cases = Path(directory) / "cases.json"
-        cases.write_text(json.dumps(3 * lines))
-        command = [sys.executable, "-W", "ignore", "-m", "calibration.measure", cases, os.devnull]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        others = [
-            subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-            for _ in range(len(os.sched_getaffinity(0)) - 1)
-        ]
-        try:
-            yield
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
 
 
 def _of_this_cpu() -> Machine:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What collectives of two ranks of this host take."""
+"""What collectives of some ranks of this host take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,18 +20,26 @@ from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 SMALL = 2**12
 LARGE = {"cpu": 2**22, "cuda": 2**26}
-"""Bytes of the collectives that give latency and bandwidth."""
-REPEATS = 20
+"""About so many bytes have the collectives that give latency and bandwidth."""
+REPEATS, ROUNDS = 50, 7
+MATRIX = 512
+"""Rows of a square product before each collective: a rank that has worked must wake up for it."""
+CROWD = 2
+"""CPU ranks on a core: they change places at each collective, as in training."""
 
 
 def with_collectives(machine: Machine, measured: list[dict]) -> Machine:
     """The machine with the latency and bandwidth of collectives, where they were measured."""
     if not measured:
         return machine
-    latency = np.mean([one["seconds"] for one in measured if one["bytes"] == SMALL])
-    large = np.mean([one["seconds"] for one in measured if one["bytes"] != SMALL])
-    size = max(one["bytes"] for one in measured)
-    bandwidth = (size - SMALL) / 2 / max(large - latency, 1e-9)
+    hops = measured[0]["ranks"] - 1
+    few, many = sorted({one["bytes"] for one in measured})
+    small, large = (
+        np.mean([one["seconds"] for one in measured if one["bytes"] == size])
+        for size in (few, many)
+    )
+    latency = float(small / hops)
+    bandwidth = float((many - few) * hops / (hops + 1) / max(large - small, 1e-9))
     return replace(
         machine,
         node_bandwidth=bandwidth,
@@ -42,11 +51,13 @@ def with_collectives(machine: Machine, measured: list[dict]) -> Machine:
 
 
 def timed_collectives(device: str) -> list[dict]:
-    """Seconds of collectives of two ranks of this host; none with one GPU."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
+    """Seconds of collectives of two GPUs of this host, or none; on CPUs of ranks that share cores,
+    in processor time."""
+    ranks = 2 if device == "cuda" else CROWD * len(os.sched_getaffinity(0))
+    if device == "cuda" and torch.cuda.device_count() < ranks:
         return []
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", "2", "-m", "calibration.collectives", device]
+    launch += ["--nproc-per-node", str(ranks), "-m", "calibration.collectives", device]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(launch, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -56,33 +67,39 @@ def timed_collectives(device: str) -> list[dict]:
 
 
 def _time_collectives(device: str) -> None:
-    """On one of two ranks: print what small and large collectives take."""
+    """On one of the ranks: print what small and large collectives take."""
     rank, on_gpu = int(os.environ["LOCAL_RANK"]), device == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group("nccl" if on_gpu else "gloo")
     clock = time.perf_counter if on_gpu else time.process_time
-    taken = []
+    ranks, matrix, taken = dist.get_world_size(), torch.rand(MATRIX, MATRIX), []
     for size in (SMALL, LARGE[device]):
-        whole, part = torch.zeros(size // 4), torch.zeros(size // 8)
+        part = torch.zeros(size // 4 // ranks)
+        whole = part.repeat(ranks)
         ways = {
             "all-gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
             "reduce-scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(
                 part, whole
             ),
-            "all-to-all": lambda whole=whole: dist.all_to_all_single(whole.clone(), whole),
         }
         for name, collective in ways.items():
-            for count in (5, REPEATS):  # the first ones warm up
+
+            def seconds(way: Callable[[], object], whole: torch.Tensor = whole) -> float:
                 dist.barrier()
                 float(whole[0])  # waits for the device
                 begin = clock()
-                for _ in range(count):
-                    collective()
+                for _ in range(REPEATS):
+                    matrix @ matrix
+                    way()
                 float(whole[0])
-                seconds = (clock() - begin) / count
-            taken.append({"collective": name, "bytes": size, "seconds": seconds})
+                return (clock() - begin) / REPEATS
+
+            seconds(collective)  # warms up
+            more = [seconds(collective) - seconds(lambda: None) for _ in range(ROUNDS)]
+            found = {"collective": name, "ranks": ranks, "bytes": whole.nbytes}
+            taken.append(found | {"seconds": float(np.median(more))})
     if rank == 0:
         print(json.dumps(taken))
     dist.destroy_process_group()

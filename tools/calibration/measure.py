@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -33,7 +35,9 @@ from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.run import close_session, open_session, train
 
-STEPS, WARM_UP = 6, 2
+AGAIN = 20
+"""How often other cores repeat their runs, at most: they are ended."""
+STEPS, WARM_UP = 10, 2
 """Steps of a run, and the first of them, in which memory is followed and time does not count."""
 
 
@@ -124,6 +128,33 @@ def options_of(arguments: list[str], world: int | None = None) -> Options:
     run = ["--data", "mock", "--train-iters", str(STEPS), "--log-interval", "1000"]
     with _silence():
         return parse([*arguments, *run], world)
+
+
+@contextlib.contextmanager
+def busy_cores(lines: list[list[str]], ranks: int = 1) -> Iterator[None]:
+    """While it lasts, the cores that so many ranks leave do runs of one rank: cores that are busy
+    slow each other.
+
+    Args:
+        lines: command lines of these runs.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        cases = Path(directory) / "cases.json"
+        cases.write_text(json.dumps(AGAIN * lines))
+        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        alone |= dict(MASTER_ADDR="localhost", MASTER_PORT="0", OMP_NUM_THREADS="1")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | alone
+        command = [sys.executable, "-W", "ignore", "-m", "calibration.measure", cases, os.devnull]
+        others = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            for _ in range(len(os.sched_getaffinity(0)) - ranks)
+        ]
+        try:
+            yield
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 @contextlib.contextmanager

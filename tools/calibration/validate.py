@@ -21,8 +21,9 @@ import tempfile
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
-from calibration.measure import options_of
+from calibration.measure import busy_cores, options_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
@@ -51,10 +52,12 @@ CASES = [
 """Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
 SAMPLES = 8
 """Of a step."""
+ROUNDS = 5
+"""Runs of each case, some time apart, whose medians count: hosts have slow minutes."""
 DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
 DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
 DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]
-DECIDE += ["--encoder-macro-batch", "--recompute-encoder"]
+DECIDE += ["--encoder-macro-batch", "--recompute-encoder", "--encoder-schedule"]
 """Options of a benchmark that decide what is predicted."""
 MODEL = Path(__file__).with_name("validation_model.json")
 
@@ -80,23 +83,38 @@ def measure(file: Path) -> list[Found]:
         cases = list(cases)
         with tempfile.TemporaryDirectory() as directory:
             listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
-            listed.write_text(json.dumps([arguments_of(case) for case in cases]))
+            listed.write_text(json.dumps(ROUNDS * [arguments_of(case) for case in cases]))
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run([*launch, listed, written], check=True, env=environment)
-            ranks = json.loads(written.read_text())
-        found += [{"case": c, "ranks": r} for c, r in zip(cases, ranks, strict=True)]
+            with busy_cores([arguments_of(CASES[0])], world):
+                subprocess.run([*launch, listed, written], check=True, env=environment)
+            runs = json.loads(written.read_text())
+        for number, case in enumerate(cases):
+            found.append({"case": case, "ranks": _medians(runs[number :: len(cases)])})
         lines = ",\n ".join(map(json.dumps, found))
         file.write_text(f'{{"found": [\n {lines}\n]}}\n')
     return found
 
 
+def _medians(runs: list[list[dict]]) -> list[dict]:
+    """Of each rank the medians of what it found in several runs."""
+    return [
+        {key: median(one[key] for one in found) for key in found[0]}
+        for found in zip(*runs, strict=True)
+    ]
+
+
 def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
-    """A row for each run of tools/bench/vlm.py, whose step is without the wait for data."""
+    """A row for each run of tools/bench/vlm.py, whose step is without the wait for data.
+
+    Runs with CUDA graphs are left out: the machine's figures are of launches by the host.
+    """
     rows = []
     for run in runs:
         words = run["arguments"]
+        if "--cuda-graph-impl" in words:
+            continue
         asked = [pair for pair in zip(words, words[1:], strict=False) if pair[0] in DECIDE]
         plan = plan_of(options_of([word for pair in asked for word in pair], run["ranks"]))
         data = words[len(words) - words[::-1].index("--data")] if "--data" in words else ""

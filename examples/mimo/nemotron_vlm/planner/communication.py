@@ -86,12 +86,17 @@ def all_reduce(machine: Machine, group: Group, size: float = 0.0) -> float:
 
 
 def all_to_all(machine: Machine, group: Group, size: float) -> float:
-    """Every rank has so many bytes, and sends each rank of the group an equal part."""
+    """Every rank has so many bytes, and sends each rank of the group an equal part.
+
+    It takes a latency for each rank of its node, and of the network once.
+    """
     if group.size == 1:
         return 0.0
     inside = size * (group.per_node - 1) / group.size / machine.node_speed
     outside = size * (group.size - group.per_node) / group.size / machine.network_speed
-    return send(machine, group, 0.0) + max(inside, outside)
+    latency = (group.per_node - 1) * machine.node_latency
+    latency += machine.network_latency if group.nodes > 1 else 0.0
+    return latency + max(inside, outside)
 
 
 def send(machine: Machine, group: Group, size: float) -> float:
