@@ -44,7 +44,7 @@ from examples.mimo.nemotron_vlm.own_options import (
 )
 from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
-from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK, refuse
+from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED_BACK, refuse
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -88,7 +88,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     _check_own(args)
-    refuse(args, [*REFUSALS, *TURNED_BACK])
+    refuse(args, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
     _set_layout(args, layouts)

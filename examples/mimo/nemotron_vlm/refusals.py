@@ -134,32 +134,9 @@ REFUSALS = [
     _on_cpu(_set_to("--cuda-graph-impl local", GPU)),
     _not_local("--cuda-graph-impl", lambda args: args.cuda_graph_impl == "local"),
     _with_graphs(
-        "--data",
-        lambda args: args.data.startswith(ENERGON) or args.pack,
-        "a graph has one shape, and these rows differ in their images and samples",
-    ),
-    _with_graphs(
-        "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
-    ),
-    _with_graphs(
-        "--freeze", lambda args: args.freeze, "a graph does not run again before its backward has"
-    ),
-    _with_graphs(
-        "--recompute-encoder",
-        lambda args: args.recompute_encoder,
-        "a graph's backward keeps the activations of its forward",
-    ),
-    _with_graphs(
         "--step-batch-size-schedule",
         lambda args: args.step_batch_size_schedule is not None,
         "steps run graphs of one size",
-    ),
-    Refusal(
-        "--transformer-impl transformer_engine with --pack in fp32",
-        lambda args: (
-            args.pack and args.transformer_impl != "local" and not (args.bf16 or args.fp16)
-        ),
-        "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
     ),
     _takes_only("--optimizer", "adam", "only adam has a state that can be saved for any layout"),
     _takes_only(
@@ -184,7 +161,7 @@ REFUSALS = [
     ),
     Refusal(
         "--hybrid-layer-pattern with /",
-        lambda args: "/" in args.hybrid_layer_pattern,
+        lambda args: "/" in (args.hybrid_layer_pattern or ""),
         "multi-token prediction looks up embeddings of later tokens, and images have none",
     ),
     Refusal(
@@ -203,6 +180,38 @@ REFUSALS = [
         ONE_MODEL,
     ),
 ]
+
+OF_OWN_OPTIONS = [
+    _with_graphs(
+        "--data",
+        lambda args: args.data.startswith(ENERGON) or args.pack,
+        "a graph has one shape, and these rows differ in their images and samples",
+    ),
+    _with_graphs(
+        "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
+    ),
+    _with_graphs(
+        "--freeze", lambda args: args.freeze, "a graph does not run again before its backward has"
+    ),
+    _with_graphs(
+        "--recompute-encoder",
+        lambda args: args.recompute_encoder,
+        "a graph's backward keeps the activations of its forward",
+    ),
+    Refusal(
+        "--transformer-impl transformer_engine with --pack in fp32",
+        lambda args: (
+            args.pack and args.transformer_impl != "local" and not (args.bf16 or args.fp16)
+        ),
+        "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
+    ),
+]
+"""Read options that only ``pretrain_nemotron_vlm.py`` has."""
+
+NO_GRAPHS = _set_to(
+    "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
+)
+"""In other programs."""
 
 TURNED_BACK = [
     Refusal(

@@ -24,7 +24,7 @@ from examples.mimo.nemotron_vlm.data.reading import Microbatch
 from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
-from examples.mimo.nemotron_vlm.refusals import refuse
+from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, REFUSALS, refuse
 from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed
@@ -82,7 +82,7 @@ def take_sizes(args: argparse.Namespace) -> None:
     for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} does not go with {COLOCATED} modules")
-    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}))
+    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, NO_GRAPHS])
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language
     if encoder.size != args.world_size:

@@ -9,7 +9,7 @@ import pytest
 from examples.mimo.nemotron_vlm import arguments
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.refusals import REFUSALS, TURNED_BACK
+from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, OF_OWN_OPTIONS, REFUSALS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     COMPARED,
@@ -199,13 +199,22 @@ class TestRefused:
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = {option for action in parser._actions for option in action.option_strings}
         assert not [
-            refusal.option for refusal in REFUSALS if refusal.option.split()[0] not in known
+            refusal.option
+            for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]
+            if refusal.option.split()[0] not in known
         ]
         assert not [
             refusal.option
             for refusal in TURNED_BACK
             if refusal.option.replace("--no-", "--") not in known
         ]
+
+    def test_refusals_for_other_programs_read_megatrons_options_alone(self):
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        args = parser.parse_args(["--cuda-graph-impl", "local", "--num-experts", "8"])
+        args.device = "cuda"
+        applied = {refusal.option for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)}
+        assert NO_GRAPHS.option in applied
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):
