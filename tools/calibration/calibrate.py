@@ -26,17 +26,16 @@ import torch.distributed as dist
 
 from calibration.collectives import REPEATS, timed_collectives, with_collectives
 from calibration.fit import USUAL, fitted
-from calibration.measure import busy_cores, measured, options_of
+from calibration.measure import ROUNDS, busy_cores, measured, options_of
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
+from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.training.global_vars import unset_global_variables
 
-ROUNDS = {"cpu": 5, "cuda": 1}
-"""Runs of each case, some time apart, whose median counts: hosts of CPUs have slow minutes."""
 LAYERS = 8
 SMALLER = {"num_experts": 16, "vocab_size": 32768}
 """At most so many: widths matter, and what does not fit one GPU does not."""
@@ -92,8 +91,7 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
         device: cpu or cuda. gpu: of the table, whose peaks a cuda device has.
         file: to write, after each run; of an earlier call, to go on with.
     """
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.environ.update(ALONE)
     base = find_preset(model)
     kept = json.loads(file.read_text()) if file.exists() else {}
     found = {Case(**run["case"]): [run] for run in kept.get("runs", [])}
@@ -109,7 +107,7 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
             if case not in found
         }
         with busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
-            for case, line in ROUNDS[device] * list(lines.items()):
+            for case, line in (ROUNDS if device == "cpu" else 1) * list(lines.items()):
                 if run := _run(case, line):
                     found.setdefault(case, []).append({"case": asdict(case)} | run)
                     file.write_text(json.dumps(kept | {"runs": _medians(found)}) + "\n")

@@ -75,29 +75,27 @@ def _time_collectives(device: str) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     clock = time.perf_counter if on_gpu else time.process_time
     ranks, matrix, taken = dist.get_world_size(), torch.rand(MATRIX, MATRIX), []
+
+    def seconds(collective: Callable[..., object], *tensors: torch.Tensor) -> float:
+        dist.barrier()
+        float(matrix[0, 0])  # waits for the device
+        begin = clock()
+        for _ in range(REPEATS):
+            matrix @ matrix
+            collective(*tensors)
+        float(matrix[0, 0])
+        return (clock() - begin) / REPEATS
+
     for size in (SMALL, LARGE[device]):
         part = torch.zeros(size // 4 // ranks)
         whole = part.repeat(ranks)
         ways = {
-            "all-gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
-            "reduce-scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(
-                part, whole
-            ),
+            "all-gather": (dist.all_gather_into_tensor, whole, part),
+            "reduce-scatter": (dist.reduce_scatter_tensor, part, whole),
         }
-        for name, collective in ways.items():
-
-            def seconds(way: Callable[[], object], whole: torch.Tensor = whole) -> float:
-                dist.barrier()
-                float(whole[0])  # waits for the device
-                begin = clock()
-                for _ in range(REPEATS):
-                    matrix @ matrix
-                    way()
-                float(whole[0])
-                return (clock() - begin) / REPEATS
-
-            seconds(collective)  # warms up
-            more = [seconds(collective) - seconds(lambda: None) for _ in range(ROUNDS)]
+        for name, way in ways.items():
+            seconds(*way)  # warms up
+            more = [seconds(*way) - seconds(lambda: None) for _ in range(ROUNDS)]
             found = {"collective": name, "ranks": ranks, "bytes": whole.nbytes}
             taken.append(found | {"seconds": float(np.median(more))})
     if rank == 0:

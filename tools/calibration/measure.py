@@ -34,9 +34,12 @@ from torch.utils._pytree import tree_leaves
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.run import close_session, open_session, train
+from examples.mimo.pretrain_nemotron_vlm import ALONE
 
-AGAIN = 20
-"""How often other cores repeat their runs, at most: they are ended."""
+AGAIN = 100
+"""How often other cores repeat their runs, at most: more often than is measured; they are ended."""
+ROUNDS = 5
+"""Runs of each case on CPUs, some time apart, whose median counts: hosts have slow minutes."""
 STEPS, WARM_UP = 10, 2
 """Steps of a run, and the first of them, in which memory is followed and time does not count."""
 
@@ -141,12 +144,10 @@ def busy_cores(lines: list[list[str]], ranks: int = 1) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as directory:
         cases = Path(directory) / "cases.json"
         cases.write_text(json.dumps(AGAIN * lines))
-        alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        alone |= dict(MASTER_ADDR="localhost", MASTER_PORT="0", OMP_NUM_THREADS="1")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | alone
+        alone = ALONE | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-m", "calibration.measure", cases, os.devnull]
         others = [
-            subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            subprocess.Popen(command, env=os.environ | alone, stderr=subprocess.DEVNULL)
             for _ in range(len(os.sched_getaffinity(0)) - ranks)
         ]
         try:

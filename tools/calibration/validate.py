@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from calibration.measure import busy_cores, options_of
+from calibration.measure import ROUNDS, busy_cores, options_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
@@ -52,8 +52,6 @@ CASES = [
 """Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
 SAMPLES = 8
 """Of a step."""
-ROUNDS = 5
-"""Runs of each case, some time apart, whose medians count: hosts have slow minutes."""
 DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
 DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
 DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]

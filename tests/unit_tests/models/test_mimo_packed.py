@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
 from tests.unit_tests.models.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.one_step import TOLERANCE as UNPACKED
 from tests.unit_tests.models.packed_rows import (
@@ -31,8 +31,7 @@ TOLERANCE = 2 * UNPACKED
 @contextlib.contextmanager
 def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_ROW, rows: int = 8):
     arguments = (
-        *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP),
-        *("--transformer-impl", "local"),  # the engine's has packed rows in 16 bits alone
+        *("--encoder", encoder, "--language", language, *LOCAL, *PROPORTIONAL_STEP),
         *("--global-batch-size", str(rows * SAMPLES_A_ROW)),
         *("--micro-batch-size", str(samples_a_row)),
     )

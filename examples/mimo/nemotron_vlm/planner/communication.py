@@ -90,8 +90,6 @@ def all_to_all(machine: Machine, group: Group, size: float) -> float:
 
     It takes a latency for each rank of its node, and of the network once.
     """
-    if group.size == 1:
-        return 0.0
     inside = size * (group.per_node - 1) / group.size / machine.node_speed
     outside = size * (group.size - group.per_node) / group.size / machine.network_speed
     latency = (group.per_node - 1) * machine.node_latency

@@ -53,6 +53,9 @@ argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 
 DEVICE = ("--device", "cuda" if HAVE_CUDA else "cpu")
 
+LOCAL = ("--transformer-impl", "local")
+"""For packed rows in fp32: Transformer Engine's attention has them in 16 bits alone."""
+
 STEPS = 10
 
 COMPARED = 3

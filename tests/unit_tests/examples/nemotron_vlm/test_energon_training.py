@@ -14,6 +14,7 @@ from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
 from tests.unit_tests.examples.nemotron_vlm.runs import (
+    LOCAL,
     OWN_DEFAULTS,
     assert_same_trajectory_as_one_rank,
     trainer,
@@ -46,10 +47,9 @@ class TestTrajectory:
     )
     def test_packed_trajectory_equals_one_rank(self, data, encoder, language, more):
         packed = ("--pack", "--seq-length", "64", "--pack-window", "32", "--micro-batch-size", "1")
-        packed += ("--transformer-impl", "local")  # the engine's has packed rows in 16 bits alone
         of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
         assert_same_trajectory_as_one_rank(
-            encoder, language, *more, common=(*OWN_DEFAULTS, *packed, *of), samples=16
+            encoder, language, *more, common=(*OWN_DEFAULTS, *LOCAL, *packed, *of), samples=16
         )
 
 

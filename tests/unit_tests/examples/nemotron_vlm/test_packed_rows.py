@@ -8,6 +8,7 @@ from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.errors import UserError
 from tests.unit_tests.examples.nemotron_vlm.runs import (
+    LOCAL,
     OWN_DEFAULTS,
     assert_same_trajectory_as_one_rank,
     trainer,
@@ -16,8 +17,6 @@ from tests.unit_tests.models.one_step import PROPORTIONAL_STEP, TOLERANCE
 from tests.unit_tests.models.weights import assert_shards_moved_alike, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
-LOCAL = ("--transformer-impl", "local")
-"""Transformer Engine's attention has packed rows in 16 bits alone."""
 PACKED = (
     *LOCAL,
     "--pack",
