@@ -11,8 +11,11 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,6 +39,11 @@ def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 
     Returns:
         0 if all succeeded, else 1; stderr says then which rank failed first.
     """
+    with tempfile.TemporaryDirectory() as logs:
+        return _run(size, rank, arguments, restarts, logs)
+
+
+def _run(size: int, rank: Callable, arguments: tuple, restarts: int, logs: str) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -45,14 +53,29 @@ def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 
         run_id="tests",
         max_restarts=restarts,
         start_method="fork",
+        monitor_interval=0.01,  # seconds: others soon fail too
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
     gc.freeze()  # what is imported stays shared with the ranks
     try:
         elastic_launch(config, _rank)(rank, arguments)
     except ChildFailedError as failure:
         print(failure, file=sys.stderr)
+        print(f"rank {_first(failure, logs)} failed first", file=sys.stderr)
         return 1
     return 0
+
+
+def _first(failure: ChildFailedError, logs: str) -> int:
+    """Which rank failed first: the agent names any of those that ended before it looked.
+
+    A rank that was killed by a signal writes nothing; what others then raise is newer.
+    """
+    named, found = failure.get_first_failure()
+    written = Path(logs).rglob("error.json")  # of ranks that raised, in a folder of the rank's
+    if found.exitcode > 0 and (errors := sorted(written, key=lambda file: file.stat().st_mtime_ns)):
+        return int(errors[0].parent.name)
+    return named
 
 
 def _rank(rank: Callable[..., None], arguments: tuple) -> None:
