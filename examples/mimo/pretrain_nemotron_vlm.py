@@ -72,12 +72,17 @@ def main(argv: list[str]) -> int:
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
     os.environ.update(KEPT | TORCH_ONLY | os.environ)
-    if not uses_gpus(argv):
+    on_gpus = uses_gpus(argv)
+    if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     leave_out_compiler()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron can do without
+            if not on_gpus:
+                from megatron.core import cpu_runtime
+
+                cpu_runtime.install()  # before layers look for kernels
             from examples.mimo.nemotron_vlm.run import run
         run(argv)
     except UserError as error:

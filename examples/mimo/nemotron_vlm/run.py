@@ -73,7 +73,7 @@ class Session:
 
 
 def run(argv: list[str]) -> None:
-    """Carry the run out; collective over all ranks.
+    """Carry the run out; collective over all ranks. Without GPUs, under the CPU runtime.
 
     Raises:
         UserError: on every rank alike, for bad input.
@@ -82,10 +82,6 @@ def run(argv: list[str]) -> None:
     asks_only = bool(own.dry_run or own.plan)
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
-    if own.device == "cpu" or not torch.cuda.is_available():
-        from megatron.core import cpu_runtime
-
-        cpu_runtime.install()
     with _output_to(_log_file(own, argv)):
         if asks_only:
             # PyTorch's groups that send nothing come with its test tools, which are slow to import.
