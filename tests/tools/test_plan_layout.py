@@ -83,7 +83,9 @@ class TestSearch:
     def test_finds_plans_that_the_whole_program_takes(self, in_bubbles, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(WORLD))
         cpu_runtime.install()
-        found = search(replace(task_of(), in_bubbles=in_bubbles), H200, keep=40)
+        overhead = dict.fromkeys(H200.overhead, 0.0)
+        graphs = replace(H200, overhead=overhead, microbatch_overhead=0.0)  # nothing to launch
+        found = search(replace(task_of(), in_bubbles=in_bubbles), graphs, keep=40)
         assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
         for priced in found.best:
             line = " ".join(options_of(priced.plan, "tiny"))
@@ -164,7 +166,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path):
 
 class TestCalibration:
     def test_predicts_the_benchmarks_of_an_h200(self, monkeypatch):
-        """Memory within 5 %; time within 15 % in two of three, without tensor parallelism within
+        """Memory within 5 %; time within 15 % in three of four, without tensor parallelism within
         20 %: docs/planner.md has the table."""
         monkeypatch.setenv("WORLD_SIZE", "2")
         cpu_runtime.install()
@@ -173,10 +175,21 @@ class TestCalibration:
         rows = benchmarked(H200, runs)
         assert len(rows) >= 19
         assert max(map(abs, errors(rows, "bytes"))) < 0.05
-        assert sum(abs(error) < 0.15 for error in errors(rows, "seconds")) > len(rows) * 2 / 3
+        assert sum(abs(error) < 0.15 for error in errors(rows, "seconds")) > len(rows) * 3 / 4
         assert rank_correlation(rows, "seconds") > 0.9
         others = [row for row in rows if row["language"].startswith("tp=1")]
         assert max(map(abs, errors(others, "seconds"))) < 0.2
+
+    def test_predicts_other_runs_of_the_machine_that_it_measured(self, monkeypatch):
+        """Memory within 10 %, time within 15 %."""
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        cpu_runtime.install()
+        found = json.loads(MEASURED.with_name("h200_runs.json").read_text())["found"]
+        rows = compare(find_machine(str(MEASURED)), found)
+        assert len(rows) >= 6
+        assert max(map(abs, errors(rows, "bytes"))) < 0.1
+        assert max(map(abs, errors(rows, "seconds"))) < 0.15
+        assert rank_correlation(rows, "seconds") > 0.9
 
     def test_predicts_what_cpu_ranks_measured(self, monkeypatch):
         """Memory within 10 %, time within 15 %; of the layouts of 4 ranks one of the fastest."""

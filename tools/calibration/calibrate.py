@@ -27,6 +27,7 @@ import torch.distributed as dist
 from calibration.collectives import REPEATS, timed_collectives, with_collectives
 from calibration.fit import USUAL, fitted
 from calibration.measure import ROUNDS, busy_cores, measured, options_of
+from examples.mimo.nemotron_vlm.encoder_schedule import FASTEST
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
@@ -52,9 +53,10 @@ ON_GPU = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run on one rank: sizes in the place of the base model's, samples of a step and of a part.
+    """A run on one rank: sizes in the place of the base model's, and samples of a step.
 
-    encoder_layers: of the ViT. The others are as in the presets.
+    encoder_layers: of the ViT. micro: samples of a microbatch. macro_batch: microbatches whose
+    images are encoded at once. The others are as in the presets.
     """
 
     hybrid_layer_pattern: str
@@ -64,6 +66,7 @@ class Case:
     seq_length: int
     samples: int
     micro: int
+    macro_batch: int = 1
 
     def preset(self, base: VLMPreset) -> VLMPreset:
         """The base model with these sizes."""
@@ -80,7 +83,8 @@ class Case:
         """What the planner prices."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
         layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, STATE_PASSING)
-        return Plan(preset, layouts, most_that_fit(preset, self.seq_length))
+        tiles = most_that_fit(preset, self.seq_length)
+        return Plan(preset, layouts, tiles, macro_batch=self.macro_batch)
 
 
 def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
@@ -103,7 +107,7 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         lines = {
             case: _line(case, base, device, Path(directory) / f"{number}.json")
-            for number, case in enumerate(_cases(base))
+            for number, case in enumerate(_cases(base, FASTEST if device == "cuda" else 1))
             if case not in found
         }
         with busy_cores(list(lines.values())) if device == "cpu" else nullcontext():
@@ -129,8 +133,11 @@ def _medians(found: dict[Case, list[dict]]) -> list[dict]:
     return [sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] for runs in found.values()]
 
 
-def _cases(base: VLMPreset) -> Iterator[Case]:
-    """Each kind of layer alone at two sizes, the encoder alone, and the model as it is."""
+def _cases(base: VLMPreset, at_once: int) -> Iterator[Case]:
+    """Each kind of layer alone at two sizes, the encoder alone, and the model as it is.
+
+    at_once: microbatches whose images are encoded at once, where a step has so many.
+    """
     p = base.language
     sizes = {name: min(most, getattr(p, name)) for name, most in SMALLER.items()}
     sizes["seq_length"] = min(SEQ_LENGTH, base.seq_length)
@@ -138,7 +145,8 @@ def _cases(base: VLMPreset) -> Iterator[Case]:
     deep, thin = base.encoder.layers, max(1, base.encoder.layers // 16)
 
     def of(layers: str, encoder: int, samples: int, micro: int, **changed: int) -> Case:
-        return Case(layers, encoder, samples=samples, micro=micro, **sizes | changed)
+        batch = {"samples": samples, "micro": micro, "macro_batch": min(at_once, samples // micro)}
+        return Case(layers, encoder, **sizes | changed, **batch)
 
     yield of(pattern, deep, 2, 1)
     yield of(pattern, deep, 4, 2)
@@ -156,7 +164,8 @@ def _line(case: Case, base: VLMPreset, device: str, model: Path) -> list[str]:
     """The program's command line; writes the model."""
     write_preset(case.preset(base), model)
     line = f"--model {model} --device {device} --global-batch-size {case.samples} "
-    line += f"--micro-batch-size {case.micro} {ON_GPU if device == 'cuda' else ''}"
+    line += f"--micro-batch-size {case.micro} --encoder-macro-batch {case.macro_batch} "
+    line += ON_GPU if device == "cuda" else ""
     return line.split()
 
 

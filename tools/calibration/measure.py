@@ -15,6 +15,7 @@ to FILE what each rank found of each.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -127,10 +128,10 @@ def measured(options: Options) -> Measured:
 
 
 def options_of(arguments: list[str], world: int | None = None) -> Options:
-    """The program's options of a short run on random samples."""
+    """The program's options of a short run, on random samples where no others are asked."""
     run = ["--data", "mock", "--train-iters", str(STEPS), "--log-interval", "1000"]
     with _silence():
-        return parse([*arguments, *run], world)
+        return parse([*run, *arguments], world)
 
 
 @contextlib.contextmanager
@@ -177,6 +178,8 @@ def main(cases: str, file: str) -> None:
         everywhere: list[dict] = [{}] * dist.get_world_size()
         dist.all_gather_object(everywhere, mine)
         found.append(everywhere)
+        gc.collect()
+        torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             Path(file).write_text(json.dumps(found) + "\n")
     dist.destroy_process_group()

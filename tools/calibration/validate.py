@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare predictions with measured steps.
 
-    python -m calibration.validate MACHINE.json OUT.json [PICTURE.png]
-    python -m calibration.validate h200 BENCH.json…
+    python -m calibration.validate here MACHINE.json OUT.json [PICTURE.png]
+    python -m calibration.validate benchmarks MACHINE BENCH.json…
 
-The first measures CPU ranks of this host. MACHINE.json is of ``calibrate``, which ran on one rank:
-none of the layouts here has fitted it. The ranks share cores, so what is compared is the processor
-time of all ranks together: waiting, and with it a pipeline's bubble, takes none. The second takes
-what tools/bench/vlm.py measured on GPUs.
+The first measures this host, with ``calibrate``'s file of it: none of the runs here has fitted it.
+CPU ranks share cores, so what is compared there is the processor time of all ranks together:
+waiting, and with it a pipeline's bubble, takes none. The second takes what tools/bench/vlm.py
+measured on GPUs.
 """
 
 from __future__ import annotations
@@ -18,81 +18,56 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from calibration.measure import ROUNDS, busy_cores, options_of
+import torch
+
+from calibration.cases import ON_CPU, ON_GPU, arguments_of, planned
+from calibration.measure import ROUNDS, busy_cores
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-CASES = [
-    (1, "", "", 2, ""),
-    (1, "", "", 4, FULL),
-    (2, "dp=2", "dp=2,ep=2", 2, ""),
-    (2, "tp=2", "tp=2,ep=2,etp=1", 4, ""),
-    (2, "dp=2", "cp=2", 4, "--encoder-macro-batch 2"),
-    (2, "dp=2", "pp=2", 2, ""),
-    (2, "dp=1", "dp=1", 2, "--placement non-colocated"),
-    (4, "dp=4", "dp=4", 2, ""),
-    (4, "dp=4", "dp=4,ep=4", 2, ""),
-    (4, "dp=4", "dp=4,ep=2", 1, ""),
-    (4, "dp=4", "tp=2,pp=2", 2, ""),
-    (4, "tp=4", "tp=4,ep=4,etp=1", 4, ""),
-    (4, "tp=2,dp=2", "cp=2,dp=2,ep=2", 2, ""),
-    (4, "dp=4", "pp=2,dp=2,vpp=2", 2, "--recompute-encoder 1"),
-    (4, "dp=4", "pp=4", 2, ""),
-    (4, "dp=4", "tp=2,dp=2,ep=4,etp=1", 4, ""),
-    (4, "dp=2", "dp=2,ep=2", 2, "--placement non-colocated"),
-]
-"""Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
-SAMPLES = 8
-"""Of a step."""
-DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
-DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
-DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]
-DECIDE += ["--encoder-macro-batch", "--recompute-encoder", "--encoder-schedule"]
-"""Options of a benchmark that decide what is predicted."""
-MODEL = Path(__file__).with_name("validation_model.json")
-
-
+GPUS_PER_NODE = 8
 Found = dict[str, list]
 """A case, and what each of its ranks measured."""
 
 
-def arguments_of(case: tuple) -> list[str]:
-    """A case as the program's command line."""
-    _, encoder, language, micro, more = case
-    layouts = [*(["--encoder", encoder] if encoder else [])]
-    layouts += ["--language", language] if language else []
-    batch = f"--global-batch-size {SAMPLES} --micro-batch-size {micro}"
-    return ["--model", str(MODEL), *layouts, *batch.split(), *more.split()]
-
-
-def measure(file: Path) -> list[Found]:
+def measure(file: Path, on_gpu: bool) -> list[Found]:
     """What each rank found of each case, kept in a file; cases that it has are not run again."""
     found = json.loads(file.read_text())["found"] if file.exists() else []
     done = [tuple(one["case"]) for one in found]
-    for world, cases in groupby((c for c in CASES if c not in done), key=lambda case: case[0]):
-        cases = list(cases)
-        with tempfile.TemporaryDirectory() as directory:
-            listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
-            listed.write_text(json.dumps(ROUNDS * [arguments_of(case) for case in cases]))
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            with busy_cores([arguments_of(CASES[0])], world):
-                subprocess.run([*launch, listed, written], check=True, env=environment)
-            runs = json.loads(written.read_text())
-        for number, case in enumerate(cases):
-            found.append({"case": case, "ranks": _medians(runs[number :: len(cases)])})
+    cases = [case for case in (ON_GPU if on_gpu else ON_CPU) if case not in done]
+    for world, same in groupby(cases, key=lambda case: case[0]):
+        if on_gpu and world > torch.cuda.device_count():
+            print(f"left out: runs on {world} GPUs", file=sys.stderr)
+            continue
+        found += _measured(list(same), world, on_gpu)
         lines = ",\n ".join(map(json.dumps, found))
         file.write_text(f'{{"found": [\n {lines}\n]}}\n')
     return found
+
+
+def _measured(cases: list[tuple], world: int, on_gpu: bool) -> list[Found]:
+    lines = [arguments_of(case, on_gpu) for case in cases]
+    rounds, others = (1, nullcontext()) if on_gpu else (ROUNDS, busy_cores(lines[:1], world))
+    with tempfile.TemporaryDirectory() as directory:
+        listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
+        listed.write_text(json.dumps(rounds * lines))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
+        environment = os.environ | ({} if on_gpu else {"OMP_NUM_THREADS": "1"})
+        with others:
+            subprocess.run([*launch, listed, written], check=True, env=environment)
+        runs = json.loads(written.read_text())
+    return [
+        {"case": case, "ranks": _medians(runs[number :: len(cases)])}
+        for number, case in enumerate(cases)
+    ]
 
 
 def _medians(runs: list[list[dict]]) -> list[dict]:
@@ -108,64 +83,56 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
 
     Runs with CUDA graphs are left out: the machine's figures are of launches by the host.
     """
+    return [
+        _row(
+            machine,
+            planned(run["arguments"], run["ranks"]),
+            run["ranks"],
+            "",
+            run["step_s"] * (1 - run["data_wait"]),
+            run["peak_memory_gib"] * 2**30,
+        )
+        for run in runs
+        if "--cuda-graph-impl" not in run["arguments"]
+    ]
+
+
+def compare(machine: Machine, found: list[Found]) -> list[dict]:
+    """A row for each case: what was predicted and measured."""
+    on_gpu = not machine.shared_cores
     rows = []
-    for run in runs:
-        words = run["arguments"]
-        if "--cuda-graph-impl" in words:
-            continue
-        asked = [pair for pair in zip(words, words[1:], strict=False) if pair[0] in DECIDE]
-        plan = plan_of(options_of([word for pair in asked for word in pair], run["ranks"]))
-        data = words[len(words) - words[::-1].index("--data")] if "--data" in words else ""
-        if tiles := data.partition(":")[2]:
-            plan = replace(plan, images=Tiles(min(float(tiles), plan.images.mean)))
-        step, held = step_time(plan, machine, 8), memory_of(plan, machine)
+    for one in found:
+        case, ranks = one["case"], one["ranks"]
+        seconds = [rank["seconds"] for rank in ranks]
         rows.append(
-            _row(plan, run["ranks"], f"micro {plan.layouts.batch.micro_size}")
-            | {
-                "seconds": {
-                    "predicted": step.seconds,
-                    "measured": run["step_s"] * (1 - run["data_wait"]),
-                },
-                "bytes": {
-                    "predicted": peak(held) - machine.reserved_bytes,
-                    "measured": run["peak_memory_gib"] * 2**30,
-                },
-            }
+            _row(
+                machine,
+                planned(arguments_of(case, on_gpu), case[0]),
+                case[0],
+                case[4],
+                max(seconds) if on_gpu else sum(seconds),
+                max(rank["peak_bytes"] for rank in ranks),
+            )
         )
     return rows
 
 
-def _row(plan: Plan, ranks: int, options: str) -> dict:
+def _row(
+    machine: Machine, plan: Plan, ranks: int, options: str, seconds: float, peak_bytes: float
+) -> dict:
+    """A run, and what was predicted and measured of it."""
+    step = step_time(plan, machine, min(ranks, GPUS_PER_NODE))
+    predicted = step.work if machine.shared_cores else step.seconds
+    held = peak(memory_of(plan, machine)) - machine.reserved_bytes
     return {
         "ranks": ranks,
         "placement": plan.layouts.placement,
         "encoder": str(plan.layouts.encoder),
         "language": str(plan.layouts.language),
-        "options": options,
+        "options": f"micro {plan.layouts.batch.micro_size} {options}".strip(),
+        "seconds": {"predicted": predicted, "measured": seconds},
+        "bytes": {"predicted": held, "measured": peak_bytes},
     }
-
-
-def compare(machine: Machine, found: list[Found]) -> list[dict]:
-    """A row for each case: what was predicted and measured."""
-    rows = []
-    for one in found:
-        case, ranks = one["case"], one["ranks"]
-        plan = plan_of(options_of(arguments_of(case), case[0]))
-        step = step_time(plan, machine, case[0])
-        rows.append(
-            _row(plan, case[0], case[4])
-            | {
-                "seconds": {
-                    "predicted": step.work,
-                    "measured": sum(rank["seconds"] for rank in ranks),
-                },
-                "bytes": {
-                    "predicted": peak(memory_of(plan, machine)),
-                    "measured": max(rank["peak_bytes"] for rank in ranks),
-                },
-            }
-        )
-    return rows
 
 
 def errors(rows: list[dict], what: str) -> list[float]:
@@ -185,11 +152,18 @@ def rank_correlation(rows: list[dict], what: str) -> float:
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
+def _units(rows: list[dict]) -> dict[str, tuple[str, float]]:
+    """Of seconds and of bytes the unit in which they are shown, and its size."""
+    large = max(row["bytes"]["predicted"] for row in rows) > 10e9
+    return {"seconds": ("s", 1.0), "bytes": ("GB", 1e9) if large else ("MB", 1e6)}
+
+
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
+    unit, scale = _units(rows)["bytes"]
     lines = [
         "| ranks | encoder | language | more | s: predicted | measured | error "
-        "| MB: predicted | measured | error |",
+        f"| {unit}: predicted | measured | error |",
         "|---:|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -202,10 +176,10 @@ def table(rows: list[dict]) -> str:
             f"| {s['predicted']:.2f} | {s['measured']:.2f} "
             f"| {s['predicted'] / s['measured'] - 1:+.0%} "
             + (
-                f"| {b['predicted'] / 1e6:.0f} | {b['measured'] / 1e6:.0f} "
+                f"| {b['predicted'] / scale:.4g} | {b['measured'] / scale:.4g} "
                 f"| {b['predicted'] / b['measured'] - 1:+.0%} |"
                 if b["measured"]
-                else f"| {b['predicted'] / 1e6:.0f} | – | – |"
+                else f"| {b['predicted'] / scale:.4g} | – | – |"
             )
         )
     for what in ("seconds", "bytes"):
@@ -226,9 +200,9 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
-    for axes, (what, unit, scale, bound) in zip(
-        both, (("seconds", "processor s", 1.0, 0.15), ("bytes", "MB", 1e6, 0.1)), strict=True
-    ):
+    units = _units(rows)
+    for axes, what, bound in zip(both, units, (0.15, 0.1), strict=True):
+        unit, scale = units[what]
         shown = _with(rows, what)
         points = [(r[what]["measured"] / scale, r[what]["predicted"] / scale) for r in shown]
         ends = min(map(min, points)), max(map(max, points))
@@ -248,21 +222,24 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def main(machine: str, out: str, *more: str) -> None:
-    """Compare, and print the table; on CPU ranks, measure before what OUT lacks."""
-    from megatron.core import cpu_runtime
-
-    cpu_runtime.install()
-    file = Path(out)
-    if not find_machine(machine).shared_cores:
-        runs = [run for path in (out, *more) for run in json.loads(Path(path).read_text())["runs"]]
-        print(table(benchmarked(find_machine(machine), runs)))
-        return
-    rows = compare(find_machine(machine), measure(file))
-    print(table(rows))
-    for picture in more:
+def here(machine: str, out: str, *pictures: str) -> list[dict]:
+    """Measure what OUT lacks, and compare."""
+    of_this = find_machine(machine)
+    rows = compare(of_this, measure(Path(out), not of_this.shared_cores))
+    for picture in pictures:
         draw(rows, Path(picture))
+    return rows
+
+
+def benchmarks(machine: str, *files: str) -> list[dict]:
+    """Compare with the runs of tools/bench/vlm.py in these files."""
+    runs = [run for file in files for run in json.loads(Path(file).read_text())["runs"]]
+    return benchmarked(find_machine(machine), runs)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if not torch.cuda.is_available():
+        from megatron.core import cpu_runtime
+
+        cpu_runtime.install()
+    print(table({"here": here, "benchmarks": benchmarks}[sys.argv[1]](*sys.argv[2:])))
