@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test, in four processes at once: tools, one rank, 2 to 8 ranks, whole runs.
+"""Run every test, in four lanes at once: one rank and then 8 ranks, 2 and 4 ranks, tools, whole runs.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
-Each of the four often waits for something, and together they keep two cores busy. Ranks see the
-checkout in build/ and this repository's tests/; the temporary directory shared by the worlds holds
-the one-rank runs that they are compared with.
+Each of the four often waits for something, and together they keep two cores busy; they take about
+as long. Ranks see the checkout in build/ and this repository's tests/; the temporary directory
+shared by the worlds holds the one-rank runs that they are compared with.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
 QUIET = ("-q", "-W", "ignore")
-STAGES = {
-    "one rank": ("pytest", *QUIET, "tests/unit_tests"),
-    "2, 4 and 8 ranks": ("tests.ranks", "2,4,8", *QUIET, "tests/unit_tests"),
-    "tools": ("pytest", *QUIET, "tests/tools"),
-    "whole runs": ("pytest", *QUIET, "tests/e2e"),
-}
+LANES = (
+    {
+        "one rank": ("pytest", *QUIET, "tests/unit_tests"),
+        "8 ranks": ("tests.ranks", "8", *QUIET, "tests/unit_tests"),
+    },
+    {"2 and 4 ranks": ("tests.ranks", "2,4", *QUIET, "tests/unit_tests")},
+    {"tools": ("pytest", *QUIET, "tests/tools")},
+    {"whole runs": ("pytest", *QUIET, "tests/e2e")},
+)
+"""Stages of a lane come one after the other."""
+SHOWN = "one rank"
+"""What this stage says is shown at once."""
 PASSED = (0, 5)
 """Exit codes of pytest: the other is that there was no such test."""
 
@@ -35,31 +42,44 @@ def main(arguments: list[str]) -> int:
 
     Returns 0 if all passed.
     """
-    with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
-        environment = os.environ | {
-            "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
-            "ONE_RANK_RUNS": shared,
-            "OMP_NUM_THREADS": "1",
-        }
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, Megatron starts a fifth faster
-        begun = {}
-        for name, module in STAGES.items():
-            command = [sys.executable, "-W", "ignore", "-m", *module, *arguments]
-            said = Path(shared, f"{name}.log").open("w+") if begun else None
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said
-            )
-            begun[name] = process, said
-        failed = []
-        for name, (process, said) in begun.items():
-            print(f"\n===== {name}", flush=True)
-            if process.wait() not in PASSED:
-                failed.append(name)
-            if said:
-                said.seek(0)
-                print(said.read(), flush=True)
+    failed = []
+    with (
+        tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared,
+        ThreadPoolExecutor(len(LANES)) as pool,
+    ):
+        lanes = [pool.submit(_run, lane, arguments, Path(shared)) for lane in LANES]
+        for lane, running in zip(LANES, lanes, strict=True):
+            for name, code in zip(lane, running.result(), strict=True):
+                if code not in PASSED:
+                    failed.append(name)
+                if name != SHOWN:
+                    print(f"\n===== {name}\n{_log(Path(shared), name).read_text()}", flush=True)
     print(f"\n===== {'failed: ' + ', '.join(failed) if failed else 'all stages passed'}")
     return 1 if failed else 0
+
+
+def _run(lane: dict[str, tuple[str, ...]], arguments: list[str], shared: Path) -> list[int]:
+    """Run a lane's stages; returns their exit codes."""
+    environment = os.environ | {
+        "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
+        "ONE_RANK_RUNS": str(shared),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, Megatron starts a fifth faster
+    codes = []
+    for name, module in lane.items():
+        command = [sys.executable, "-W", "ignore", "-m", *module, *arguments]
+        with _log(shared, name).open("w") as log:
+            said = None if name == SHOWN else log
+            done = subprocess.run(
+                command, cwd=REPOSITORY, env=environment, stdout=said, stderr=said
+            )
+        codes.append(done.returncode)
+    return codes
+
+
+def _log(shared: Path, name: str) -> Path:
+    return shared / f"{name}.log"
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class TestSearch:
         cpu_runtime.install()
         overhead = dict.fromkeys(H200.overhead, 0.0)
         graphs = replace(H200, overhead=overhead, microbatch_overhead=0.0)  # nothing to launch
-        found = search(replace(task_of(), in_bubbles=in_bubbles), graphs, keep=40)
+        found = search(replace(task_of(), in_bubbles=in_bubbles), graphs, keep=20)
         assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
         for priced in found.best:
             line = " ".join(options_of(priced.plan, "tiny"))

@@ -41,8 +41,8 @@ class TestTrajectory:
     @pytest.mark.parametrize(
         ("encoder", "language", "more"),
         [
-            pytest.param("dp=4", "cp=2,pp=2,dp=1,ep=2", ("--num-workers", "4"), id="cp-2-pp-2"),
-            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", (), id="tp-2-ep-2"),
+            pytest.param("dp=4", "cp=2,pp=2,dp=1,ep=2", (), id="cp-2-pp-2"),
+            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", ("--num-workers", "4"), id="tp-2"),
         ],
     )
     def test_packed_trajectory_equals_one_rank(self, data, encoder, language, more):
