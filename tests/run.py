@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test, in four lanes at once: one rank and then 8 ranks, 2 and 4 ranks, tools, whole runs.
+"""Run every test, in four lanes at once: 1 and then 8 ranks, 2 and 4 ranks, tools, whole runs.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 

@@ -22,7 +22,12 @@ from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
 from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES  # noqa: E402
 from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
-from examples.mimo.nemotron_vlm.layout import Batch, Layout  # noqa: E402
+from examples.mimo.nemotron_vlm.layout import (  # noqa: E402
+    COLOCATED,
+    NON_COLOCATED,
+    Batch,
+    Layout,
+)
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
@@ -85,7 +90,9 @@ class TestSearch:
         cpu_runtime.install()
         overhead = dict.fromkeys(H200.overhead, 0.0)
         graphs = replace(H200, overhead=overhead, microbatch_overhead=0.0)  # nothing to launch
-        found = search(replace(task_of(), in_bubbles=in_bubbles), graphs, keep=20)
+        placements = (COLOCATED,) if in_bubbles else (COLOCATED, NON_COLOCATED)
+        asked = replace(task_of(), in_bubbles=in_bubbles, placements=placements)
+        found = search(asked, graphs, keep=20)
         assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
         for priced in found.best:
             line = " ".join(options_of(priced.plan, "tiny"))
