@@ -174,9 +174,11 @@ def _run(
         _Worker.start(path, split, encoder)
         yield from map(_Worker.survey, tasks)
         return
+    server = get_context("forkserver")  # a fork of this one would share the tokenizer's locks
+    server.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(
         workers,
-        mp_context=get_context("spawn"),  # a fork would share the tokenizer's locked threads
+        mp_context=server,
         initializer=partial(_Worker.start, path, split, encoder),
     ) as pool:
         yield from pool.map(_Worker.survey, tasks)

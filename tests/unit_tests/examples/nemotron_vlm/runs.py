@@ -281,7 +281,7 @@ def _run_alone(
 ) -> None:
     """Run the program in a process that has only to be forked: the imports take ten seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run"])
+    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
     process = context.Process(target=_program, args=(arguments, log, source, preset))
     process.start()
     process.join(ONE_RANK_TIMEOUT_S)

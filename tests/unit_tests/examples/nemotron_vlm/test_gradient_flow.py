@@ -97,8 +97,8 @@ class TestGradientFlow:
             run.source = OneTile(run.source)
             for _ in range(30):
                 run.train_step()
-            read = run.evaluate(batches=8)
+            read = run.evaluate(batches=4)
             run.source = ShuffledTiles(run.source)
-            chance = run.evaluate(batches=8)
+            chance = run.evaluate(batches=4)
         assert read > 0.5
         assert chance < 0.2
