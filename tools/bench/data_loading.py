@@ -3,15 +3,16 @@
 """What a step waits for data, by the number of loading processes, and what balancing rows saves.
 
 Makes a set of JPEG pictures, most of one tile, few of a dozen, some texts without any, surveys it,
-and trains on it packed: with each number of loading processes, and in the stream's order. A table
+and trains on it: with each number of loading processes, and in the stream's order. A table
 has, for each run, the median step, the share of it that the last rank waits for data, and the step
 relative to the first run's.
 
 Usage, in the checkout's environment (PYTHONPATH), after `pip install '.[energon]'`:
-    python tools/bench/data_loading.py --ranks 2 --workers 2,0,4 -- --device cuda --bf16 \
+    python tools/bench/data_loading.py --ranks 2 --workers 2,0,4 -- --pack --device cuda --bf16 \
         --model nano-vl-30b-a3b --hybrid-layer-pattern 'MEMEM*EM' --num-layers 8 --num-experts 16 \
         --vocab-size 32768 --seq-length 4096 --global-batch-size 16 --encoder dp=2 --language dp=2
-On CPU ranks that share cores a run's busiest rank does not show.
+On CPU ranks, what balance saves shows where each has a core, and a model that computes for most of
+a step.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
             launch = ["-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(own.ranks), PROGRAM]
             of_data = ["--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer")]
-            rest = ["--pack", "--micro-batch-size", "1", "--train-iters", str(own.steps)]
+            rest = ["--micro-batch-size", "1", "--train-iters", str(own.steps)]
             rest += ["--metrics-out", str(out), "--seed", "1"]
             command = [sys.executable, *launch, *of_data, *rest, *program, *options]
             checkout = ROOT / "build" / "Megatron-LM"
