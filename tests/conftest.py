@@ -7,7 +7,6 @@ that several numbers of ranks repeat has one name in classes that are named for 
 the first of these runs.
 """
 
-import gc
 import os
 import re
 from collections.abc import Iterator
@@ -16,17 +15,9 @@ import pytest
 
 _RANKS = re.compile(r"::Test(One|Two|Four|Eight)Ranks?\b")
 
+
 # Else PyTorch compiles Megatron's small functions, for each shape of a test.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
-gc.disable()  # until all is imported, which takes a sixth longer with it
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Leave what the imports made out of all collections, which would take 0.2 s with it."""
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)
