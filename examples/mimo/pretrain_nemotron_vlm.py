@@ -39,6 +39,10 @@ KEPT = {
 TORCH_ONLY = {"NVTE_FRAMEWORK": "pytorch"}
 """Keeps Transformer Engine from importing JAX, where that is installed too."""
 
+GPU_KERNELS = ("apex", "causal_conv1d", "deep_ep", "fla", "flash_attn", "mamba_ssm")
+GPU_KERNELS += ("transformer_engine", "transformer_engine_torch")
+"""Packages as if not installed on CPU ranks, so that layers take what runs without a GPU."""
+
 
 def uses_gpus(argv: list[str]) -> bool:
     """Whether a command line trains on GPUs.
@@ -67,14 +71,26 @@ def leave_out_compiler() -> None:
         torch.compile = unchanged
 
 
+def share_gpus() -> None:
+    """Ranks of a host with fewer GPUs share them, where NCCL lets ranks do so."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
+
+
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(ALONE)
     os.environ.update(KEPT | TORCH_ONLY | os.environ)
     on_gpus = uses_gpus(argv)
-    if not on_gpus:
+    if on_gpus:
+        share_gpus()
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        sys.modules.update(dict.fromkeys(GPU_KERNELS))  # before Megatron looks for them
     leave_out_compiler()
     try:
         with warnings.catch_warnings():
@@ -82,7 +98,7 @@ def main(argv: list[str]) -> int:
             if not on_gpus:
                 from megatron.core import cpu_runtime
 
-                cpu_runtime.install()  # before layers look for kernels
+                cpu_runtime.install()
             from examples.mimo.nemotron_vlm.run import run
         run(argv)
     except UserError as error:

@@ -116,6 +116,17 @@ class TestOutcomes:
         assert (job.out / "summary.txt").read_text().endswith("3 passed, 0 failed\n")
         assert "something" in (job.out / "cases" / "loads" / "log.txt").read_text()
 
+    def test_here_no_slurm_is_asked(self, job, monkeypatch):
+        """Cases of more ranks than the host has GPUs do not run."""
+        monkeypatch.delenv("SLURM_JOB_ID")
+        (job.out / "Megatron-LM").mkdir(parents=True)
+        assert job.run("--here", "0") == 0
+        assert job.launched() == []
+        assert (job.out / "summary.txt").read_text().endswith("3 passed, 0 failed\n")
+        assert job.run("--here", "4") == 1
+        assert "it needs 8 GPUs a node, of 4" in (job.out / "summary.txt").read_text()
+        assert job.run("--here", "8") == 0
+
     @pytest.mark.parametrize(
         ("layout", "message"),
         [

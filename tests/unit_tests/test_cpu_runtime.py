@@ -266,18 +266,6 @@ class TestInstall:
             "assert jit.jit_fuser is torch.compile\n"
         )
 
-    def test_layers_take_the_reference_ops_where_gpu_kernels_are_installed(self, tmp_path):
-        for name in ("causal_conv1d", "fla", "mamba_ssm"):
-            (tmp_path / f"{name}.py").write_text("raise RuntimeError('needs a GPU')")
-        run_python(
-            f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-            "from megatron.core.cpu_runtime import install; install()\n"
-            "from megatron.core.ssm import gated_delta_net, mamba_mixer\n"
-            "from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels\n"
-            "assert 'reference' in mamba_mixer.mamba_chunk_scan_combined.__module__\n"
-            "assert gpu_kernels('mamba_kernels') is None\n"
-        )
-
     def test_a_missing_script_is_named(self):
         with pytest.raises(SystemExit, match="no file at 'nowhere.py'"):
             main(["nowhere.py"])

@@ -37,7 +37,10 @@ class Utils:
 
     world_size: int
     rank: int
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if HAVE_CUDA else "cpu")
+    device = torch.device("cpu")
+    if HAVE_CUDA:  # ranks share the GPUs of a host that has fewer
+        _local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", _local_rank % torch.cuda.device_count())
     _initialisations = _turns = 0
 
     @staticmethod

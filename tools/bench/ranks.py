@@ -16,9 +16,9 @@ ROUNDS, CALLS = 5, 3
 
 def start() -> torch.device:
     """Join the group of all ranks that torchrun started, NCCL or gloo; gives this one's device."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     return device

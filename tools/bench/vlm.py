@@ -141,7 +141,8 @@ def machine() -> dict[str, object]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    gpus = [f"{gpu.name}, {gpu.multi_processor_count} multiprocessors" for gpu in found]
     return {"gpus": gpus, "cpu": platform.processor(), "versions": versions}
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run the end-to-end cases inside a Slurm allocation, each in its own torchrun: docs/user/slurm.md.
+"""Run the end-to-end cases, each in its own torchrun, in a Slurm job or here: docs/user/slurm.md.
 
 Exit status: 0 all passed, 1 a case failed, 2 usage.
 """
@@ -35,12 +35,15 @@ STARTING_S = 120
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm gave the job."""
+    """What Slurm gave the job, or this host."""
 
     job: str
     nodes: int
     gpus: int
     """On each node."""
+
+    here: bool = False
+    """Without Slurm."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Allocation | None:
@@ -125,6 +128,7 @@ class Batch:
             try:
                 code = subprocess.run(
                     self._command(case),
+                    cwd=self.checkout if self.allocation.here else None,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -143,13 +147,15 @@ class Batch:
         srun = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", 1]
         srun += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--label", "--job-name", case.name]
         srun += ["--chdir", self.checkout, *self.container]
+        host = "localhost" if self.allocation.here else socket.gethostname()
         torchrun = [self.python, "-m", "torch.distributed.run", "--nnodes", nodes]
         torchrun += ["--nproc-per-node", case.ranks // nodes, "--rdzv-backend", "c10d"]
-        torchrun += ["--rdzv-endpoint", f"{socket.gethostname()}:{_free_port()}"]
+        torchrun += ["--rdzv-endpoint", f"{host}:{_free_port()}"]
         torchrun += ["--rdzv-id", f"{self.allocation.job}-{case.name}"]
         limit = ["timeout", f"--kill-after={KILL_AFTER_S}", case.limit_s]
+        start = [] if self.allocation.here else srun
         program = [PROGRAM, *case.command_line(self.directory), "--log-file", "-"]
-        return [str(part) for part in (*srun, *limit, *torchrun, *program)]
+        return [str(part) for part in (*start, *limit, *torchrun, *program)]
 
     def _key(self, case: Case) -> str:
         """A hash of the overlay, the case, its nodes, and the cases it needs."""
@@ -196,6 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="of names")
     parser.add_argument("--device", choices=DEVICES, help="gpu if the job has any")
     parser.add_argument("--cases", type=Path, default=Path(__file__).with_name("cases.toml"))
+    parser.add_argument("--here", type=int, metavar="GPUS", help="no Slurm: on this host's GPUs")
     parser.add_argument("--container-image", metavar="IMAGE", help="for the ranks, with pyxis")
     parser.add_argument("--container-mounts", metavar="MOUNTS", help="beside the output directory")
     parser.add_argument("--python", help="of the ranks: this one, and python3 in a container")
@@ -207,6 +214,8 @@ def main(arguments: list[str]) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     allocation = Allocation.read(os.environ)
+    if args.here is not None:
+        allocation = Allocation(f"here-{time.time_ns()}", nodes=1, gpus=args.here, here=True)
     device = args.device or ("gpu" if allocation and allocation.gpus else "cpu")
     try:
         chosen = choose(read_cases(args.cases), device, args.only)
@@ -220,7 +229,7 @@ def main(arguments: list[str]) -> int:
     if args.out is None:
         parser.error("OUT is missing: a directory that all nodes see")
     if allocation is None:
-        parser.error("this is no Slurm job: sbatch tools/slurm/e2e_batch.sh OUT")
+        parser.error("this is no Slurm job: sbatch tools/slurm/e2e_batch.sh OUT, or --here")
     out = args.out.absolute()
     prepare(out / "Megatron-LM")
     python = args.python or ("python3" if args.container_image else sys.executable)

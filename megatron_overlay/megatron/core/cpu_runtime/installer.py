@@ -11,8 +11,6 @@ import torch
 from megatron.core.cpu_runtime import collectives, cuda_api, devices, random
 from megatron.core.cpu_runtime.replacement import Replacement
 
-GPU_KERNELS = ("causal_conv1d", "fla", "mamba_ssm")
-"""Packages as if not installed, so that recurrent layers take the reference ops in their place."""
 _REBOUND_PACKAGES = ("megatron", "torch.distributed")
 _installed = False
 
@@ -40,8 +38,6 @@ def install() -> None:
     ]
     replaced = {id(old): (old, new) for old, new in map(_replace, plan) if callable(old)}
     _rebind_imported_names(replaced)
-    for name in GPU_KERNELS:
-        sys.modules.setdefault(name, None)
     if "torch._dynamo" in sys.modules:  # functions were decorated with torch.compile before
         torch.compiler.set_stance("force_eager")
     random.silence_tracker_warning()
