@@ -309,6 +309,14 @@ class TestProcessGroups:
         assert dist.get_backend(group) == "gloo"
 
     @requires_world_size(2)
+    def test_groups_share_the_thread_that_serves_them(self):
+        Utils.initialize_distributed()
+        group = [dist.new_group([0, 1]) for _ in range(3)][-1]
+        threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        assert threads.count("gloo_tcp_loop\n") == 1
+        assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+
+    @requires_world_size(2)
     def test_an_average_of_integers_truncates(self):
         Utils.initialize_distributed()
         x = torch.tensor([3, -3]) + torch.tensor([2, 0]) * Utils.rank

@@ -3,6 +3,7 @@
 """Process groups: gloo for NCCL, without device arguments, and what its collectives lack."""
 
 import functools
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,29 @@ from megatron.core.cpu_runtime.replacement import Replacement, refusal
 def gloo_for(backend: Any) -> Any:
     """`"gloo"` for any backend string with NCCL in it (also `"cpu:gloo,cuda:nccl"`)."""
     return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
+
+
+@functools.cache
+def _device_of(process: int) -> dist.ProcessGroupGloo.Device:
+    """The connections of a process, of which a fork inherits no threads."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+class _OneDevice(type(dist.ProcessGroupGloo)):
+    """Has all gloo groups of a process share a device, and so the thread that serves it.
+
+    Else each has a thread of its own, which looks a hundred times a second whether there is work.
+    """
+
+    def __call__(cls, store, rank, size, timeout):
+        original = cls.__base__
+        options = original._Options()
+        options._devices = [_device_of(os.getpid())]
+        options._timeout = timeout
+        return original(store, rank, size, options)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.__base__)
 
 
 def _init_process_group(original: Callable) -> Callable:
@@ -155,7 +179,9 @@ def replacements() -> list[Replacement]:
         wrapped = wrap(getattr(distributed_c10d, name))
         plan += [Replacement(owner, name, wrapped) for owner in (dist, distributed_c10d)]
     name = "_process_group_name"
+    gloo = distributed_c10d.ProcessGroupGloo
     return [
         *plan,
+        Replacement(distributed_c10d, gloo.__name__, _OneDevice(gloo.__name__, (gloo,), {})),
         Replacement(distributed_c10d, name, _process_group_name(getattr(distributed_c10d, name))),
     ]
