@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.unit_tests.test_utilities import Utils
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
 
@@ -22,11 +24,27 @@ TOLERANCE = 1e-5
 """Absolute, of fp32 logits of the size of one."""
 
 
-def convert(*arguments: str | Path) -> str:
-    """Run the converter, which makes the groups of its model; what it prints."""
+def run_converter(*arguments: str | Path) -> int:
+    """Run the converter, which makes the groups of its model; its exit code.
+
+    It installs the CPU runtime: a process that has a GPU in use starts it in one of its own.
+    """
     Utils.destroy()
+    words = list(map(str, arguments))
+    if not HAVE_CUDA:
+        return program.main(words)
+    alone = {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "1", "RANK": "0"}
+    command = [sys.executable, program.__file__, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | alone)
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    return done.returncode
+
+
+def convert(*arguments: str | Path) -> str:
+    """Run the converter, which succeeds; what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert program.main(list(map(str, arguments))) == 0
+        assert run_converter(*arguments) == 0
     return said.getvalue()
 
 

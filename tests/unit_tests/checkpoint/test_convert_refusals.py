@@ -14,20 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from examples.mimo.nemotron_vlm.presets import find_preset
-from tests.unit_tests.checkpoint.conversions import program, tensors_of
+from tests.unit_tests.checkpoint.conversions import program, run_converter, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save
-from tests.unit_tests.test_utilities import Utils
 
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory) -> Path:
     return save(language_model(), tmp_path_factory.mktemp("language"))
-
-
-@pytest.fixture(autouse=True)
-def _no_groups():
-    """The converter is a process of its own, and makes the groups of its model."""
-    Utils.destroy()
 
 
 def changed(source: Path, to: Path, tensors: dict | None = None, **config) -> Path:
@@ -43,7 +36,7 @@ def changed(source: Path, to: Path, tensors: dict | None = None, **config) -> Pa
 def refusal(capsys, *arguments: str | Path) -> str:
     """What is said; nothing is written."""
     out = Path(arguments[-1])
-    assert program.main(list(map(str, arguments))) == 2
+    assert run_converter(*arguments) == 2
     assert not list(out.parent.glob(f"{out.name}*"))
     return capsys.readouterr().err
 
@@ -76,7 +69,7 @@ def test_surplus_tensors_may_be_left_out_but_no_others(language, tmp_path, capsy
     said = refusal(capsys, *given, "--leave-out", "*.weight", "--out", tmp_path / "out")
     assert "--leave-out fits what the model has: backbone.embeddings.weight" in said
     more = ("--leave-out", "mtp.*", "--out", tmp_path / "out")
-    assert program.main(list(map(str, (*given, *more)))) == 0
+    assert run_converter(*given, *more) == 0
     assert "not in our model, left out: mtp.norm.weight" in capsys.readouterr().out
 
 
@@ -103,7 +96,7 @@ def test_a_tile_is_of_whole_tokens_and_within_the_positions(tmp_path, capsys):
     for tile in (20, 40):
         said = refusal(capsys, *given, tile, "--out", tmp_path / "out")
         assert f"--tile {tile}: give a multiple of 8 up to 32" in said
-    assert program.main([*map(str, given), "24", "--out", str(tmp_path / "out")]) == 0
+    assert run_converter(*given, 24, "--out", tmp_path / "out") == 0
     assert find_preset(str(tmp_path / "out" / "model.json")).encoder.tile == 24
 
 
@@ -118,7 +111,7 @@ def test_sizes_that_are_none_are_refused(tmp_path, capsys):
 
 def test_a_checkpoint_of_another_size_is_refused_by_name(language, tmp_path, capsys):
     given = ("--language", str(language), "--model", "tiny", "--out", str(tmp_path / "ours"))
-    assert program.main(["hf-to-megatron", *given]) == 0
+    assert run_converter("hf-to-megatron", *given) == 0
     like = save(language_model(n_routed_experts=4), tmp_path / "like")
     back = ("megatron-to-hf", tmp_path / "ours", "--like", like)
     said = refusal(capsys, *back, "--out", tmp_path / "out")
@@ -144,7 +137,9 @@ def test_the_program_does_not_overwrite_what_exists(language, tmp_path, monkeypa
 
 def test_a_missing_package_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(program, "find_spec", lambda name: None)
-    said = refusal(capsys, "hf-to-megatron", "--language", tmp_path, "--out", tmp_path / "out")
+    given = ("--language", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert program.main(["hf-to-megatron", *given]) == 2
+    said = capsys.readouterr().err
     assert said == "error: safetensors is not installed: pip install 'transformers>=5.23'\n"
 
 
