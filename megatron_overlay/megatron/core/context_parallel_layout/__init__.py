@@ -20,6 +20,7 @@ from megatron.core.context_parallel_layout.attention_plan import (
     packed_attention_plan,
     sequence_attention_plan,
 )
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.context_parallel_layout.exchange import Moving, exchange, gather_tokens
 from megatron.core.context_parallel_layout.padded_lengths import (
     PaddedLengths,
@@ -51,6 +52,7 @@ __all__ = [
     "TokenLayout",
     "check_zigzag_lengths",
     "contiguous_layout",
+    "copied_to",
     "exchange",
     "gather_tokens",
     "lengths_of_batch",

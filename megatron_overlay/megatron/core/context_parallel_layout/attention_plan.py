@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 from megatron.core.context_parallel_layout.token_layout import TokenLayout, zigzag_layout
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -103,11 +104,11 @@ class AttentionPlan:
             for start, sample in zip(starts, self.samples, strict=False)
             for block in sample
         ]
-        return torch.cat(runs).to(self.layout.tokens.device, non_blocking=True)
+        return copied_to(self.layout.tokens.device, torch.cat(runs))
 
     def _boundaries(self, counts: list[int]) -> Tensor:
         bounds = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        return bounds.to(self.layout.tokens.device, non_blocking=True)
+        return copied_to(self.layout.tokens.device, bounds)
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -103,8 +104,7 @@ class PaddedLengths:
             )
         shape = list(tensor.shape)
         shape[dim] = self.total
-        real_tokens = self.valid.nonzero().squeeze(1)
-        real_tokens = real_tokens.to(tensor.device, non_blocking=True)
+        real_tokens = copied_to(tensor.device, self.valid.nonzero().squeeze(1))
         return tensor.new_full(shape, value).index_copy(dim, real_tokens, tensor)
 
     def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
@@ -113,8 +113,8 @@ class PaddedLengths:
         Nothing waits for the device, nor does :meth:`of_packed` of it.
         """
         longest = max(self.padded, default=0)
-        cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
-        cu_seqlens_padded = self.cu_seqlens_padded.to(device, non_blocking=True)
+        cu_seqlens = copied_to(device, self.cu_seqlens)
+        cu_seqlens_padded = copied_to(device, self.cu_seqlens_padded)
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -123,7 +123,7 @@ class PaddedLengths:
             cu_seqlens_kv_padded=cu_seqlens_padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            seq_idx=self.samples.to(device, non_blocking=True)[None],
+            seq_idx=copied_to(device, self.samples)[None],
         )
         params.total_tokens = self.total  # given above, it would make seq_idx on the device
         vars(params)["_padded_lengths"] = self

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 
 
@@ -127,7 +128,7 @@ class RecurrencePlan:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """:attr:`bounds` on the device, int32 [samples here + 1]."""
-        return self.cu_seqlens_host.to(self.device, non_blocking=True)
+        return copied_to(self.device, self.cu_seqlens_host)
 
     @cached_property
     def seq_idx(self) -> Tensor | None:
@@ -136,7 +137,7 @@ class RecurrencePlan:
             return None
         lengths = torch.tensor(self.bounds).diff()
         index = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
-        return index.unsqueeze(0).to(self.device, non_blocking=True)
+        return copied_to(self.device, index.unsqueeze(0))
 
     def halo(self, reach: int) -> Halo:
         """What a causal convolution of width ``reach`` + 1 needs from the ranks before."""
@@ -162,7 +163,7 @@ class RecurrencePlan:
                     token.append(kept_place)
         is_whole = all(valid)
         indices = (
-            torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+            copied_to(self.device, torch.tensor(values, dtype=torch.int64))
             for values in (take, valid, used_at, token)
         )
         return Halo(reach, kept, *indices, reach == 0 or self.is_local, is_whole)

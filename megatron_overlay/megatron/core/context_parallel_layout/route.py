@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.context_parallel_layout.token_layout import TokenLayout
 
 
@@ -57,7 +58,7 @@ class Route:
     def to(self, device: torch.device | str) -> Route:
         """The same route with its index tensors on ``device``, copied without waiting."""
         names = ("send_places", "recv_places", "kept_from", "kept_to")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        moved = {name: copied_to(device, getattr(self, name)) for name in names}
         return replace(self, **moved)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 
 
@@ -51,7 +52,7 @@ class TokenLayout:
 
     def to(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its index table on ``device``, copied without waiting."""
-        return replace(self, tokens=self.tokens.to(device, non_blocking=True))
+        return replace(self, tokens=copied_to(device, self.tokens))
 
     def over_tensor_ranks(self, tp_size: int) -> TokenLayout:
         """The layout under sequence parallelism: each shard cut into ``tp_size`` equal runs.
@@ -83,7 +84,7 @@ class TokenLayout:
                 f"the layout places {self.lengths.total} padded tokens, but dim {dim} of the "
                 f"tensor has {tensor.size(dim)}; pad it with PaddedLengths.pad"
             )
-        places = self.tokens[group_rank].to(tensor.device, non_blocking=True)
+        places = copied_to(tensor.device, self.tokens[group_rank])
         return tensor.index_select(dim, places)
 
 

@@ -19,6 +19,7 @@ from megatron.core.context_parallel_layout import (
     PaddedLengths,
     TokenLayout,
     check_zigzag_lengths,
+    copied_to,
     lengths_of_batch,
     plan_recurrence,
     zigzag_layout,
@@ -91,7 +92,7 @@ def sample_starts(
     if not is_packed:
         return None
     if parallel_state.is_initialized():
-        return lengths.cu_seqlens_padded.to(device, non_blocking=True)
+        return copied_to(device, lengths.cu_seqlens_padded)
     return plan_recurrence(lengths, 1, 0, device).cu_seqlens
 
 
