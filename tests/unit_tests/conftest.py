@@ -67,6 +67,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end free it all: Triton's bindings call what is left a leak."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def shared_path() -> Iterator[Path]:
     """A directory that all ranks know of."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from examples.mimo.nemotron_vlm.layout import layout_table
+from examples.mimo.nemotron_vlm.layout import layout_table, table
 from layout_view.bridge import Flows
 from layout_view.modules import LANGUAGE, Module
 from layout_view.view import View
@@ -55,7 +55,7 @@ def _rank_map(view: View) -> str:
         text += f" of the first {len(shown)} ranks; the step of each axis is below"
     if topology:
         text += f"; the batch in {_count(topology.atoms, 'equal run')}"
-    return f"{text}\n{_table(rows)}"
+    return f"{text}\n{table(rows)}"
 
 
 def _shown_axes(module: Module) -> list[str]:
@@ -73,7 +73,7 @@ def _groups(view: View) -> str:
             leaving = axis.leaving(view.gpus_per_node)
             row = [module.name, axis.name, axis.size, len(axis.groups), leaving, step]
             rows.append([*row, _ranks(first)])
-    return f"groups\n{_table(rows)}"
+    return f"groups\n{table(rows)}"
 
 
 def _bridge(view: View) -> str:
@@ -89,7 +89,7 @@ def _bridge(view: View) -> str:
     header = ["way", "moved", "sent: most", "mean", "received: most", "mean", "leaves a node"]
     ways = {"forward": bridge.forward, "backward": bridge.backward}
     rows = [header, *([name, *_volumes(view, way)] for name, way in ways.items())]
-    return f"{text}\n{_table(rows)}"
+    return f"{text}\n{table(rows)}"
 
 
 def _volumes(view: View, way: Flows) -> Iterable[str]:
@@ -116,7 +116,7 @@ def _timeline(view: View) -> str:
         half = EVERY_STAGE // 2
         rows = [*rows[:half], ["…", ""], *rows[-half:]]
     legend = "  ".join(f"{mark} {phase}" for phase, mark in MARKS.items())
-    return f"{text}\n{_table(rows)}\n{legend}  . waiting"
+    return f"{text}\n{table(rows)}\n{legend}  . waiting"
 
 
 def _mark(spans, moment: float) -> str:
@@ -142,13 +142,3 @@ def _number(rows: float) -> str:
 def _count(number: int, what: str) -> str:
     plural = "es" if what.endswith("ch") else "s"
     return f"{number} {what}{plural if number != 1 else ''}"
-
-
-def _table(rows: list[list]) -> str:
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in texts
-    )
-    return "\n".join(line.rstrip() for line in lines)

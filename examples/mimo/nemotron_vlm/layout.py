@@ -122,8 +122,9 @@ def layout_table(layouts: Layouts) -> str:
     return table(rows)
 
 
-def table(rows: list[list[str]]) -> str:
+def table(rows: list[list[object]]) -> str:
     """The cells as text, with columns of one width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    texts = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in texts)
     return "\n".join(line.rstrip() for line in lines)

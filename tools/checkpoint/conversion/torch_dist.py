@@ -8,7 +8,6 @@ what a rank needs.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -65,12 +63,10 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__()
         self._tensor, self._objects = tensor, objects
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.SHARD:
-            return self._tensor(write_item.index)
-        buffer = io.BytesIO()
-        torch.save([self._objects[write_item.index.fqn]], buffer)
-        return buffer
+    def lookup_object(self, index: MetadataIndex) -> object:
+        if index.fqn in self._objects:
+            return [self._objects[index.fqn]]
+        return self._tensor(index)
 
 
 class _Writer(FileSystemWriter):
@@ -137,17 +133,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().__init__()
         self._into = into
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        key = read_item.dest_index.fqn, tuple(read_item.dest_index.offset)
-        box = self._into[key]
-        for dim, (at, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            box = box.narrow(dim, at, size)
-        return box
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._into[index.fqn, tuple(index.offset)]
 
 
 class Checkpoint:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 
 from examples.mimo.nemotron_vlm.layout import Layout
 from examples.mimo.nemotron_vlm.planner import flops
@@ -55,14 +56,7 @@ class Cost:
     context: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.encoder + other.encoder,
-            self.language + other.language,
-            self.recompute + other.recompute,
-            self.tensor + other.tensor,
-            self.experts + other.experts,
-            self.context + other.context,
-        )
+        return Cost(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: float) -> Cost:
         """Of so many of it."""

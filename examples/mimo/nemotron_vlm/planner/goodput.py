@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated week of training: the share of it that becomes steps which last.
+"""Training with failures: the share of the time that becomes steps which last.
 
 Failures of GPUs are independent, so the run's come as a Poisson process. One loses the steps since
 the last checkpoint and the time of a restart. A checkpoint stops training while it is written. In a
@@ -10,13 +10,9 @@ step in which a GPU is slow all others wait for it.
 from __future__ import annotations
 
 import math
-import random
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
-WEEK = 7 * 24 * 3600.0
-WEEKS = 20
-"""Weeks that are simulated for each figure."""
 CHECKPOINT_SECONDS = (5.0, 30.0, 120.0)
 MTBF_FACTORS = (0.25, 1.0, 4.0)
 """Of the asked-for mean time between failures: what the table shows."""
@@ -48,18 +44,16 @@ def best_interval(checkpoint: float, mtbf: float) -> float:
     return math.sqrt(2 * checkpoint * mtbf)
 
 
-def goodput(run: Conditions, seed: int = 0, duration: float = WEEKS * WEEK) -> float:
-    """Seconds of lasting steps at full speed, over all seconds."""
-    random_numbers = random.Random(seed)
+def goodput(run: Conditions) -> float:
+    """Seconds of lasting steps at full speed, over all seconds, in the long run.
+
+    Between two failures, 1/(exp(cycle/MTBF) - 1) whole cycles of steps and a checkpoint are
+    expected: the k-th ends before the failure with a chance of exp(-k · cycle/MTBF).
+    """
     mean_step = run.step * (1 + run.straggler_chance * (run.straggler_slowdown - 1))
     steps = max(1, round(run.interval / mean_step))
     cycle = steps * mean_step + run.checkpoint
-    now = kept = 0.0
-    while now < duration:
-        until_failure = min(random_numbers.expovariate(1 / run.mtbf), duration - now)
-        kept += until_failure // cycle * steps * run.step
-        now += until_failure + run.restart
-    return kept / now
+    return steps * run.step / math.expm1(cycle / run.mtbf) / (run.mtbf + run.restart)
 
 
 def table(run: Conditions) -> list[tuple[float, float, float, float]]:

@@ -152,6 +152,3 @@ def _dense_mlp() -> partial:
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
-
-
-hybrid_stack_spec = get_hybrid_local_stack_spec()

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gated delta net takes from `fla`, under its names and with its arguments."""
 
-import torch
 from torch import Tensor
 
 from .causal_conv1d import causal_conv1d_fn
-from .gated_delta_rule import chunk_gated_delta_rule
+from .gated_delta_rule import chunk_gated_delta_rule, l2norm
 from .packing import seq_idx_from_cu_seqlens
 
 __all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm"]
@@ -25,9 +24,3 @@ def causal_conv1d(
     seq_idx = None if cu_seqlens is None else seq_idx_from_cu_seqlens(cu_seqlens, x.shape[1])
     y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, activation=activation)
     return y.transpose(1, 2), None
-
-
-def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
-    """`x / sqrt(sum(x^2) + eps)` along `dim`, computed in fp32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)

@@ -21,8 +21,6 @@ from torch import Tensor
 from .chunking import chunk_ids, pad_tokens, pairwise_decay, sees, state_ids
 from .packing import seq_idx_from_cu_seqlens
 
-L2_NORM_EPS = 1e-6
-
 
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -70,7 +68,7 @@ def chunk_gated_delta_rule(
         seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, length)
     dtype = torch.promote_types(v.dtype, torch.float32)
     if use_qk_l2norm_in_kernel:
-        q, k = _l2_normalise(q.to(dtype)), _l2_normalise(k.to(dtype))
+        q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
     size = min(chunk_size, length)
     q, k, values, g, beta = (_to_chunks(t.to(dtype), size) for t in (q, k, v, g, beta))
     q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
@@ -129,5 +127,7 @@ def _to_chunks(t: Tensor, size: int) -> Tensor:
     return t.unflatten(1, (-1, size)).movedim(3, 1)
 
 
-def _l2_normalise(t: Tensor) -> Tensor:
-    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(sum(x^2) + eps)` along `dim`, computed in fp32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
