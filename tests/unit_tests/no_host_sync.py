@@ -49,8 +49,19 @@ def no_host_sync() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
         return
     # On the CPU, these read memory without dispatching.
-    with _RefuseWaiting(), _refused("tolist"), _refused("cpu"):
+    with _RefuseWaiting(), _refused("tolist"), _refused("cpu"), _values_stay_on_the_host():
         yield
+
+
+def _values_stay_on_the_host():
+    """From values, a tensor on a GPU is a copy that waits; `torch.full` is a fill that does not."""
+    tensor = torch.tensor
+
+    def on_the_host(*args, device=None, **kwargs):
+        assert device is None, "torch.tensor(values, device=…)"
+        return tensor(*args, **kwargs)
+
+    return patch.object(torch, "tensor", on_the_host)
 
 
 def _refused(method: str):

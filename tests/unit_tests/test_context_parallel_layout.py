@@ -20,6 +20,7 @@ from megatron.core.context_parallel_layout import (
     received_tokens,
     thd_partitioned_indices,
     zigzag_layout,
+    zigzag_owners,
 )
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -156,6 +157,13 @@ class TestLayouts:
         indices = thd_partitioned_indices(cu_seqlens, 12, cp_size=2, cp_rank=1)
         assert indices.dtype == torch.int32
         assert indices.tolist() == [2, 3, 4, 5, 9, 10]
+
+    @given(lengths_of_samples, cp_sizes)
+    @plans
+    def test_owners_are_those_of_the_zigzag_layout(self, lengths, cp_size):
+        padded = pad_lengths(lengths, cp_size)
+        owners = zigzag_owners(padded, cp_size)
+        assert owners.tolist() == zigzag_layout(padded, cp_size).owners.tolist()
 
     @pytest.mark.parametrize("dim", (0, 1))
     @pytest.mark.parametrize("cp_size", CP_SIZES)

@@ -4,9 +4,9 @@
 
 A row of vlm.toml names the runs. Each is the training program itself: three steps that do not
 count, ten that do, and two under PyTorch's profiler, whose trace says where the first GPU's time
-goes; idle is what its kernels leave of a step that was not profiled. Times are medians; tokens are
-all of the rows, text and images; TFLOP/s are Megatron's count, of all modules, without what is
-computed again.
+goes; idle is what its computing kernels and the exposed communication leave of a step that was not
+profiled. Times are medians; tokens are all of the rows, text and images; TFLOP/s are Megatron's
+count, of all modules, without what is computed again.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py two-gpus --json two-gpus.json
@@ -91,7 +91,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
     numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
-    busy = trace and (1 - trace.idle) * trace.total / 1e6 / PROFILED
+    computing = trace and (1 - trace.idle - trace.exposed) * trace.total / 1e6 / PROFILED
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
@@ -103,8 +103,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
         "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
-        # Launches are slower under the profiler, kernels are not.
-        "idle": busy and max(0.0, 1 - busy / seconds),
+        # Launches are slower under the profiler, kernels that compute are not.
+        "idle": computing and max(0.0, 1 - computing / seconds - trace.exposed),
         "trace": trace and trace.as_dict(),
     }
 

@@ -22,6 +22,7 @@ from tests.unit_tests.models.tiny_modules import (
     model_of,
     optimizer_of,
 )
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SOUND = "sound"
@@ -117,6 +118,8 @@ class TestFreezing(OnFourRanks):
             optimizer = optimizer_of(model, initial_loss_scale=4.0, hysteresis=1, fp16=True)
             assert same_on_all_ranks(optimizer.get_loss_scale().item())
             assert optimizer.get_loss_scale() == 4
+            with no_host_sync():  # the loop asks after each microbatch
+                optimizer.get_loss_scale()
             model.fill_gradients()
             for ddp in model.modules.values():
                 ddp.scale_gradients(torch.inf)

@@ -39,6 +39,7 @@ from megatron.core.context_parallel_layout.token_layout import (
     contiguous_layout,
     thd_partitioned_indices,
     zigzag_layout,
+    zigzag_owners,
 )
 
 __all__ = [
@@ -64,4 +65,5 @@ __all__ = [
     "sequence_attention_plan",
     "thd_partitioned_indices",
     "zigzag_layout",
+    "zigzag_owners",
 ]

@@ -124,6 +124,8 @@ class PaddedLengths:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             seq_idx=copied_to(device, self.samples)[None],
+            # Whether samples begin elsewhere for their padding: TE would compare on the device.
+            pad_between_seqs=self.real[:-1] != self.padded[:-1],
         )
         params.total_tokens = self.total  # given above, it would make seq_idx on the device
         vars(params)["_padded_lengths"] = self

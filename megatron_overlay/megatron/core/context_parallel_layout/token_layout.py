@@ -84,8 +84,11 @@ class TokenLayout:
                 f"the layout places {self.lengths.total} padded tokens, but dim {dim} of the "
                 f"tensor has {tensor.size(dim)}; pad it with PaddedLengths.pad"
             )
-        places = copied_to(tensor.device, self.tokens[group_rank])
-        return tensor.index_select(dim, places)
+        copies = vars(self).setdefault("_copies", {})
+        where = group_rank, tensor.device
+        if where not in copies:
+            copies[where] = copied_to(tensor.device, self.tokens[group_rank])
+        return tensor.index_select(dim, copies[where])
 
 
 @lru_cache(maxsize=64)
@@ -103,6 +106,19 @@ def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
         for rank in range(cp_size)
     ]
     return TokenLayout("zigzag", lengths, torch.stack(rows))
+
+
+def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
+    """Rank that holds each real token of :func:`zigzag_layout`, int64 ``[sum(lengths.real)]``.
+
+    Raises:
+        ValueError: as there.
+    """
+    check_zigzag_lengths(lengths, cp_size)
+    real, padded = (torch.tensor(n, dtype=torch.int64) for n in (lengths.real, lengths.padded))
+    halves = 2 * cp_size
+    half_chunk = lengths.positions[lengths.valid] * halves // padded.repeat_interleave(real)
+    return torch.minimum(half_chunk, halves - 1 - half_chunk)
 
 
 def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:

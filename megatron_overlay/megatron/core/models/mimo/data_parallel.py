@@ -58,7 +58,9 @@ def _wrapped(
     ddp_config: DistributedDataParallelConfig,
     vp_stage: int,
 ) -> DistributedDataParallel:
-    ddp_config = replace(ddp_config)  # DDP writes the size of a bucket into it
+    # A copy: DDP writes the size of a bucket into it. The schedules start no parameter gathers for
+    # all stages at once, so that each module's layers start the next one themselves.
+    ddp_config = replace(ddp_config, align_param_gather=False)
     if ddp_config.num_buckets is not None:
         count = sum(p.numel() for p in module.parameters() if p.requires_grad)
         ddp_config.bucket_size = count // ddp_config.num_buckets

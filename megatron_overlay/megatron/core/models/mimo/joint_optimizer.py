@@ -67,7 +67,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
     def get_loss_scale(self) -> torch.Tensor:
         """What the loss is multiplied by, also on ranks where nothing is trained."""
-        return torch.tensor([self._loss_scale], device=torch.cuda.current_device())
+        # Filled on the device: the loop asks after each microbatch, and a copy would make it wait.
+        return torch.full((1,), self._loss_scale, device=torch.cuda.current_device())
 
     def _agree_on_loss_scale(self) -> None:
         """Collective, where there is a scale. It is one: the scalers see the same verdicts."""

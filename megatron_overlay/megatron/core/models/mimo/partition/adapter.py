@@ -17,6 +17,7 @@ from megatron.core.context_parallel_layout import (
     TokenLayout,
     pad_lengths,
     zigzag_layout,
+    zigzag_owners,
 )
 from megatron.core.models.mimo.partition import utils
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -86,7 +87,7 @@ class PartitionAdapter(utils.PartitionAdapter):
         self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
     ) -> torch.Tensor:
         """CP rank that holds each token of a sequence, int64 ``[S]``."""
-        return self.token_layout(self.lengths(seq_length, packed_seq_params)).owners
+        return zigzag_owners(self.lengths(seq_length, packed_seq_params), self.cfg.cp_size)
 
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
