@@ -20,6 +20,9 @@ def run(tool: Callable[[], None]) -> int:
     It sees the applied checkout on PYTHONPATH, or that in build/Megatron-LM, and imports from there
     itself. For bad input it raises UserError or OSError.
     """
+    if find_spec("torch") is None:
+        print("error: no PyTorch: run make setup, then source .venv/bin/activate", file=sys.stderr)
+        return 2
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         if not (CHECKOUT / "megatron" / "core" / "cpu_runtime").exists():
             reason = "no applied checkout of Megatron-LM: run make setup, or set PYTHONPATH to one"

@@ -40,7 +40,7 @@ TESTS = {
     "tests/unit_tests/helpers.py": "x = 1\n",
     "tests/unit_tests/test_first.py": OURS + "from tests.unit_tests.helpers import x\n",
     "tests/unit_tests/only_here.py": "",
-    "tools/staging/fixes/test_second.py": "",
+    "tools/staging/fix_tests/test_second.py": "",
     "tools/staging/features.toml": FEATURES,
 }
 
@@ -160,7 +160,7 @@ def test_that_the_second_is_not_here():
 def test_that_the_first_is_here():
     assert "ours" in pathlib.Path("megatron/core/replaced.py").read_text()
 """,
-    "tools/staging/fixes/test_second.py": "def test_that_fails():\n    assert False\n",
+    "tools/staging/fix_tests/test_second.py": "def test_that_fails():\n    assert False\n",
 }
 
 

@@ -16,7 +16,7 @@ from overlay.patchset import PatchSet
 from staging.features import Features
 
 FEATURES = Features(PatchSet(REPOSITORY))
-FIXES = REPOSITORY / "tools/staging/fixes"
+FIXES = REPOSITORY / "tools/staging/fix_tests"
 FAILS = sorted(feature.fails for feature in FEATURES.all() if feature.fails)
 
 # Upstream's training loop needs Python 3.12, but for this one name.
@@ -39,7 +39,7 @@ def failing(checkout: Path, files: list[str]) -> list[str]:
         text=True,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return sorted(set(re.findall(r"^FAILED (?:.*fixes/)?(\S+?)::", done.stdout, re.MULTILINE)))
+    return sorted(set(re.findall(r"^FAILED (?:.*fix_tests/)?(\S+?)::", done.stdout, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("files", [FAILS[1:3], FAILS[:1] + FAILS[3:]], ids=["two", "others"])

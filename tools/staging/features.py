@@ -14,7 +14,7 @@ from overlay.patchset import PatchSet
 
 DATA = "tools/staging/features.toml"
 TESTS = "tests/unit_tests"
-TEST_ROOTS = (TESTS, "tools/staging/fixes")
+TEST_ROOTS = (TESTS, "tools/staging/fix_tests")
 """Folders of ours whose files land below upstream's `TESTS`."""
 
 _WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)

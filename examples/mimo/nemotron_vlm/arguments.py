@@ -48,8 +48,8 @@ from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-AT_LEAST_1 = "micro_batch_size seq_length encoder_macro_batch sample_multiple pack_window"
-LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
+AT_LEAST_1 = "micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple"
+LEAST = dict.fromkeys([*AT_LEAST_1.split(), "pack_window"], 1) | {"num_workers": 0}
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,9 @@ def _complete(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
         args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
     is_passing = args.linear_context_parallel == STATE_PASSING
-    default("hybrid_token_layout", "contiguous" if is_passing else "zigzag")
+    # Graphs of single layers get each layer's input as it comes: zigzag, as attention has it.
+    is_contiguous = is_passing and args.cuda_graph_impl == "none"
+    default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
 
 
 def _asked(args: argparse.Namespace, module: str) -> Layout:

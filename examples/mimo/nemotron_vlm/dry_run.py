@@ -25,7 +25,7 @@ from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
-from examples.mimo.nemotron_vlm.planner.report import describe, memory_table
+from examples.mimo.nemotron_vlm.planner.report import describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
@@ -146,12 +146,13 @@ def _memory(options: Options) -> str:
         reserved_bytes=0.0,
     )
     others = (
-        f"{again} {peak(memory_of(replace(asked, recompute=again), machine)) / 2**30:.3g}"
+        f"{again} {gib(peak(memory_of(replace(asked, recompute=again), machine)))}"
         for again in KEPT_FOR_LAYER
     )
+    precision = "16 bits" if machine.precision == 2 else "fp32"
     return (
-        f"predicted GiB of a rank with {asked.images.mean:g} tiles a sample, recompute "
-        f"{asked.recompute}:\n{memory_table(asked, machine)}\n"
+        f"predicted GiB of a rank in {precision} with {asked.images.mean:g} tiles a sample, "
+        f"recompute {asked.recompute}:\n{memory_table(asked, machine)}\n"
         f"most of a rank with other recompute of the language model: {', '.join(others)}"
     )
 

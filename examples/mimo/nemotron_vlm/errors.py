@@ -14,7 +14,7 @@ def report(text: str) -> None:
 
 
 class UserError(Exception):
-    """A fact the user can mend; its text is one line that names the fact and the fix.
+    """A fact the user can fix; its text is one line that names the fact and the fix.
 
     Args:
         text: the line.

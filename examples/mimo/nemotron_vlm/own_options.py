@@ -47,13 +47,13 @@ class OwnOptions:
     """AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived when left out; short
     for --tensor-model-parallel-size and so on"""
     encoder: str = ""
-    """layout of encoder and projector, likewise"""
+    """layout of encoder and projector, in the same words: tp dp pp"""
     encoder_tp: int | None = None
-    """its tp"""
+    """the encoder's tensor-parallel size"""
     encoder_dp: int | None = None
-    """its dp"""
+    """the encoder's data-parallel size"""
     encoder_pp: int | None = None
-    """its pp"""
+    """the encoder's pipeline-parallel size, on ranks of its own"""
     recompute_encoder: int = 0
     """colocated, keep no encoder activations but run the encoder again in the backward, so many
     microbatches' worth at a time; 0 keeps them"""
@@ -70,9 +70,9 @@ class OwnOptions:
     projector_lr: float | None = None
     """of the projector, in place of --lr"""
     encoder_weight_decay: float | None = None
-    """its own, likewise"""
+    """of the encoder, in place of --weight-decay"""
     projector_weight_decay: float | None = None
-    """its own, likewise"""
+    """of the projector, in place of --weight-decay"""
     data: str = "digits"
     """digits|digits:N|mock|energon:PATH: strips of one to three scanned digits, of N digits, noise,
     or shards"""
@@ -86,15 +86,15 @@ class OwnOptions:
     balance: bool = True
     """give rows to ranks and microbatches in the stream's order, not by what they cost"""
     max_tiles: int = 12
-    """of an image, beside its thumbnail"""
+    """most tiles of an image, its thumbnail not counted"""
     thumbnail: bool = True
     """only the tiles themselves"""
     bad_samples: Literal["skip", "refuse"] = "skip"
     """what to do with a data set that has any"""
     prompt: str = "Describe the image."
-    """asks for a caption"""
+    """question asked where a sample has only a caption"""
     image_token: str = "<image>"
-    """of the tokenizer"""
+    """the tokenizer's token for an image"""
     surveys: str | None = None
     """directory of surveys; beside the data by default"""
     metrics_out: Path | None = None

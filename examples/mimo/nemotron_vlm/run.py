@@ -23,12 +23,12 @@ import torch.distributed as dist
 import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
+from examples.mimo.nemotron_vlm.checkpoint_loading import safe_loading
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.layout import layout_table
-from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import placed
 from examples.mimo.nemotron_vlm.own_options import own_options
@@ -80,6 +80,8 @@ def run(argv: list[str]) -> None:
     """
     own = own_options(argv)
     asks_only = bool(own.dry_run or own.plan)
+    if own.plan < 0 or (own.dry_run and own.plan):
+        raise UserError("--plan N takes 1 or more GPUs, and does not go with --dry-run")
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     with _output_to(_log_file(own, argv)):

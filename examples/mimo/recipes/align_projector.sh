@@ -10,7 +10,10 @@
 # WEIGHTS  what convert.py has made      DATA    prepared and surveyed captions
 # OUT      checkpoints and metrics; started again with the same OUT, the run goes on
 set -euo pipefail
-: "${WEIGHTS:?}" "${DATA:?}" "${TOKENIZER:?}" "${OUT:?}" "${LAUNCH:=--nproc-per-node 8}"
+for name in WEIGHTS DATA TOKENIZER OUT; do
+    [ -n "${!name:-}" ] || { echo "error: set $name; the head of $0 says to what" >&2; exit 2; }
+done
+: "${LAUNCH:=--nproc-per-node 8}"
 mkdir -p "$OUT"
 # shellcheck disable=SC2086
 exec python -m torch.distributed.run $LAUNCH \

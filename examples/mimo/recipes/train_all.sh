@@ -9,7 +9,9 @@
 #
 # WEIGHTS  as in the first stage; only its model.json is read     ALIGNED  OUT of the first stage
 set -euo pipefail
-: "${WEIGHTS:?}" "${ALIGNED:?}" "${DATA:?}" "${TOKENIZER:?}" "${OUT:?}"
+for name in WEIGHTS ALIGNED DATA TOKENIZER OUT; do
+    [ -n "${!name:-}" ] || { echo "error: set $name; the head of $0 says to what" >&2; exit 2; }
+done
 : "${LAUNCH:=--nproc-per-node 8}"
 mkdir -p "$OUT"
 # shellcheck disable=SC2086

@@ -87,8 +87,9 @@ class Chat:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         except Exception as error:
-            line = str(error).strip().partition("\n")[0]
-            raise ValueError(f"tokenizer {path}: {line}") from error
+            raise ValueError(
+                f"tokenizer {path}: transformers cannot read it; write it with save_pretrained"
+            ) from error
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer {path}: has no tokenizer.json, which answers need")
         vocabulary = tokenizer.get_vocab()

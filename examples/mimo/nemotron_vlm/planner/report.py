@@ -33,7 +33,7 @@ def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]
     nodes = -(-world // gpus_per_node)
     launch = f"torchrun --nproc-per-node {min(world, gpus_per_node)}"
     if nodes > 1:
-        launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+        launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
     return [f"{launch} examples/mimo/pretrain_nemotron_vlm.py", *options_of(plan, model)]
 
 
@@ -144,8 +144,13 @@ def memory_table(plan: Plan, machine: Machine) -> str:
     rows = [["stage", *names, "sum"]]
     for stage, part in zip(names_of_stages(plan), stages, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage, *(f"{cell / GIB:.3g}" for cell in (*cells, sum(cells)))])
+        rows.append([stage, *map(gib, (*cells, sum(cells)))])
     return table(rows)
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with three digits or all before the point."""
+    return f"{size / GIB:.3g}" if size < 1000 * GIB else f"{size / GIB:.0f}"
 
 
 def rows_of(task: Task, found: Found, model: str) -> dict:

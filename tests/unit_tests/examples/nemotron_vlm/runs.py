@@ -20,11 +20,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.arguments import Options, parse
+from examples.mimo.nemotron_vlm.checkpoint_loading import safe_loading
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.defaults import TRAINING
 from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS, forward_step
 from examples.mimo.nemotron_vlm.layout import parse_layout
-from examples.mimo.nemotron_vlm.loading import safe_loading
 from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.run import Session, close_session, open_session
 from examples.mimo.nemotron_vlm.run import train as train_session
