@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the layouts of a training run, measure a machine, or simulate a week of failures.
+"""Plan the layouts of a training run, measure a machine, or say what failures cost.
 
 tools/plan_layout.py --model nano-vl-30b-a3b --gpus 64 --gpu h200 --global-batch-size 256
 tools/plan_layout.py calibrate --out cpu.json
@@ -18,6 +18,7 @@ import os
 import sys
 from pathlib import Path
 
+from command_line import Parser, positive
 from in_checkout import run
 
 COMMANDS = ("calibrate", "goodput")
@@ -36,9 +37,9 @@ def main(argv: list[str]) -> int:
 def _read(argv: list[str]) -> argparse.Namespace:
     """Parse; ``run`` of the result is what to call with it."""
     command = argv[0] if argv and argv[0] in COMMANDS else "plan"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Plan the layouts of a training run; 'calibrate' measures a machine, 'goodput' "
-        "simulates a week of failures: each has a --help of its own."
+        "says what failures cost: each has a --help of its own."
     )
     {"plan": _plan_options, "calibrate": _calibrate_options, "goodput": _goodput_options}[command](
         parser
@@ -49,11 +50,11 @@ def _read(argv: list[str]) -> argparse.Namespace:
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="nano-vl-30b-a3b", metavar="NAME|FILE", help="a preset or model.json")
-    add("--gpus", type=_positive, required=True, metavar="N", help="of the whole run")
-    add("--gpus-per-node", type=_positive, default=8, metavar="N", help="that NVLink connects")
+    add("--gpus", type=positive, required=True, metavar="N", help="of the whole run")
+    add("--gpus-per-node", type=positive, default=8, metavar="N", help="that NVLink connects")
     add("--gpu", default="h200", metavar="NAME|FILE", help="h100, h200, b200, or of calibrate")
-    add("--seq-length", type=_positive, metavar="TOKENS", help="the model's by default")
-    add("--global-batch-size", type=_positive, required=True, metavar="SAMPLES", help="of a step")
+    add("--seq-length", type=positive, metavar="TOKENS", help="the model's by default")
+    add("--global-batch-size", type=positive, required=True, metavar="SAMPLES", help="of a step")
     add(
         "--tiles",
         type=_chances,
@@ -91,7 +92,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def _goodput_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", type=_positive, required=True, metavar="N", help="of the whole run")
+    add("--gpus", type=positive, required=True, metavar="N", help="of the whole run")
     add("--step-seconds", type=float, required=True, metavar="S", help="of a plan")
     add(
         "--gpu-mtbf-hours",
@@ -104,12 +105,6 @@ def _goodput_options(parser: argparse.ArgumentParser) -> None:
     add("--straggler-chance", type=float, default=0.0, metavar="P", help="of a slow GPU, a step")
     add("--straggler-slowdown", type=float, default=1.5, metavar="X", help="of its step")
     parser.set_defaults(run=_goodput)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)
 
 
 def _chances(text: str) -> dict[int, float]:

@@ -16,6 +16,7 @@ import os
 import sys
 from pathlib import Path
 
+from command_line import Parser, positive, share
 from in_checkout import run
 
 
@@ -26,12 +27,12 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     layout = "AXIS=SIZE[,AXIS=SIZE…]; dp is derived when left out"
     add("--encoder", default="", metavar="LAYOUT", help=layout)
     add("--language", default="", metavar="LAYOUT", help="the same")
-    add("--world", type=_positive, required=True, metavar="RANKS", help="number of ranks")
+    add("--world", type=positive, required=True, metavar="RANKS", help="number of ranks")
     add(
         "--placement",
         choices=["colocated", "non-colocated"],
@@ -39,27 +40,25 @@ def _parser() -> argparse.ArgumentParser:
         help="both modules on all ranks, or the encoder on the first ranks and the language model "
         "on the others",
     )
-    add("--gpus-per-node", type=_positive, default=8, metavar="N", help="ranks of a node")
+    add("--gpus-per-node", type=positive, default=8, metavar="N", help="ranks of a node")
     add("--model", default="tiny", metavar="NAME|FILE", help="sizes that the layouts must divide")
-    add(
-        "--seq-length", type=_positive, metavar="TOKENS", help="of a sample; the model's by default"
-    )
+    add("--seq-length", type=positive, metavar="TOKENS", help="of a sample; the model's by default")
     add(
         "--microbatches",
-        type=_positive,
+        type=positive,
         metavar="M",
         help="of a step; two for each stage of the pipeline by default",
     )
     add(
         "--micro-batch-size",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="SAMPLES",
         help="of a microbatch, on each DP rank of the language model",
     )
     add(
         "--encoder-share",
-        type=_share,
+        type=share,
         default=0.3,
         metavar="E",
         help="part of a step without waiting that the encoder takes; 0.3 by default",
@@ -72,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--encoder-macro-batch",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="K",
         help="microbatches that are encoded at once in the bubbles",
@@ -82,19 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write all ranks, groups, rows and times")
     parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules ask for it
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return share
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import Parser  # noqa: E402
 from in_checkout import run  # noqa: E402
 
 
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     into = commands.add_parser("hf-to-megatron", help="write a checkpoint that --load takes")
     into.set_defaults(run=_to_megatron)

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from command_line import Parser
 from overlay.apply import Application
 from overlay.checkout import Checkout
 from overlay.drift import drift
-from overlay.errors import FAILED, USAGE, OverlayError
+from overlay.errors import FAILED, OverlayError
 from overlay.fetch import fetch
 from overlay.lock import Lock, check_version
 from overlay.patchset import PatchSet
@@ -19,13 +20,6 @@ from overlay.refresh import check_headers, refresh
 from overlay.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message):
-        self.exit(USAGE, f"error: {message} (see --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,8 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
+from command_line import Parser, numbers
 from overlay.checkout import Checkout
-from overlay.cli import REPOSITORY, Parser, reported
+from overlay.cli import REPOSITORY, reported
 from overlay.errors import FAILED, USAGE, OverlayError
 from overlay.git import write_files
 from overlay.patchset import PatchSet
@@ -18,10 +19,6 @@ from staging.description import graph, message, pr_text
 from staging.features import Feature, Features
 from staging.formatting import check_tools, format_files, unclean
 from staging.repository import Repository
-
-
-def _worlds(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--graph", action="store_true", help="print the features for the docs")
     parser.add_argument("--branch", metavar="B", help="name of the branch, which is new")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: CHECKOUT-prs/B")
-    parser.add_argument("--worlds", type=_worlds, metavar="N,…", help="of --try: numbers of ranks")
+    parser.add_argument("--worlds", type=numbers, metavar="N,…", help="of --try: numbers of ranks")
     return parser
 
 

@@ -67,9 +67,14 @@ def graph(features: Features) -> str:
         lines += [f"    {feature.name} --> {need}" for need in feature.needs]
     used = {need for feature in features.all() for need in feature.needs}
     lines += [f"    {feature.name}" for feature in alone if feature.name not in used]
-    lines += ["```", "", "| feature | patches | of upstream's bugs |", "|---|---|---|"]
+    lines += [
+        "```",
+        "",
+        "| feature | patches | fails without it, for upstream's bug |",
+        "|---|---|---|",
+    ]
     for feature in features.all():
-        fails = f"`{feature.fails}` fails without it" if feature.fails else ""
+        fails = f"`{feature.fails}`" if feature.fails else ""
         patches = ", ".join(feature.patches)
         lines.append(f"| `{feature.name}`: {feature.title} | {patches} | {fails} |")
     return "\n".join(lines)

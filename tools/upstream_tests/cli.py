@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from command_line import Parser, numbers
 from overlay.checkout import Checkout
-from overlay.cli import REPOSITORY, Parser, reported
+from overlay.cli import REPOSITORY, reported
 from upstream_tests import report
 from upstream_tests.comparison import Comparison, compare
 from upstream_tests.outcomes import Outcomes
@@ -21,17 +22,13 @@ from upstream_tests.worlds import World
 LOST, USAGE = 1, 2
 
 
-def _worlds(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="upstream_tests.sh",
         description="Run upstream's own tests on a pristine and on an applied copy of CHECKOUT.",
     )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="git checkout of upstream")
-    parser.add_argument("--worlds", type=_worlds, default="1,2,4,8", metavar="N,…")
+    parser.add_argument("--worlds", type=numbers, default="1,2,4,8", metavar="N,…")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of paths of test files")
     return parser
 
