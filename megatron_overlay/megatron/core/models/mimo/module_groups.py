@@ -31,7 +31,7 @@ DIMS = ["tp", "cp", "dp", "pp"]
 """Fastest first, as ``parallel_state`` orders ranks: what talks most lies closest together."""
 
 
-class ModuleLayout(Protocol):
+class AxisSizes(Protocol):
     """Sizes of one module's axes; ``ep``, ``etp``, ``expt_dp`` factor the ranks of tp·cp·dp."""
 
     tp: int
@@ -55,7 +55,7 @@ Modules = Mapping[str, ModuleGroups]
 """By module name, in one order on all ranks; the language model's is MIMO_LANGUAGE_MODULE_KEY."""
 
 
-def make_grid(layout: ModuleLayout, backend: str, rank_offset: int = 0) -> HyperCommGrid:
+def make_grid(layout: AxisSizes, backend: str, rank_offset: int = 0) -> HyperCommGrid:
     """The grid of one module from ``rank_offset`` on; a view has the experts' factorization."""
     grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
     grid.register_view(
@@ -68,7 +68,7 @@ def make_grid(layout: ModuleLayout, backend: str, rank_offset: int = 0) -> Hyper
 
 
 def make_modules(
-    layouts: Mapping[str, tuple[ModuleLayout, int]], backend: str, optimizer_instances: int = 1
+    layouts: Mapping[str, tuple[AxisSizes, int]], backend: str, optimizer_instances: int = 1
 ) -> dict[str, ModuleGroups]:
     """Make every process group of the modules; collective over the world.
 
