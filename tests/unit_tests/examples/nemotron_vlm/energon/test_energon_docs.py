@@ -60,7 +60,9 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch, capsys):
     Path("shards.py").write_text(block("python", "ShardWriter"))
     run(block("bash", "python shards.py"))
     run(block("bash", "energon prepare"))
-    printed = run(block("bash", "--max-tiles 6"))
+    survey = block("bash", "tools/data/survey.py build/photos")
+    assert "--max-tiles 6" in survey and "--max-tiles 6" in block("bash", "energon:../photos")
+    printed = run(survey)
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
     run(block("bash", "tools/data/survey.py build/blend.yaml"))
