@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--git", metavar="REMOTE", help="clone the tag from REMOTE instead")
     one.add_argument("--version", metavar="V", help="another version of the lock than the pin")
 
-    one = commands.add_parser("refresh", help="write patches, series and lock anew")
+    one = commands.add_parser("refresh", help="write patches and lock anew")
     one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     one.add_argument(

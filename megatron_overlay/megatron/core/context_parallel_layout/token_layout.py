@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,10 +116,10 @@ def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
         ValueError: as there.
     """
     check_zigzag_lengths(lengths, cp_size)
-    real, padded = (torch.tensor(n, dtype=torch.int64) for n in (lengths.real, lengths.padded))
-    halves = 2 * cp_size
-    half_chunk = lengths.positions[lengths.valid] * halves // padded.repeat_interleave(real)
-    return torch.minimum(half_chunk, halves - 1 - half_chunk)
+    halves, real = 2 * cp_size, np.asarray(lengths.real, dtype=np.int64)
+    within = np.arange(real.sum()) - np.repeat(real.cumsum() - real, real)
+    half_chunk = within * halves // np.repeat(lengths.padded, real)
+    return torch.from_numpy(np.minimum(half_chunk, halves - 1 - half_chunk))
 
 
 def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
