@@ -116,9 +116,9 @@ def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
         ValueError: as there.
     """
     check_zigzag_lengths(lengths, cp_size)
-    halves, real = 2 * cp_size, np.asarray(lengths.real, dtype=np.int64)
-    within = np.arange(real.sum()) - np.repeat(real.cumsum() - real, real)
-    half_chunk = within * halves // np.repeat(lengths.padded, real)
+    real, padded = (np.asarray(n, dtype=np.int64) for n in (lengths.real, lengths.padded))
+    within, halves = np.arange(real.sum()) - np.repeat(real.cumsum() - real, real), 2 * cp_size
+    half_chunk = within * halves // np.repeat(padded, real)
     return torch.from_numpy(np.minimum(half_chunk, halves - 1 - half_chunk))
 
 
