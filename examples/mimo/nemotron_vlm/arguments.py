@@ -48,8 +48,9 @@ from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-AT_LEAST_1 = "micro_batch_size global_batch_size seq_length encoder_macro_batch sample_multiple"
-LEAST = dict.fromkeys([*AT_LEAST_1.split(), "pack_window"], 1) | {"num_workers": 0}
+AT_LEAST_1 = "micro_batch_size global_batch_size seq_length "
+AT_LEAST_1 += "encoder_macro_batch sample_multiple pack_window"
+LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from examples.mimo.pretrain_nemotron_vlm import ALONE
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
@@ -33,9 +34,9 @@ def run_converter(*arguments: str | Path) -> int:
     words = list(map(str, arguments))
     if not HAVE_CUDA:
         return program.main(words)
-    alone = {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "1", "RANK": "0"}
     command = [sys.executable, program.__file__, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | alone)
+    environment = os.environ | ALONE | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     sys.stdout.write(done.stdout)
     sys.stderr.write(done.stderr)
     return done.returncode

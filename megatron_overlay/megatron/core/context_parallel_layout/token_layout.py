@@ -52,8 +52,13 @@ class TokenLayout:
         return (self.places // max(self.shard_size, 1))[self.lengths.valid]
 
     def to(self, device: torch.device | str) -> TokenLayout:
-        """The same layout with its index table on ``device``, copied without waiting."""
-        return replace(self, tokens=copied_to(device, self.tokens))
+        """The same layout with its index table on ``device``; copied once, without waiting."""
+        if self.tokens.device == torch.device(device):
+            return self
+        copies = vars(self).setdefault("_copies", {})
+        if device not in copies:
+            copies[device] = replace(self, tokens=copied_to(device, self.tokens))
+        return copies[device]
 
     def over_tensor_ranks(self, tp_size: int) -> TokenLayout:
         """The layout under sequence parallelism: each shard cut into ``tp_size`` equal runs.
@@ -85,11 +90,7 @@ class TokenLayout:
                 f"the layout places {self.lengths.total} padded tokens, but dim {dim} of the "
                 f"tensor has {tensor.size(dim)}; pad it with PaddedLengths.pad"
             )
-        copies = vars(self).setdefault("_copies", {})
-        where = group_rank, tensor.device
-        if where not in copies:
-            copies[where] = copied_to(tensor.device, self.tokens[group_rank])
-        return tensor.index_select(dim, copies[where])
+        return tensor.index_select(dim, self.to(tensor.device).tokens[group_rank])
 
 
 @lru_cache(maxsize=64)

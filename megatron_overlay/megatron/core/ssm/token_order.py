@@ -9,14 +9,11 @@ order*), and its output goes back the same way.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel_layout import (
-    PaddedLengths,
     TokenLayout,
     check_zigzag_lengths,
     copied_to,
@@ -98,12 +95,7 @@ def sample_starts(
 
 def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:
     lengths = lengths_of_batch(packed_seq_params, tensor.size(0))
-    return _zigzag_of(lengths, cp_size, tensor.device)
-
-
-@lru_cache(maxsize=64)
-def _zigzag_of(lengths: PaddedLengths, cp_size: int, device: torch.device) -> TokenLayout:
-    return zigzag_layout(lengths, cp_size).to(device)
+    return zigzag_layout(lengths, cp_size).to(tensor.device)
 
 
 class _Permute(torch.autograd.Function):
