@@ -32,6 +32,11 @@ from megatron.training.utils import print_rank_0
 LAYOUT = ("placement", "encoder", "language")
 """Arguments that say which rank holds what."""
 
+STREAM = (
+    *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
+    *("tokenizer_model", "image_token", "prompt", "max_tiles", "thumbnail"),
+)
+"""Arguments that may say which sample has which number; the fingerprint of the data decides."""
 
 torch.serialization.add_safe_globals([Call, Caller, HostTokens])
 """Of a step whose result was not finite; Megatron saves a checkpoint with a record of it."""
@@ -94,11 +99,17 @@ def _newest(args: Namespace) -> str | None:
 
 
 def _check_data(args: Namespace, saved: Namespace | None) -> None:
-    """The run goes on in the stream that it left."""
-    kept = getattr(saved, "data", None), getattr(saved, "data_fingerprint", None)
-    if kept[0] == args.data and kept[1] != args.data_fingerprint and saved.seed == args.seed:
-        raise UserError(
-            f"--load {args.load}: {args.data} has other samples than when this was saved, or "
-            "other rows of them, so that the run cannot go on where it stood; --finetune takes the "
-            "weights and begins anew"
-        )
+    """The run goes on in the stream that it left, wherever that lies now."""
+    if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
+        return
+    others = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} in place of {getattr(saved, name, None)}"
+        for name in STREAM
+        if getattr(args, name) != getattr(saved, name, None)
+    ]
+    raise UserError(
+        f"--load {args.load}: {args.data} has other samples than when this was saved, or another "
+        f"order of them ({', '.join(others) or 'with the same options'}), so that the run cannot "
+        "go on where it stood; give what was given then, or --finetune, which takes the weights "
+        "and begins anew"
+    )

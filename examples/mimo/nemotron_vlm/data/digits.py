@@ -64,8 +64,8 @@ class DigitStrips(DigitTask):
         self._fewest, self._most = (1, most) if digits is None else (digits, digits)
         self.tiles_per_sample = (self._fewest + self._most) / 2
         self.fingerprint = f"digits of {tile} pixels, seed {seed}"
-        if digits is not None:
-            self.fingerprint += f", {digits} a strip"
+        if (self._fewest, self._most) != (1, MOST_DIGITS):
+            self.fingerprint += f", {self._fewest} to {self._most} a strip"
 
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""

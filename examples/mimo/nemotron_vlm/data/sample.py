@@ -26,7 +26,7 @@ class SampleSource:
 
     image_token, pad_token: ids in its texts, below vocab_size, which bounds all of them.
     tiles_per_sample: on average; the throughput in Megatron's log counts with it.
-    fingerprint: says of two sources whether their samples are the same.
+    fingerprint: says of two sources whether they have the same samples under the same numbers.
     score: of the answers that were read; None counts the samples whose answer is right as a whole.
     """
 

@@ -59,8 +59,9 @@ class EnergonSource:
         image_token, pad_token: ids.
         vocab_size: all ids are below it.
         tiles_per_sample: mean of the training split.
-        fingerprint: of the training split's samples with their tokens and tiles; neither of the
-            order nor of the sequence length.
+        fingerprint: of the training split's samples with their tokens and tiles, and of their
+            order; the same wherever the data lies, and for every sequence length that leaves out
+            the same samples.
         score: none of its own, so that answers count as a whole.
     """
 
@@ -237,10 +238,10 @@ class _Stream:
         ]
         self.mean_tiles = float(np.average(means, weights=self.order.shares))
         blend = [
-            [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop]
-            for survey, dataset in zip(surveys, datasets, strict=True)
+            [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
+            for survey, dataset, size in zip(surveys, datasets, sizes, strict=True)
         ]
-        self.fingerprint = hashlib.sha256(json.dumps([mode, blend]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
     def locate(self, number: int) -> tuple[DataSet, int, tuple[int, int]]:
         """Data set and index in it of a sample; its tokens and tiles."""

@@ -118,11 +118,16 @@ class TestSurvey:
         with pytest.raises(ValueError, match="no survey of train"):
             source(copied, max_tiles=3, thumbnail=False)
 
-    def test_fingerprint_is_of_the_content(self, digits, copied, other):
+    def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, other):
         survey(copied)
         survey(other)
-        assert source(copied).fingerprint == source(digits, seq_length=25).fingerprint
-        assert source(other).fingerprint != source(digits).fingerprint
+        fingerprint = source(digits).fingerprint
+        longest = int(source(digits).costs("train", 0, TRAIN)[:, 0].max())
+        assert source(copied).fingerprint == fingerprint
+        assert source(digits, seq_length=longest).fingerprint == fingerprint
+        assert source(digits, seq_length=longest - 1).fingerprint != fingerprint
+        assert source(digits, seed=6).fingerprint != fingerprint
+        assert source(other).fingerprint != fingerprint
 
     def test_is_the_same_from_several_processes(self, digits, copied, tmp_path):
         survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
