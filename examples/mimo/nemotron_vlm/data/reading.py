@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch.utils.data import Dataset
@@ -61,8 +62,10 @@ class Reader(Dataset):
             return " ".join(str(error).split())
 
     def _read(self, take: Take) -> Microbatch:
-        rows = [[self._text(take.split, number) for number in row] for row in take.rows]
-        padded = [self._padded(row) for row in rows]
+        own = take.pieces if take.atoms is not None and self.needs_owners else []
+        numbers = {number for row in take.rows for number in row} | {p.sample for p in own}
+        texts = {number: self._text(take.split, number) for number in numbers}
+        padded = [self._padded([texts[number] for number in row]) for row in take.rows]
         batch = self._stacked(padded)
         batch["samples"] = [number for row in take.rows for number in row]
         if self.packing:
@@ -73,8 +76,7 @@ class Reader(Dataset):
             images = {self.encoder: {"tiles": self._tiles(take.split, take.pieces)}}
         batch["modality_inputs"] = {self.modality: images}
         if take.atoms is not None:
-            own = take.pieces if self.needs_owners else []
-            encoded = {self.modality: [self._only(take.split, piece).numpy() for piece in own]}
+            encoded = {self.modality: [self._only(texts[p.sample], p).numpy() for p in own]}
             consumed = [sample.input_ids.numpy() for row in padded for sample in row]
             counts = tuple([n * self.tokens_per_tile for n in part] for part in take.atoms)
             batch["host_tokens"] = HostTokens(encoded, consumed, {self.modality: counts})
@@ -124,16 +126,18 @@ class Reader(Dataset):
         } | {"position_ids": torch.stack(positions), "sample_places": torch.stack(places)}
 
     def _tiles(self, split: str, pieces: Sequence[Piece]) -> torch.Tensor:
-        parts = [self.source.tiles(split, p.sample)[p.first : p.end] for p in pieces]
-        for part, piece in zip(parts, pieces, strict=True):
-            if len(part) != piece.end - piece.first:
-                raise ValueError(f"sample {piece.sample} of {split} has fewer tiles than it said")
+        parts = []
+        for sample, neighbours in groupby(pieces, key=lambda piece: piece.sample):
+            whole = self.source.tiles(split, sample)
+            for piece in neighbours:
+                parts.append(whole[piece.first : piece.end])
+                if len(parts[-1]) != piece.end - piece.first:
+                    raise ValueError(f"sample {sample} of {split} has fewer tiles than it said")
         return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *parts])
 
-    def _only(self, split: str, piece: Piece) -> torch.Tensor:
-        """Ids of a sample in which only the piece's tiles have image tokens."""
-        (text,) = self._padded([self._text(split, piece.sample)])[:1]
-        ids = text.input_ids.clone()
+    def _only(self, text: Text, piece: Piece) -> torch.Tensor:
+        """Ids of a padded sample in which only the piece's tiles have image tokens."""
+        ids = self._padded([text])[0].input_ids.clone()
         places = (ids == self.source.image_token).nonzero()[:, 0]
         first, end = (tile * self.tokens_per_tile for tile in (piece.first, piece.end))
         ids[torch.cat([places[:first], places[end:]])] = self.source.pad_token

@@ -55,16 +55,29 @@ class Encoder:
         """The conversation of one of energon's samples; raises as `read_record`."""
         return read_record(sample, self.prompt)
 
-    def text(self, record: Record) -> Text:
-        """Tokens; of images, only their headers are read.
+    def tiles_of_images(self, record: Record) -> list[int]:
+        """Tiles of each image, of which only the header is read.
 
         Raises:
-            BadConversation, BadImage: it cannot be written.
+            BadImage: one has no header.
         """
         counts = []
         for number, data in enumerate(record.images):
             with _naming(number, record):
                 counts.append(self.tiling.count(*open_image(data).size))
+        return counts
+
+    def text(self, record: Record, counts: list[int]) -> Text:
+        """Tokens; the images themselves are not looked at.
+
+        Args:
+            counts: tiles of each image.
+
+        Raises:
+            BadConversation: it cannot be written.
+        """
+        if len(record.images) != len(counts):
+            raise BadConversation(f"{len(record.images)} images in the place of {len(counts)}")
         ids, answer = self.chat.encode(place_images(record.turns, len(counts)))
         repeats = np.ones(len(ids), np.int64)
         repeats[ids == self.chat.image_token] = np.array(counts, np.int64) * self.tokens_per_tile

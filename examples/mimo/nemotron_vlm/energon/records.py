@@ -29,13 +29,15 @@ ROLES = {
 }
 SUFFIXES = ("jpg", "jpeg", "png")
 DEFAULT_PROMPT = "Describe the image."
+UNREAD = object()
+"""Stands for an image that was not read; a data set's own code that looks into it fails."""
 
 
 class Record(NamedTuple):
-    """turns: of the conversation. images: files, in the order of their placeholders."""
+    """turns: of the conversation. images: files or `UNREAD`, in the order of their placeholders."""
 
     turns: list[Turn]
-    images: list[bytes]
+    images: list[Any]
 
 
 class TextDecoder:
@@ -69,9 +71,9 @@ def read_record(sample: Any, prompt: str) -> Record:
         BadConversation: fields are missing or have the wrong type.
     """
     if isinstance(sample, CaptioningSample):
-        return Record(_captioning(prompt, sample.caption), [_bytes(sample.image)])
-    names = [name for name in sample if name.rpartition(".")[2].lower() in SUFFIXES]
-    images = [_bytes(sample[name]) for name in sorted(names, key=_numerically)]
+        return Record(_captioning(prompt, sample.caption), [_image(sample.image)])
+    names = sorted(filter(is_image, sample), key=_numerically)
+    images = [_image(sample[name]) for name in names]
     content = sample.get("json", {})
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
@@ -81,6 +83,11 @@ def read_record(sample: Any, prompt: str) -> Record:
     if caption is None:
         raise BadConversation("has neither conversations nor a caption in json, nor a txt")
     return Record(_captioning(content.get("prompt", prompt), caption), images)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of a sample is an image, by its name."""
+    return name.rpartition(".")[2].lower() in SUFFIXES
 
 
 def known_kind(sample_type: type) -> bool:
@@ -110,8 +117,8 @@ def _text(value: Any) -> str:
     return value.strip()
 
 
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
+def _image(value: Any) -> Any:
+    if value is not UNREAD and not isinstance(value, bytes):
         raise BadConversation(f"an image is of type {type(value).__name__}")
     return value
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,12 +115,25 @@ class EnergonSource:
         return self._stream(split).costs(np.arange(first, first + count, dtype=np.int64))
 
     def text(self, split: str, number: int) -> Text:
-        """The tokens of a sample.
+        """The tokens of a sample; images are not read, the survey knows their tiles.
 
         Raises:
             ValueError: the sample is not what the survey found; names shard and key.
         """
-        return self._read(split, number, self._encoder.text, 0, lambda text: len(text.input_ids))
+        dataset, index, survey = self._stream(split).locate(number)
+        counts = survey.tiles_of_images(index)
+
+        def read(images: bool) -> Text:
+            record = self._encoder.record(dataset.decode(dataset.raw(index, images)))
+            text = self._encoder.text(record, counts)
+            _check(len(text.input_ids), survey.tokens[index], "tokens")
+            return text
+
+        with _naming(dataset, index):
+            try:
+                return read(images=False)
+            except ValueError:  # a sample_loader of the data set's own may look at images
+                return read(images=True)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """The tiles of a sample: uint8 [n, 3, tile, tile], n = 0 for text only.
@@ -126,7 +141,11 @@ class EnergonSource:
         Raises:
             ValueError: as for `text`.
         """
-        return self._read(split, number, self._encoder.tiles, 1, len)
+        dataset, index, survey = self._stream(split).locate(number)
+        with _naming(dataset, index):
+            tiles = self._encoder.tiles(self._encoder.record(dataset.decode(dataset.raw(index))))
+            _check(len(tiles), survey.tiles[index], "tiles")
+        return tiles
 
     def words(self, tokens: list[int]) -> str:
         """An answer as people read it."""
@@ -181,21 +200,6 @@ class EnergonSource:
                 options += [f"--{name.replace('_', '-')}", repr(str(given[name]))]
         return " ".join(map(str, ["python -m", __package__, self._path, *options]))
 
-    def _read(self, split: str, number: int, encode, column: int, measure):
-        stream = self._stream(split)
-        dataset, index, surveyed = stream.locate(number)
-        try:
-            raw = dataset.raw(index)
-            made = encode(self._encoder.record(dataset.decode(raw)))
-            if measure(made) != surveyed[column]:
-                unit = ("tokens", "tiles")[column]
-                raise ValueError(f"{measure(made)} {unit}, but {surveyed[column]} in the survey")
-        except ValueError as error:
-            raise ValueError(
-                f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
-            ) from error
-        return made
-
 
 class _Stream:
     """The numbered samples of a split.
@@ -243,11 +247,11 @@ class _Stream:
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
-    def locate(self, number: int) -> tuple[DataSet, int, tuple[int, int]]:
-        """Data set and index in it of a sample; its tokens and tiles."""
+    def locate(self, number: int) -> tuple[DataSet, int, Survey]:
+        """Data set and index in it of a sample, and the data set's survey."""
         (dataset,), (sample,) = self.order.locate(np.array([number], np.int64))
-        index, survey = int(self._samples[dataset][sample]), self._surveys[dataset]
-        return self._datasets[dataset], index, (int(survey.tokens[index]), int(survey.tiles[index]))
+        index = int(self._samples[dataset][sample])
+        return self._datasets[dataset], index, self._surveys[dataset]
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Tokens and tiles: int64 [n, 2]."""
@@ -275,6 +279,22 @@ class _Stream:
     def _count(self, reason: str, samples: int) -> None:
         if samples:
             self.left_out[reason] = self.left_out.get(reason, 0) + samples
+
+
+@contextmanager
+def _naming(dataset: DataSet, index: int) -> Iterator[None]:
+    """Say which sample is not what the survey found."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
+        ) from error
+
+
+def _check(found: int, surveyed: int, unit: str) -> None:
+    if found != surveyed:
+        raise ValueError(f"{found} {unit}, but {surveyed} in the survey")
 
 
 def _make(kind: type[EnergonSource], arguments: dict[str, Any]) -> EnergonSource:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
-from examples.mimo.nemotron_vlm.energon.records import TextDecoder, known_kind
+from examples.mimo.nemotron_vlm.energon.records import UNREAD, TextDecoder, is_image, known_kind
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -33,7 +33,7 @@ from megatron.energon.flavors.webdataset.metadata import (
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 
 OPEN_SHARDS = 16
-"""That a process keeps open of each data set."""
+"""Shards of a data set that a process keeps open for text, and as many for images."""
 
 Mode = Literal["single", "weights", "repetitions"]
 MODES: dict[DatasetBlendMode, Mode] = {
@@ -87,7 +87,7 @@ class DataSet:
             )
         self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
         self._factory = factory
-        self._reader: tuple[int, ShardInfosITarReader] | None = None
+        self._readers: dict[bool, tuple[int, ShardInfosITarReader]] = {}
         firsts = [0]
         for shard in factory.shards:
             firsts.append(firsts[-1] + shard.count)
@@ -117,24 +117,28 @@ class DataSet:
         """The shard that has the sample."""
         return self.shards[bisect_right(self._firsts, index) - 1]
 
-    def raw(self, index: int) -> dict[str, Any]:
+    def raw(self, index: int, images: bool = True) -> dict[str, Any]:
         """The sample's files as bytes, with energon's ``__key__``.
+
+        Args:
+            images: whether to read them; otherwise `UNREAD` takes their place.
 
         Raises:
             BadShard: if the shard is damaged, or is not the one that was indexed.
             Excluded: if ``split.yaml`` excludes it.
         """
-        reader = self._open_reader()
+        reader = self._open_reader(images)
         try:
             raw = reader[index]
         except Exception as error:  # of tarfile, of the file system or of energon itself
             reader.close()
+            del self._readers[images]
             raise BadShard(" ".join(str(error).split()) or type(error).__name__) from error
         for shard in reader.itar_files_cache.values():
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
             raise Excluded("excluded by split.yaml")
-        return raw
+        return raw if images else raw | reader.part_filter.left_out()
 
     def decode(self, raw: dict[str, Any]) -> Any:
         """Energon's sample of what `raw` returned: decoded, with its fields mapped.
@@ -162,18 +166,43 @@ class DataSet:
                 )
         return f"{shard.name}/{key[0] if key else index - shard.first}"
 
-    def _open_reader(self) -> ShardInfosITarReader:
-        if self._reader is None or self._reader[0] != os.getpid():
+    def _open_reader(self, images: bool) -> ShardInfosITarReader:
+        pid, reader = self._readers.get(images, (None, None))
+        if pid != os.getpid():
             factory = self._factory
+            parts = factory.part_filter
             reader = ShardInfosITarReader(
                 factory.path,
                 factory.shards,
-                part_filter=factory.part_filter,
+                part_filter=parts if images else _NoImages(parts),
                 sample_filter=factory.sample_filter,
                 itar_cache_size=OPEN_SHARDS,
             )
-            self._reader = os.getpid(), reader
-        return self._reader[1]
+            self._readers[images] = os.getpid(), reader
+        return reader
+
+
+class _NoImages:
+    """A filter of a sample's files that lets images be passed over, and notes their names.
+
+    Args:
+        parts: the data set's own filter; None takes all files.
+    """
+
+    def __init__(self, parts: Callable[[str], bool] | None) -> None:
+        self._parts, self._images = parts, []
+
+    def __call__(self, name: str) -> bool:
+        wanted = self._parts is None or self._parts(name)
+        if wanted and is_image(name):
+            self._images.append(name)
+            return False
+        return wanted
+
+    def left_out(self) -> dict[str, Any]:
+        """The images passed over since the last call."""
+        images, self._images = self._images, []
+        return dict.fromkeys(images, UNREAD)
 
 
 @dataclass(frozen=True)

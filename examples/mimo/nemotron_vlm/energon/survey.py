@@ -5,8 +5,11 @@
 It reads and decodes everything once. What it depends on names its files, so that one made for
 other data, another tokenizer or other tiles is not found; the sequence length is none of it. Of
 each data set and split there are, beside energon's own metadata or in a directory of their own,
-``survey-NAME.npy`` with int32 [3, samples], the rows state, tokens and tiles, and
-``survey-NAME.json`` with the bad samples and a hash of all samples' bytes.
+
+- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and tiles of each sample, and the number of
+  images up to its last;
+- ``survey-NAME.images.npy``, int32 [images]: tiles of each image;
+- ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from examples.mimo.nemotron_vlm.energon.store import (
 from examples.mimo.nemotron_vlm.energon.tiling import BadImage
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 1
+FORMAT = 2
 GOOD, SHARD, TEXT, IMAGE, EXCLUDED = range(5)
 STATES = ("good", "unreadable shard", "bad text", "bad image", "excluded by split.yaml")
 STATE_OF = {BadShard: SHARD, BadConversation: TEXT, BadImage: IMAGE, Excluded: EXCLUDED}
@@ -56,6 +59,8 @@ class BadSample:
 class Survey:
     """state, tokens, tiles: int32 [samples of the data set], mapped from the file.
 
+    image_ends: int32 [samples], images of all samples up to this one's last.
+    image_tiles: int32 [images], tiles of each image.
     fingerprint: of the samples' bytes and of all that made tokens and tiles of them; the same for
     a copy of the data.
     """
@@ -63,12 +68,22 @@ class Survey:
     state: np.ndarray
     tokens: np.ndarray
     tiles: np.ndarray
+    image_ends: np.ndarray
+    image_tiles: np.ndarray
     bad: list[BadSample]
     fingerprint: str
 
+    def tiles_of_images(self, index: int) -> list[int]:
+        """Tiles of each image of a sample."""
+        first = self.image_ends[index - 1] if index else 0
+        return self.image_tiles[first : self.image_ends[index]].tolist()
+
 
 class _ShardSurvey(NamedTuple):
+    """rows: int32 [4, samples]: state, tokens, tiles, images. image_tiles: of each image."""
+
     rows: np.ndarray
+    image_tiles: list[int]
     bad: list[BadSample]
     digest: str
 
@@ -82,9 +97,10 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
     path = _path(dataset, encoder, folder)
     if not path.is_file():
         return None
-    rows = np.load(path, mmap_mode="r")
+    rows, images = (np.load(file, mmap_mode="r") for file in (path, _images(path)))
     notes = json.loads(path.with_suffix(".json").read_text())
-    return Survey(*rows, [BadSample(**entry) for entry in notes["bad"]], notes["fingerprint"])
+    bad = [BadSample(**entry) for entry in notes["bad"]]
+    return Survey(*rows, images, bad, notes["fingerprint"])
 
 
 def make_surveys(
@@ -121,8 +137,8 @@ def make_surveys(
 
 def survey_shard(dataset: DataSet, encoder: Encoder, shard: Shard) -> _ShardSurvey:
     """Read, encode and decode all samples of a shard."""
-    rows = np.zeros((3, shard.count), np.int32)
-    bad = []
+    rows = np.zeros((4, shard.count), np.int32)
+    images, bad = [], []
     digest = hashlib.blake2b(digest_size=16)
     for place in range(shard.count):
         index = shard.first + place
@@ -132,13 +148,15 @@ def survey_shard(dataset: DataSet, encoder: Encoder, shard: Shard) -> _ShardSurv
                 if not name.startswith("__"):
                     digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode() + content)
             record = encoder.record(dataset.decode(raw))
-            text, tiles = encoder.text(record), encoder.tiles(record)
-            rows[:, place] = GOOD, len(text.input_ids), len(tiles)
+            counts = encoder.tiles_of_images(record)
+            text, tiles = encoder.text(record, counts), encoder.tiles(record)
+            rows[:, place] = GOOD, len(text.input_ids), len(tiles), len(counts)
+            images += counts
         except tuple(STATE_OF) as error:
             state = rows[0, place] = STATE_OF[type(error)]
             bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
             digest.update(f"{place} {state}\n".encode())
-    return _ShardSurvey(rows, bad, digest.hexdigest())
+    return _ShardSurvey(rows, images, bad, digest.hexdigest())
 
 
 def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
@@ -146,6 +164,10 @@ def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
     depends = json.dumps([FORMAT, encoder.settings, shards, dataset.configuration])
     name = hashlib.sha256(depends.encode()).hexdigest()[:16]
     return (folder or dataset.path / MAIN_FOLDER_NAME) / f"survey-{name}.npy"
+
+
+def _images(path: Path) -> Path:
+    return path.with_suffix(".images.npy")
 
 
 def _save(path: Path, shards: list[_ShardSurvey], encoder: Encoder) -> None:
@@ -162,9 +184,13 @@ def _save(path: Path, shards: list[_ShardSurvey], encoder: Encoder) -> None:
     own = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     own.write_text(json.dumps(notes, ensure_ascii=False, indent=1))
     os.replace(own, path.with_suffix(".json"))
-    with open(own, "wb") as file:
-        np.save(file, np.concatenate([shard.rows for shard in shards], axis=1))
-    os.replace(own, path)
+    rows = np.concatenate([shard.rows for shard in shards], axis=1)
+    rows[3] = np.cumsum(rows[3])
+    images = np.array([count for shard in shards for count in shard.image_tiles], np.int32)
+    for target, array in ((_images(path), images), (path, rows)):
+        with open(own, "wb") as file:
+            np.save(file, array)
+        os.replace(own, target)
 
 
 def _run(

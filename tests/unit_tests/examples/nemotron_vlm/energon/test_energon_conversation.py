@@ -125,7 +125,8 @@ class TestImages:
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
         record = Record(turns, [image(16, 16), image(32, 16)])
-        text, tiles = encoder.text(record), encoder.tiles(record)
+        text, tiles = encoder.text(record, [1, 3]), encoder.tiles(record)
+        assert encoder.tiles_of_images(record) == [1, 3]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()
