@@ -119,6 +119,7 @@ class EnergonSource:
 
         Raises:
             ValueError: the sample is not what the survey found; names shard and key.
+            OSError: its shard cannot be read, also after some time; names the shard.
         """
         dataset, index, survey = self._stream(split).locate(number)
         counts = survey.tiles_of_images(index)
@@ -139,7 +140,7 @@ class EnergonSource:
         """The tiles of a sample: uint8 [n, 3, tile, tile], n = 0 for text only.
 
         Raises:
-            ValueError: as for `text`.
+            ValueError, OSError: as for `text`.
         """
         dataset, index, survey = self._stream(split).locate(number)
         with _naming(dataset, index):

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +37,11 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 OPEN_SHARDS = 16
 """Shards of a data set that a process keeps open for text, and as many for images."""
 
+PAUSES_S = (1, 2, 4, 8, 16, 32)
+"""Seconds to wait before each further try to read what the file system refuses."""
+
+logger = logging.getLogger(__name__)
+
 Mode = Literal["single", "weights", "repetitions"]
 MODES: dict[DatasetBlendMode, Mode] = {
     DatasetBlendMode.NONE: "single",
@@ -47,6 +54,10 @@ PARTS = {"train": ("train",), "test": ("val", "test")}
 
 class BadShard(ValueError):
     """A sample that cannot be read from its shard."""
+
+
+class Unreadable(OSError):
+    """A sample that the file system refuses to read; it says nothing of the data."""
 
 
 class Excluded(ValueError):
@@ -88,6 +99,7 @@ class DataSet:
         self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
         self._factory = factory
         self._readers: dict[bool, tuple[int, ShardInfosITarReader]] = {}
+        self._given_up: set[str] = set()
         firsts = [0]
         for shard in factory.shards:
             firsts.append(firsts[-1] + shard.count)
@@ -124,16 +136,35 @@ class DataSet:
             images: whether to read them; otherwise `UNREAD` takes their place.
 
         Raises:
-            BadShard: if the shard is damaged, or is not the one that was indexed.
+            BadShard: if the shard is damaged or missing, or is not the one that was indexed.
+            Unreadable: if reads fail for another reason, and go on failing through `PAUSES_S`;
+                after that, the shard's other samples are tried once each.
             Excluded: if ``split.yaml`` excludes it.
         """
+        shard = self.shard_of(index).name
+        for pause in () if shard in self._given_up else PAUSES_S:
+            try:
+                return self._read(index, images)
+            except Unreadable as error:
+                logger.warning("%s: %s; next try in %d s", self.path / shard, error, pause)
+                time.sleep(pause)
+        try:
+            return self._read(index, images)
+        except Unreadable as error:
+            self._given_up.add(shard)
+            raise Unreadable(
+                f"{self.path / shard} cannot be read, also after {sum(PAUSES_S)} s: {error}"
+            ) from error
+
+    def _read(self, index: int, images: bool) -> dict[str, Any]:
         reader = self._open_reader(images)
         try:
             raw = reader[index]
         except Exception as error:  # of tarfile, of the file system or of energon itself
             reader.close()
             del self._readers[images]
-            raise BadShard(" ".join(str(error).split()) or type(error).__name__) from error
+            line = " ".join(str(error).split()) or type(error).__name__
+            raise (Unreadable if _may_pass(error) else BadShard)(line) from error
         for shard in reader.itar_files_cache.values():
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
@@ -180,6 +211,13 @@ class DataSet:
             )
             self._readers[images] = os.getpid(), reader
         return reader
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the file system failed, in another way than that a file is not there."""
+    while error and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None and not isinstance(error, FileNotFoundError)
 
 
 class _NoImages:

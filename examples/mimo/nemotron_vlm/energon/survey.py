@@ -34,6 +34,7 @@ from examples.mimo.nemotron_vlm.energon.store import (
     DataSet,
     Excluded,
     Shard,
+    Unreadable,
     open_split,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import BadImage
@@ -42,7 +43,10 @@ from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 FORMAT = 2
 GOOD, SHARD, TEXT, IMAGE, EXCLUDED = range(5)
 STATES = ("good", "unreadable shard", "bad text", "bad image", "excluded by split.yaml")
-STATE_OF = {BadShard: SHARD, BadConversation: TEXT, BadImage: IMAGE, Excluded: EXCLUDED}
+STATE_OF = {
+    **{BadShard: SHARD, Unreadable: SHARD},
+    **{BadConversation: TEXT, BadImage: IMAGE, Excluded: EXCLUDED},
+}
 
 
 @dataclass(frozen=True)

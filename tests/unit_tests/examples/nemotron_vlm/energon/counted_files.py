@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the files that energon opens: it notes what is read of shards, and may fail."""
 
+import errno
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -14,12 +15,12 @@ from megatron.energon.epathlib import EPath
 class ShardReads:
     """What is read of the shards of a data set, while the stand-in is in place.
 
-    failures: errors that the next reads raise, the first of them first; None lets one succeed.
+    failing: how many reads of a shard are still to fail, by its name.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[tuple[str, range]] = []
-        self.failures: list[OSError | None] = []
+        self.failing: dict[str, int] = {}
         self._images = {}
         for shard in folder.glob("*.tar"):
             with tarfile.open(shard) as tar:
@@ -61,8 +62,9 @@ class _File:
         self._file, self._shard, self._counts = file, shard, counts
 
     def read(self, size: int = -1) -> bytes:
-        if self._counts.failures and (failure := self._counts.failures.pop(0)):
-            raise failure
+        if self._counts.failing.get(self._shard, 0):
+            self._counts.failing[self._shard] -= 1
+            raise OSError(errno.EIO, "Input/output error")
         place = self._file.tell()
         content = self._file.read(size)
         self._counts.reads.append((self._shard, range(place, place + len(content))))

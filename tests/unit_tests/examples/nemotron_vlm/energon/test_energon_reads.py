@@ -1,20 +1,24 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of shards: images once on each rank that encodes them, text alone elsewhere."""
+"""What is read of shards, images once on each rank that encodes them, and reads that fail."""
 
 import io
 import json
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import webdataset
 import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
+from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from megatron.energon import BaseWebdatasetFactory
 from tests.unit_tests.examples.nemotron_vlm.energon.counted_files import ShardReads
@@ -41,6 +45,12 @@ def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, i
     return [(part, None) for part in parts] + [(None, 0)] * REPLICA.size
 
 
+def reader_of(opened: EnergonSource, packing: Packing | None = None) -> Reader:
+    sizes = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH}
+    flags = {"packing": packing, "reads_labels": True, "needs_owners": True}
+    return Reader(opened, "images", "radio", **sizes, **flags)
+
+
 class TestAStepOfOneReplica:
     @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
     @pytest.mark.parametrize(
@@ -62,9 +72,7 @@ class TestAStepOfOneReplica:
         wanted, texts = Counter(), 0
         for part, dp in ranks_of(encoder_layout, placement):
             plan = StepPlan(layouts, part, dp, row_cost=sum, macro_batch=None)
-            sizes = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH}
-            flags = {"packing": packing, "reads_labels": True, "needs_owners": True}
-            reader = Reader(opened, "images", "radio", **sizes, **flags)
+            reader = reader_of(opened, packing)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
                 assert isinstance(reader[take], dict)
@@ -120,6 +128,11 @@ def load(files):
 """
 
 
+SAMPLE = 4
+PAUSES_S = [1, 2, 4, 8, 16, 32]
+ALWAYS = 10**9
+
+
 class TestText:
     def test_has_each_images_own_tokens_without_reading_one(self, pictures, digits, monkeypatch):
         path = pictures(CRUDE)
@@ -137,3 +150,74 @@ class TestText:
         opened = source(pictures(CAPTIONS), digits / "tokenizer", seq_length=64)
         answers = [opened.text("train", n).labels[-2].item() for n in range(6)]
         assert sorted(answers) == [10 + n for n in range(1, 7)]
+
+
+@pytest.fixture
+def slept(monkeypatch) -> list[float]:
+    """Pauses that were made; none is waited for."""
+    pauses = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    return pauses
+
+
+@pytest.fixture
+def shard(digits, tmp_path):
+    """The shard of a sample with an image, in a copy of the data set that no reader has open."""
+    copied = shutil.copytree(digits, tmp_path / "copy")
+    assert source(copied).costs("train", SAMPLE, 1)[0, 1]
+    return copied / Path(source(copied).name("train", SAMPLE)).parent.name
+
+
+@pytest.mark.parametrize("part", ["text", "tiles"])
+class TestReadsThatFail:
+    """Reads of a sample with an image: of its text, as all ranks do, or of its tiles."""
+
+    def test_are_tried_again_after_growing_pauses(self, shard, part, monkeypatch, slept, caplog):
+        opened = source(shard.parent)
+        wanted = getattr(source(shard.parent), part)("train", SAMPLE)
+        ShardReads(shard.parent, monkeypatch).failing[shard.name] = 2
+        found = getattr(opened, part)("train", SAMPLE)
+        assert slept == PAUSES_S[:2]
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert f"{shard}: [Errno 5] Input/output error; next try in 2 s" in caplog.text
+
+    @pytest.mark.parametrize("bad_samples", ["skip", "refuse"])
+    def test_for_good_name_the_shard_and_blame_no_data(
+        self, shard, part, monkeypatch, slept, bad_samples
+    ):
+        opened = source(shard.parent, bad_samples=bad_samples)
+        reads = ShardReads(shard.parent, monkeypatch)
+        reads.failing[shard.name] = ALWAYS
+        text = f"^{shard} cannot be read, also after 63 s: .Errno 5. Input/output error$"
+        with pytest.raises(OSError, match=text):
+            getattr(opened, part)("train", SAMPLE)
+        assert slept == PAUSES_S
+        reads.failing.clear()
+        assert len(getattr(opened, part)("train", SAMPLE))
+
+    def test_are_not_awaited_where_the_shard_has_changed(self, shard, part, slept):
+        opened = source(shard.parent)
+        text = f"{shard}/train-.* has changed since the survey: "
+        shard.write_bytes((shard.parent / "val-0000.tar").read_bytes()[:5000])
+        with pytest.raises(ValueError, match=text):
+            getattr(opened, part)("train", SAMPLE)
+        shard.unlink()
+        with pytest.raises(ValueError, match=text):
+            getattr(source(shard.parent), part)("train", SAMPLE)
+        assert not slept
+
+
+class TestAShardThatCannotBeRead:
+    def test_gives_a_rank_no_batch_but_a_reason(self, shard, monkeypatch, slept):
+        opened = source(shard.parent)
+        ShardReads(shard.parent, monkeypatch).failing[shard.name] = ALWAYS
+        found = reader_of(opened)[Take("train", [[SAMPLE]], [], ([0], [1]))]
+        assert found.startswith(f"{shard} cannot be read")
+
+    def test_is_left_out_by_a_survey_on_every_rank(self, shard, monkeypatch, slept):
+        ShardReads(shard.parent, monkeypatch).failing[shard.name] = ALWAYS
+        survey(shard.parent, again=True)
+        assert slept == PAUSES_S  # for its first sample, not for each of them
+        assert source(shard.parent).left_out("train") == {"unreadable shard": 24}
+        with pytest.raises(ValueError, match="24 bad samples in train: .*Input/output error"):
+            source(shard.parent, bad_samples="refuse")
