@@ -22,7 +22,12 @@ TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(R
 	--tensorboard-dir $(abspath $(RUN))/tensorboard --save-interval 50 \
 	--save $(abspath $(RUN))/checkpoints --load $(abspath $(RUN))/checkpoints
 
-.PHONY: help setup fetch apply lock train test test-all test-slurm lint docs clean
+# A PYTHON that was given brings its packages along; test-gpu installs nothing then.
+IS_GIVEN = $(filter-out file,$(firstword $(origin PYTHON)))
+GPU_PYTHON = $(if $(IS_GIVEN),$(PYTHON),$(VENV)/bin/python)
+GPU_JSON ?= build/runs/gpu.json
+
+.PHONY: help setup fetch apply lock train test test-all test-gpu test-slurm lint docs clean
 help: ## Show this help
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST)
 
@@ -63,6 +68,15 @@ test: setup ## Show every capability: each test once, with the first of its rows
 
 test-all: setup ## Run every row of every test
 	$(VENV)/bin/python tests/run.py
+
+test-gpu: $(if $(IS_GIVEN),fetch,$(VENV)/installed-gpu apply) ## Prove on one or two GPUs what CPU ranks cannot; PYTHON=… takes its packages
+	@tools/apply_overlay.sh $(CHECKOUT)
+	@mkdir -p $(dir $(GPU_JSON))
+	CHECKOUT=$(abspath $(CHECKOUT)) $(GPU_PYTHON) tests/gpu/run.py --json $(GPU_JSON)
+
+$(VENV)/installed-gpu: $(VENV)/installed
+	@$(VENV)/bin/python -m pip install --quiet --editable '.[gpu,test]'
+	@touch $@
 
 test-slurm: setup ## Run the Slurm jobs on a Slurm of this host; as root, on Debian: installs it
 	@PATH=$$PATH:/usr/sbin; { command -v munged && command -v slurmctld && command -v slurmd; } || \

@@ -7,9 +7,11 @@ that several numbers of ranks repeat has one name in classes that are named for 
 the first of these runs.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +33,44 @@ def _attention_backend_is_forgotten() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--once``."""
+    """Add ``--once`` and ``--record``."""
     parser.addoption("--once", action="store_true", help="of each test, run the first row only")
+    parser.addoption("--record", type=Path, help="write outcomes and figures, a JSON line a test")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Record on the first rank, if asked to."""
+    path = config.getoption("record")
+    if path and os.environ.get("RANK", "0") == "0":
+        config.pluginmanager.register(Recorder(path), "recorder")
+
+
+class Recorder:
+    """Writes a line for each test as it ends, after one that names all tests.
+
+    A test that never ends is in the first line alone. Properties are what a test recorded with
+    ``record_property``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _write(self, record: dict) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write({"collected": [item.nodeid for item in session.items]})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        record = {"test": report.nodeid, "outcome": report.outcome}
+        record |= {"seconds": round(report.duration, 2), **dict(report.user_properties)}
+        if report.skipped:
+            record["reason"] = str(report.longrepr[-1])
+        self._write(record)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

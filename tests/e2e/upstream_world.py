@@ -14,6 +14,17 @@ PROGRAM = Path(__file__).parent / "upstream_scripts/world.py"
 Scalars = dict[str, list[tuple[int, float]]]
 
 
+def scalars_of(folder: Path) -> Scalars:
+    """What Megatron recorded for TensorBoard, by step."""
+    recorded = EventAccumulator(str(folder))
+    recorded.Reload()
+    return {
+        tag: [(event.step, event.value) for event in recorded.Scalars(tag)]
+        for tag in recorded.Tags()["scalars"]
+        if not tag.endswith(" vs samples")
+    }
+
+
 class UpstreamWorld:
     """A process that has imported a tree's Megatron, of which ranks are forked."""
 
@@ -47,14 +58,8 @@ class UpstreamWorld:
         return status, (self._folder / "log.txt").read_text()
 
     def scalars(self) -> Scalars:
-        """What Megatron recorded in the last run, by step."""
-        recorded = EventAccumulator(str(self._folder / "tensorboard"))
-        recorded.Reload()
-        return {
-            tag: [(event.step, event.value) for event in recorded.Scalars(tag)]
-            for tag in recorded.Tags()["scalars"]
-            if not tag.endswith(" vs samples")
-        }
+        """What Megatron recorded in the last run."""
+        return scalars_of(self._folder / "tensorboard")
 
     def close(self) -> None:
         """End the process; its last run has ended."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -27,10 +26,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
-import torch
+from machine import machine
 from trace_shares import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +37,6 @@ ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED, PROFILED = 3, 10, 2
 """Steps of a run."""
-
-PACKAGES = ("torch", "transformer_engine", "megatron-core", "mamba-ssm", "triton")
 
 
 def main(arguments: list[str]) -> int:
@@ -131,19 +127,6 @@ def line(run: dict, first: dict) -> str:
         names = ("exposed", "bridge", "optimizer")
         text += "".join(f", {name} {run['trace'][name]:.1%}" for name in names)
     return text
-
-
-def machine() -> dict[str, object]:
-    """What the figures were measured on, and with."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    gpus = [f"{gpu.name}, {gpu.multi_processor_count} multiprocessors" for gpu in found]
-    return {"gpus": gpus, "cpu": platform.processor(), "versions": versions}
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ def install() -> None:
         typing.override = typing_extensions.override
     _ours("megatron.core.cpu_runtime").install()
     _kernels()
-    _index_builder()
+    index_builder()
     _transformer_engine()
-    _small_radio()
+    small_radio()
     _no_queue_process()
 
 
@@ -66,7 +66,7 @@ def _kernels() -> None:
     _module("fla.ops.gated_delta_rule", chunk_gated_delta_rule=fla.chunk_gated_delta_rule)
 
 
-def _index_builder() -> None:
+def index_builder() -> None:
     """Mock data needs one function of the compiled module: where each sample begins."""
 
     def build_sample_idx(sizes, documents, length, epochs, tokens_per_epoch, _drop_last, extra):
@@ -120,7 +120,7 @@ def _transformer_engine() -> None:
     te.TEDotProductAttention = Attention
 
 
-def _small_radio() -> None:
+def small_radio() -> None:
     """The ViT of upstream's MIMO program has 32 layers, and no option changes that.
 
     Its position embeddings do not move at random, so that layouts can be compared.

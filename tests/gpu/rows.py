@@ -1,0 +1,132 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of the training program that `make test-gpu` compares with a run on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from examples.mimo.nemotron_vlm.data import SampleSource
+from tests.gpu.partly_text import PartlyText
+
+ENGINE = ("--transformer-impl", "transformer_engine")
+LOCAL = ("--transformer-impl", "local")
+GRAPHS = ("--cuda-graph-impl", "local")
+APART = ("--placement", "non-colocated")
+PACK = ("--pack", "--seq-length", "64", "--pack-window", "24", "--sample-multiple", "16")
+NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+RECOMPUTE += ("--recompute-num-layers", "1", "--recompute-encoder", "1")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a run computes, whatever its layout.
+
+    options: of the command line. source: of other samples than the options say.
+    is_16_bit: losses are compared with the spread of one-GPU runs, else with 1e-4.
+    packed: rows hold several samples, and a microbatch is one row.
+    """
+
+    options: tuple[str, ...]
+    source: SampleSource | None = None
+    is_16_bit: bool = False
+    packed: bool = False
+
+
+MODELS = {
+    "engine": Model(ENGINE),
+    "local": Model(LOCAL),
+    "gated delta nets": Model((*LOCAL, "--model", "tiny-gdn")),
+    "partly text": Model(ENGINE, source=PartlyText()),
+    "frozen encoder": Model((*ENGINE, "--freeze", "encoder")),
+    "frozen language": Model((*ENGINE, "--freeze", "language")),
+    "packed local": Model((*LOCAL, *PACK), packed=True),
+    "bf16": Model((*ENGINE, "--bf16"), is_16_bit=True),
+    "bf16 local": Model((*LOCAL, "--bf16"), is_16_bit=True),
+    "bf16 packed": Model((*ENGINE, "--bf16", *PACK), is_16_bit=True, packed=True),
+    "fp16": Model(
+        (*ENGINE, "--fp16", "--initial-loss-scale", "134217728", "--hysteresis", "1"),
+        is_16_bit=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: a model in a layout, with options that must change nothing.
+
+    microbatches: of a step; with a pipeline, as many as stages by default.
+    """
+
+    model: str
+    encoder: str = "dp=1"
+    language: str = "dp=1"
+    options: tuple[str, ...] = ()
+    microbatches: int = 2
+
+    def __str__(self) -> str:
+        words = [self.model, self.encoder, self.language, *self.options]
+        text = "-".join(words).replace("---", "-").replace("--", "-").replace(" ", "-")
+        return text if self.microbatches == 2 else f"{text}-microbatches-{self.microbatches}"
+
+
+ON_ONE = [
+    Row("engine", options=GRAPHS),
+    Row("engine", options=LOCAL),
+    Row("engine", options=RECOMPUTE),
+    Row("engine", options=NO_OVERLAP),
+    Row("engine", options=("--encoder-macro-batch", "4"), microbatches=4),
+    Row("bf16", options=GRAPHS),
+    Row("bf16", options=LOCAL),
+]
+
+ON_TWO = [
+    Row("engine", "dp=2", "dp=2"),
+    Row("engine", "tp=2", "dp=2"),
+    Row("engine", "dp=2", "tp=2,ep=2,etp=1"),
+    Row("engine", "tp=2", "tp=2"),
+    Row("engine", "dp=2", "cp=2"),
+    Row("engine", "tp=2", "cp=2"),
+    Row("engine", "dp=2", "pp=2", microbatches=4),
+    Row("engine", "tp=2", "pp=2"),
+    Row("engine", "dp=2", "pp=2,vpp=2", microbatches=4),
+    Row("engine", "dp=2", "dp=2,ep=2"),
+    Row("engine", "dp=2", "pp=2", ("--encoder-schedule", "bubbles"), microbatches=4),
+    Row("engine", options=APART),
+    Row("engine", options=APART, microbatches=4),
+    Row("engine", "dp=2", "cp=2", RECOMPUTE),
+    Row("engine", "dp=2", "pp=2", RECOMPUTE),
+    Row("engine", "dp=2", "tp=2", NO_OVERLAP),
+    Row("engine", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row("engine", "dp=2", "pp=2", GRAPHS, microbatches=4),
+    Row("engine", "tp=2", "dp=2", GRAPHS),
+    Row("local", "dp=2", "tp=2,ep=2,etp=1"),
+    Row("local", "tp=2", "cp=2"),
+    Row("local", "dp=2", "pp=2"),
+    Row("local", options=APART),
+    Row("gated delta nets", "dp=2", "cp=2"),
+    Row("gated delta nets", "dp=2", "tp=2"),
+    Row("partly text", "dp=2", "tp=2"),
+    Row("partly text", "tp=2", "pp=2"),
+    Row("partly text", "dp=2", "cp=2"),
+    Row("partly text", options=APART),
+    Row("frozen encoder", "dp=2", "pp=2"),
+    Row("frozen language", "tp=2", "dp=2"),
+    Row("packed local", "dp=2", "cp=2", microbatches=8),
+    Row("packed local", "tp=2", "dp=2", microbatches=4),
+    Row("packed local", "dp=2", "pp=2", microbatches=8),
+    Row("packed local", options=APART, microbatches=8),
+    Row("bf16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row("bf16", "tp=2", "dp=2"),
+    Row("bf16", "dp=2", "cp=2"),
+    Row("bf16", "dp=2", "pp=2", microbatches=4),
+    Row("bf16", options=APART),
+    Row("bf16", "dp=2", "tp=2", GRAPHS),
+    Row("bf16 packed", "dp=2", "cp=2", microbatches=8),
+    Row("bf16 packed", "tp=2", "dp=2", microbatches=4),
+    Row("bf16 packed", options=APART, microbatches=8),
+    Row("fp16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row("fp16", "tp=2", "pp=2"),
+    Row("fp16", options=APART),
+]

@@ -1,0 +1,191 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prove on one or two GPUs what CPU ranks cannot, and write down each case with its figure.
+
+    python tests/gpu/run.py [--json FILE] [pytest arguments]        usually by `make test-gpu`
+
+Lanes run beside each other, the stages of a lane one after the other. The exit code is 0 if every
+case of every stage has passed: one that failed, was skipped or never ended is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(os.environ.get("CHECKOUT", REPOSITORY / "build" / "Megatron-LM")).absolute()
+sys.path[:0] = [str(CHECKOUT), str(REPOSITORY / "tools/bench")]
+
+import torch  # noqa: E402
+from machine import machine  # noqa: E402
+
+from examples.mimo.nemotron_vlm.environment import at_start  # noqa: E402
+
+LIMIT_S = 900
+"""Of a stage."""
+
+WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+"""Read by cuBLAS and cuDNN, and by Triton: fp32 products keep all of their digits."""
+
+CASES = "tests/gpu"
+PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
+UNITS = "tests/unit_tests"
+UNITS_OF_ONE = ("checkpoint", "ssm", "examples/nemotron_vlm/test_gradient_flow.py")
+UNITS_OF_ONE += ("examples/nemotron_vlm/test_loop.py", "examples/nemotron_vlm/test_packed_rows.py")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A call of pytest on so many ranks, each with a GPU; ``first`` is the first one's."""
+
+    name: str
+    ranks: int
+    paths: tuple[str, ...]
+    first: int = 0
+
+    def command(self, record: Path, arguments: list[str]) -> list[str]:
+        """The command line."""
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launch = launch if self.ranks == 2 else []
+        pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+        ignored = [f"--ignore={path}" for path in PROGRAMS if path not in self.paths]
+        rest = ["--record", str(record), *ignored, *self.paths, *arguments]
+        return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
+
+
+def lanes(gpus: int) -> list[list[Stage]]:
+    """What runs beside each other on so many GPUs."""
+    units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
+    found = [
+        [Stage("cases on one GPU", 1, (CASES,))],
+        [Stage("unit tests on one GPU", 1, units, first=gpus - 1)],
+        *([Stage(Path(path).stem, 1, (path,))] for path in PROGRAMS),
+    ]
+    if gpus == 2:
+        found.append([Stage("unit tests on two GPUs", 2, (UNITS,)), Stage("cases", 2, (CASES,))])
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Run all stages; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="where to write the cases and their figures")
+    own, rest = parser.parse_known_args(arguments)
+    gpus = min(2, torch.cuda.device_count())
+    if gpus == 0:
+        print("error: PyTorch finds no GPU here; make test proves the rest", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="one-rank-runs-") as shared:
+        chosen = lanes(gpus)
+        with ThreadPoolExecutor(len(chosen)) as pool:
+            given = [(lane, rest, Path(shared), gpus) for lane in chosen]
+            cases = [case for found in pool.map(lambda each: _run(*each), given) for case in found]
+    wrong = [case for case in cases if case["outcome"] != "passed"]
+    for case in wrong:
+        reason = case.get("reason", "")
+        print(f"{case['outcome']}: {case['stage']}: {case['test']} {reason}".rstrip())
+    seconds = round(time.monotonic() - started)
+    print(f"{len(cases) - len(wrong)} of {len(cases)} cases passed on {gpus} GPUs in {seconds} s")
+    if own.json:
+        whole = {"machine": machine(), "commit": _commit(), "seconds": seconds, "cases": cases}
+        own.json.write_text(json.dumps(whole, indent=1) + "\n")
+    return 1 if wrong or not cases else 0
+
+
+def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> list[dict]:
+    """Run a lane's stages; returns their cases."""
+    found = []
+    for stage in lane:
+        visible = ",".join(str(stage.first + n) for n in range(stage.ranks))
+        environment = at_start([]) | os.environ | WITHOUT_TF32
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(
+                [str(CHECKOUT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+            ),
+            "CHECKOUT": str(CHECKOUT),
+            "ONE_RANK_RUNS": str(shared),
+            "OMP_NUM_THREADS": "2",
+            "GPUS": str(gpus),
+        }
+        if stage.paths[0] not in PROGRAMS:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
+        if stage.ranks == 2:
+            environment["CUDA_MODULE_LOADING"] = "EAGER"  # as the program for graphs
+        record, log = shared / f"{stage.name}.jsonl", shared / f"{stage.name}.log"
+        with log.open("w") as file:
+            code = _ended(stage.command(record, arguments), environment, file)
+        cases = _cases(stage, record, code)
+        found += cases
+        if any(case["outcome"] != "passed" for case in cases):
+            print(f"\n===== {stage.name}\n{log.read_text(errors='replace')}", flush=True)
+        else:
+            print(f"===== {stage.name}: {len(cases)} passed", flush=True)
+    return found
+
+
+def _ended(command: list[str], environment: dict[str, str], output) -> int:
+    """The exit code of a command; -1 of one that took too long, all of which is ended."""
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        return -1
+
+
+def _cases(stage: Stage, record: Path, code: int) -> list[dict]:
+    """The outcomes of a stage's cases.
+
+    A test of another number of ranks is no case of the stage; nor is one that unit tests skip, of
+    what only CPU ranks have.
+    """
+    lines = record.read_text().splitlines() if record.exists() else []
+    records = [json.loads(line) for line in lines]
+    collected = next((line["collected"] for line in records if "collected" in line), [])
+    ended = {line["test"]: line for line in records if "test" in line}
+    cases = []
+    for test in collected:
+        case = ended.get(test, {"test": test, "outcome": "missing"})
+        is_skipped = case["outcome"] == "skipped"
+        is_of_another_world = is_skipped and " ranks, this run has " in case["reason"]
+        if not is_of_another_world and not (is_skipped and test.startswith(UNITS)):
+            cases.append({"stage": stage.name, **case})
+    has_failed = any(case["outcome"] != "passed" for case in cases)
+    if code != 0 and not has_failed:
+        cases.append(
+            {
+                "stage": stage.name,
+                "test": "the stage",
+                "outcome": "failed",
+                "reason": f"exit {code}",
+            }
+        )
+    return cases
+
+
+def _commit() -> str:
+    """The commit, with + where files differ from it; empty without git."""
+    said = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    done = subprocess.run(said, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

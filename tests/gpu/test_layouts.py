@@ -1,0 +1,37 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program with production layers over NCCL: in every layout the losses of one GPU."""
+
+import pytest
+
+from tests.gpu.comparison import compare, tolerance
+from tests.gpu.rows import MODELS, ON_ONE, ON_TWO
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+def check(row, record_property):
+    result = compare(row)
+    for name, value in result.items():
+        record_property(name, value)
+    for name, allowed in result["allowed"].items():
+        assert result["found"][name] <= allowed, f"{name}: {result}"
+    assert (result["skipped"] > 0) == (row.model == "fp16")
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_gpu_is_recorded(model, record_property):
+    """The other runs are compared with it; those of 16 bits with three, whose spread is noted."""
+    record_property("allowed", tolerance(MODELS[model]))
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("row", ON_ONE, ids=str)
+def test_one_gpu(row, record_property):
+    check(row, record_property)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("row", ON_TWO, ids=str)
+def test_two_gpus(row, record_property):
+    check(row, record_property)

@@ -1,0 +1,75 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers that pass states over two GPUs, with kernels and with the reference ops."""
+
+import pytest
+import torch
+
+from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths
+from megatron.core.ssm.state_passing import gated_delta_net as gated_delta_net_states
+from megatron.core.ssm.state_passing import mamba as mamba_states
+from tests.unit_tests.ssm import test_gated_delta_net_cp as gated_delta_net
+from tests.unit_tests.ssm import test_mamba_state_passing_cp as mamba
+from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+TOLERANCE = 1e-3
+"""Relative to a tensor's norm, of fp32 kernels without TF32."""
+
+LENGTHS = {
+    "one-row": PaddedLengths((96,), (96,)),
+    "packed-odd-and-empty": pad_lengths((5, 0, 1, 139, 9), 2),
+    "packed-shorter-than-a-shard": pad_lengths((3, 7, 2, 11), 2),
+}
+
+LAYERS = {
+    "mamba": (
+        mamba_states,
+        mamba.call,
+        lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
+    ),
+    "gated delta net": (
+        gated_delta_net_states,
+        gated_delta_net.call,
+        lambda groups, layout: gated_delta_net.make_layer(
+            groups, "state-passing", layout, torch.float32, 2
+        ),
+    ),
+}
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("tokens", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels_equal_the_reference_ops(name, tokens, lengths, monkeypatch, record_property):
+    module, call, make = LAYERS[name]
+    chosen = LENGTHS[lengths]
+    packed = chosen.packed_seq_params(Utils.device) if len(chosen.real) > 1 else None
+    pair = Pair(Ranks(cp=2), lambda groups, _: make(groups, tokens), tokens)
+    hidden = pair.layout(chosen).shard(random_rows(chosen.total, 1, 32, seed=1), pair.rank)
+
+    def outcome() -> dict[str, torch.Tensor]:
+        """The output and all gradients of this rank."""
+        given = hidden.clone().requires_grad_()
+        pair.sharded.zero_grad()
+        output = call(pair.sharded, given, packed)
+        weight = random_rows(*output.shape, seed=2 + Utils.rank)
+        (output * weight).sum().backward()
+        gradients = {n: p.grad.clone() for n, p in pair.sharded.named_parameters()}
+        return {"output": output.detach(), "input": given.grad, **gradients}
+
+    used = []
+    choose = module.gpu_kernels
+    monkeypatch.setattr(module, "gpu_kernels", lambda which: used.append(choose(which)) or used[-1])
+    by_kernels = outcome()
+    assert used and all(used), "the kernels were not used"
+    monkeypatch.setattr(module, "gpu_kernels", lambda which: None)
+    by_reference = outcome()
+    pair.destroy()
+    worst = 0.0
+    for part, expected in by_reference.items():
+        error = (by_kernels[part] - expected).norm() / expected.norm().clamp_min(1e-30)
+        worst = max(worst, error.item())
+    record_property("found", worst)
+    assert worst <= TOLERANCE

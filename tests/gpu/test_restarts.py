@@ -1,0 +1,167 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous saves: alone, ended by the signal that ends a run, and by the death of a rank.
+
+Each run is the program under torchrun, as a job starts it; all of them run at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.launch import kill
+from tests.e2e.test_faults import assert_whole, newest
+from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, TOLERANCE, apart
+
+RANKS = int(os.environ.get("GPUS", "2"))
+LAYOUT = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1") if RANKS == 2 else ()
+
+STEPS = 40
+OPTIONS = (
+    *(*DEVICE, *LAYOUT, "--train-iters", str(STEPS), "--lr", "1e-4", "--adam-eps", "1e-3"),
+    *("--global-batch-size", "16", "--micro-batch-size", "8", "--seed", "1"),
+)
+
+LIMIT_S = 400
+"""Of a run, on GPUs that others use as well."""
+
+
+class Run:
+    """The program on this host's GPUs, under way.
+
+    Args:
+        folder: of its checkpoints, its metrics and its log.
+        restarts: how often torchrun starts its ranks again.
+    """
+
+    def __init__(self, folder: Path, *options: str, restarts: int = 0) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.saved = folder, folder / "checkpoints"
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        launch += ["--max-restarts", str(restarts), "examples/mimo/pretrain_nemotron_vlm.py"]
+        given = [*OPTIONS, *options, "--metrics-out", str(folder / "metrics.jsonl")]
+        # torchrun ignores the signal, and so do ranks that are not set up yet.
+        shell = ["bash", "-c", 'trap "" USR1; exec "$@"', "-", sys.executable]
+        with (folder / "said.txt").open("a") as said:
+            self.process = subprocess.Popen(
+                [*shell, *launch, *given],
+                cwd=os.environ["CHECKOUT"],
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    def saving(self) -> tuple[str, ...]:
+        """Options that save, and go on from what was saved."""
+        return ("--save", str(self.saved), "--load", str(self.saved))
+
+    def records(self) -> list[dict]:
+        """Records of the steps so far."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks, as torchrun started them."""
+        return psutil.Process(self.process.pid).children()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait while the run is under way."""
+        deadline = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def ended(self) -> int:
+        """Its exit code."""
+        return self.process.wait(LIMIT_S)
+
+    def said(self) -> str:
+        """The end of what its ranks said."""
+        logs = [self.folder / name for name in ("said.txt", "log.txt")]
+        return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
+
+
+SAVES = ("--async-save", "--save-interval", "4", "--exit-signal-handler")
+SAVES += ("--exit-signal", "SIGUSR1")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
+    """One that nothing interrupts and saves nothing; and three that save."""
+    started: dict[str, Run] = {}
+    try:
+        for name in ("whole", "alone", "signalled", "killed"):
+            folder = tmp_path_factory.mktemp(name)
+            saved = str(folder / "checkpoints")
+            saving = () if name == "whole" else (*SAVES, "--save", saved, "--load", saved)
+            started[name] = Run(folder, *saving, restarts=1 if name == "killed" else 0)
+        yield started
+    finally:
+        for run in started.values():
+            kill(run.process)
+
+
+@pytest.fixture(scope="module")
+def whole(runs) -> list[dict]:
+    """Records of the run that nothing interrupts."""
+    assert runs["whole"].ended() == 0, runs["whole"].said()
+    return runs["whole"].records()
+
+
+def check(run: Run, whole: list[dict], record_property) -> None:
+    """All steps are there, with the losses of the whole run, and the last checkpoint is whole."""
+    records = run.records()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    found = apart(records, whole)
+    record_property("found", found)
+    assert max(found.values()) <= TOLERANCE, found
+    assert newest(run.saved) == STEPS
+    assert_whole(run.saved / f"iter_{STEPS:07d}")
+
+
+def test_asynchronous_saves_alone_are_whole(runs, whole, record_property):
+    run = runs["alone"]
+    assert run.ended() == 0, run.said()
+    assert "an async checkpoint save at iteration" in (run.folder / "log.txt").read_text()
+    check(run, whole, record_property)
+
+
+def test_the_exit_signal_saves_and_the_run_goes_on(runs, whole, record_property):
+    """The signal reaches all processes, as Slurm sends it."""
+    run = runs["signalled"]
+    run.wait_until(lambda: len(run.records()) >= 6)
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGUSR1)
+    assert run.ended() == 0, run.said()
+    stopped = newest(run.saved)
+    assert 6 <= stopped == len(run.records()) < STEPS
+    assert_whole(run.saved / f"iter_{stopped:07d}")
+    again = Run(run.folder, *SAVES, *run.saving())
+    assert again.ended() == 0, again.said()
+    check(again, whole, record_property)
+
+
+def test_a_killed_rank_takes_its_writer_along_and_the_run_goes_on(runs, whole, record_property):
+    run = runs["killed"]
+    run.wait_until(lambda: newest(run.saved) >= 4)
+    rank = run.ranks()[-1]
+    started = rank.children(recursive=True)
+    rank.kill()
+    psutil.wait_procs([rank, *started], timeout=60)
+    assert not [process for process in started if process.is_running()]
+    assert run.ended() == 0, run.said()
+    check(run, whole, record_property)

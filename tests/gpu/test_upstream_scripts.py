@@ -1,0 +1,119 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's own scripts on the applied tree, with experts and Transformer Engine's layers.
+
+The scripts are in git checkouts only: set ``MEGATRON_GIT_CHECKOUT`` to one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.git_checkout import put_applied, put_pristine
+from tests.e2e.test_pretrain_mimo import ONE_RANK, OPTIONS
+from tests.e2e.upstream_world import scalars_of
+
+TOLERANCE = 1e-4
+LIMIT_S = 400
+GPUS = int(os.environ.get("GPUS", "2"))
+
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs 2 ranks, this run has 1")
+
+GPT = """
+    pretrain_gpt.py --transformer-impl transformer_engine --num-layers 2 --hidden-size 64
+    --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 16 --mock-data
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3
+    --lr-decay-style constant --adam-eps 1e-3 --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 0 --eval-interval 100 --log-interval 1 --tensorboard-log-interval 1
+    --use-distributed-optimizer --no-gradient-accumulation-fusion
+"""
+COLOCATED = f"examples/mimo/pretrain_mimo.py {OPTIONS}"
+APART = COLOCATED.replace("--mimo-layout colocated", "")
+TWO_GPUS = "--encoder-tp 1 --encoder-dp 2 --llm-tp 2 --llm-dp 1 --llm-ep 2"
+ONE_EACH = "--encoder-tp 1 --encoder-dp 1 --llm-offset 1 --llm-tp 1 --llm-dp 1"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A git checkout with the overlay."""
+    folder = tmp_path_factory.mktemp("trees")
+    if not put_pristine(folder / "pristine"):
+        pytest.fail("no git checkout of Megatron-LM at hand: set MEGATRON_GIT_CHECKOUT to one")
+    put_applied(folder / "pristine", folder / "applied")
+    return folder / "applied"
+
+
+class Script:
+    """A script under way on so many GPUs."""
+
+    def __init__(self, tree: Path, ranks: int, command: str, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        program = [str(Path(__file__).with_name("upstream_script.py")), *command.split()]
+        recorded = ["--tensorboard-dir", str(folder / "tensorboard")]
+        with (folder / "log.txt").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *launch, *program, *recorded],
+                cwd=tree,
+                env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": _paths(tree)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def curves(self) -> list[list[float]]:
+        """Losses and gradient norms, when it has ended well."""
+        try:
+            status = self._process.wait(LIMIT_S)
+        finally:
+            self._process.kill()
+        assert status == 0, (self._folder / "log.txt").read_text(errors="replace")[-4000:]
+        recorded = scalars_of(self._folder / "tensorboard")
+        return [[value for _, value in recorded[tag]] for tag in ("lm loss", "grad-norm")]
+
+
+def _paths(tree: Path) -> str:
+    """Python's search path with the tree in the checkout's place."""
+    own, rest = os.environ["CHECKOUT"], os.environ["PYTHONPATH"].split(os.pathsep)
+    return os.pathsep.join(str(tree) if path == own else path for path in rest)
+
+
+def check(tree, runs: list[tuple[int, str]], folder: Path, record_property) -> None:
+    """Two runs at once have the same losses and gradient norms."""
+    started = [
+        Script(tree, ranks, command, folder / str(number))
+        for number, (ranks, command) in enumerate(runs)
+    ]
+    one, other = (script.curves() for script in started)
+    found = {
+        name: max(abs(a / b - 1) for a, b in zip(these, those, strict=True))
+        for name, these, those in zip(("loss", "grad_norm"), one, other, strict=True)
+    }
+    record_property("found", found)
+    assert len(one[0]) == 4 and max(found.values()) <= TOLERANCE, (found, one, other)
+
+
+@needs_two
+def test_pretrain_gpt_trains_on_two_gpus_as_on_one(tree, tmp_path, record_property):
+    check(tree, [(1, GPT), (2, GPT)], tmp_path, record_property)
+
+
+@needs_two
+def test_pretrain_mimo_colocated_trains_on_two_gpus_as_on_one(tree, tmp_path, record_property):
+    runs = [(1, f"{COLOCATED} {ONE_RANK}"), (2, f"{COLOCATED} {TWO_GPUS}")]
+    check(tree, runs, tmp_path, record_property)
+
+
+@needs_two
+def test_pretrain_mimo_on_a_gpu_for_each_module(tree, tmp_path, record_property):
+    """In microbatches of one size and of another: no one-GPU run has its initial weights."""
+    runs = [(2, f"{APART} {ONE_EACH}"), (2, f"{APART} {ONE_EACH} --micro-batch-size 4")]
+    check(tree, runs, tmp_path, record_property)
