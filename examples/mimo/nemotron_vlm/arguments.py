@@ -21,27 +21,24 @@ from unittest.mock import patch
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
 from examples.mimo.nemotron_vlm.encoder_schedule import (
-    BUBBLES,
     check_bubbles,
     check_encoder_schedule,
     set_macro_batch,
 )
+from examples.mimo.nemotron_vlm.environment import at_start
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import (
     COLOCATED,
+    SIZES,
     TOKEN_MULTIPLE,
     Batch,
     Layout,
     Layouts,
-    parse_layout,
+    asked_layout,
 )
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.own_options import (
-    SIZES,
-    add_own_options,
-    own_options,
-)
+from examples.mimo.nemotron_vlm.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED_BACK, refuse
@@ -73,6 +70,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     Raises:
         UserError: for what cannot work, naming the fact and the fix.
     """
+    os.environ.update(at_start(argv))  # the program has done so, before its imports
     own = own_options(argv)
     preset = find_preset(own.model)
 
@@ -183,21 +181,8 @@ def _complete(args: argparse.Namespace) -> None:
     default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
 
 
-def _asked(args: argparse.Namespace, module: str) -> Layout:
-    """A module's layout from its short form and the single options, where they agree."""
-    text = getattr(args, module)
-    layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
-    for axis, name in SIZES[module].items():
-        short, size = getattr(layout, axis), getattr(args, name)
-        if size is not None and axis in given and short != size:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
-        layout = replace(layout, **{axis: short if size is None else size})
-    return layout
-
-
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
-    asked = _asked(args, "encoder"), _asked(args, "language")
+    asked = asked_layout(args, "encoder"), asked_layout(args, "language")
     for size in reversed(_batch_sizes(args)):
         layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
     language = layouts.language
@@ -263,14 +248,6 @@ def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
-    # CUDA reads both when it starts. Megatron asks for one connection with tensor or context
-    # parallelism; over a single one, a kernel that waits for a rank holds back those behind it.
-    ahead = args.encoder_schedule == BUBBLES or args.cuda_graph_impl == "local"
-    single = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 or not ahead
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if single else "8")
-    if ahead:
-        # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})
