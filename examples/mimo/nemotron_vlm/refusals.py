@@ -16,6 +16,9 @@ ONE_MODEL = "it knows one model on one grid, and this one has a grid for each mo
 DATA = "--data gives the samples"
 GRAPHS = "only --cuda-graph-impl local captures layers of several modules"
 POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
+WEIGHTS = (
+    "initial weights follow from the seed and each parameter's name, so that no layout changes them"
+)
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 
@@ -31,13 +34,18 @@ WHEREVER_SET = {
         --dump-param-to-param-group-map""",
     "torchrun starts the program again, in new processes": "--inprocess-restart",
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
+    "it looks for the layers of one model": """
+        --moe-expert-rank-capacity-factor --moe-paged-stash""",
+    "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
+    "no part of a step here is timed by its detector": "--log-straggler",
+    "tensor parallelism brings sequence parallelism, which all-reduces no activations": """
+        --symmetric-ar-type""",
     "process groups are made from the modules' grids": """
-        --nccl-communicator-config-path --use-sharp --sharp-enabled-group
-        --high-priority-stream-groups --create-all-gather-group""",
-    "initial weights follow from the seed and each parameter's name, so that no layout changes "
-    "them": """
+        --nccl-communicator-config-path --use-sharp --sharp-enabled-group --lazy-mpu-init
+        --high-priority-stream-groups --create-all-gather-group --fake-process-group""",
+    WEIGHTS: """
         --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
-        --embedding-init-method-std --use-mup""",
+        --embedding-init-method-std --use-mup --fp8-param-gather --fp4-param-gather""",
     "it is another training loop": "--perform-rl-step --vision-pretraining",
     DATA: """
         --sft --data-path --train-data-path --mock-data --data-args-path --per-split-data-args-path
@@ -61,13 +69,15 @@ WHEREVER_SET = {
     "--transformer-impl chooses the layers": "--spec",
     "--freeze names the parts": "--freeze-all-layers",
     "it looks up the embeddings of later tokens, and images have none": "--mtp-num-layers",
+    "it copies checkpoints that a node keeps, and those are not taken": """
+        --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
 }
 """Refused wherever they are set, by the reason."""
 
 NEEDS_GPU = """
-    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --optimizer-cuda-graph
+    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
     --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
     --moe-shared-expert-overlap"""
 
@@ -114,6 +124,12 @@ def _with_graphs(option: str, applies: Callable[[Namespace], object], reason: st
     )
 
 
+def _has_stages(args: Namespace) -> bool:
+    """Whether ranks hold different layers, once the layout is known."""
+    is_apart = getattr(args, "placement", COLOCATED) != COLOCATED
+    return is_apart or (args.pipeline_model_parallel_size or 1) > 1
+
+
 REFUSALS = [
     *(_set(option, reason) for reason, names in WHEREVER_SET.items() for option in names.split()),
     *(_on_cpu(_set(option, GPU)) for option in NEEDS_GPU.split()),
@@ -128,6 +144,17 @@ REFUSALS = [
     _not_local("--window-size", lambda args: args.window_size is not None),
     _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    Refusal("--no-initialization", lambda args: not args.perform_initialization, WEIGHTS),
+    _set_to(
+        "--moe-flex-dispatcher-backend ncclep",
+        "it needs --moe-expert-rank-capacity-factor, which is not taken either",
+    ),
+    Refusal(
+        "--fp8-recipe delayed with a pipeline",
+        lambda args: args.fp8 and args.fp8_recipe == "delayed" and _has_stages(args),
+        "without groups of Megatron's own, its maxima are taken over all ranks, and those of "
+        "another stage have other layers; choose tensorwise, blockwise or mxfp8",
+    ),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
@@ -205,8 +232,10 @@ OF_OWN_OPTIONS = [
         ),
         "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
     ),
+    _not_local("--attention-dropout", lambda args: args.attention_dropout),
+    _set("--num-layers", "--hybrid-layer-pattern gives the layers"),
 ]
-"""Read options that only ``pretrain_nemotron_vlm.py`` has."""
+"""Of ``pretrain_nemotron_vlm.py`` alone, and of options as given: Megatron sets some by others."""
 
 NO_GRAPHS = _set_to(
     "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"

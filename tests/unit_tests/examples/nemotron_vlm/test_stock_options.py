@@ -125,14 +125,42 @@ REFUSED = [
     "--overlap-moe-expert-parallel-comm",
     "--window-size 4,0",
     "--softmax-type learnable",
+    "--attention-dropout 0.1",
+    "--num-layers 2",
+    "--no-initialization",
+    "--lazy-mpu-init",
+    "--fake-process-group",
+    "--replication-jump 2",
 ]
+
+REFUSED_ON_GPUS = [
+    "--optimizer-cuda-graph",
+    "--moe-expert-rank-capacity-factor 1.5",
+    "--moe-paged-stash",
+    "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex",
+    "--log-straggler",
+    "--symmetric-ar-type two_shot --language tp=2",
+    "--fp8-param-gather --fp8-format hybrid",
+    "--fp4-param-gather --fp4-format e2m1",
+    "--fp8-recipe delayed --fp8-format hybrid --language pp=2",
+    "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated",
+]
+"""Too, where CPU ranks refuse some of them for want of a GPU."""
 
 
 class TestRefused:
     @pytest.mark.parametrize("arguments", REFUSED)
     def test_names_the_option_and_the_reason(self, arguments):
+        self._assert_refused(arguments, world_size=1)
+
+    @pytest.mark.parametrize("arguments", REFUSED_ON_GPUS)
+    def test_does_so_on_gpus(self, arguments):
+        self._assert_refused(f"{arguments} --device cuda --bf16", world_size=2)
+
+    @staticmethod
+    def _assert_refused(arguments, world_size):
         with pytest.raises(UserError) as refusal:
-            parse(arguments.split(), world_size=1)
+            parse(arguments.split(), world_size)
         option = arguments.split()[0]
         assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
         assert " is not taken here: " in str(refusal.value)
