@@ -11,12 +11,10 @@ import argparse
 import itertools
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from unittest.mock import patch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
@@ -75,19 +73,24 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     preset = find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_own_options(parser)
-        _set_defaults(parser, defaults(preset, own.device, own.pack))
-        for action in parser._actions:  # one help of Megatron's has a bare per cent sign
-            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
+        extend(parser, preset, own.device, own.pack)
+        read = parser.parse_args
+
+        def parse_args() -> argparse.Namespace:
+            found = read(argv)
+            # Before Megatron acts on any: --yaml-cfg would replace them all.
+            refuse(found, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
+            return found
+
+        parser.parse_args = parse_args  # Megatron's takes them from sys.argv
         return parser
 
-    with _one_line(), patch.object(sys, "argv", [sys.argv[0], *argv]):  # which Megatron reads
+    with _one_line():
         args = parse_args(provider)
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     _check_own(args)
-    refuse(args, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
     _set_layout(args, layouts)
@@ -97,6 +100,14 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts.encoder)
     return Options(args, preset, layouts, configs)
+
+
+def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
+    """Make Megatron's parser this program's: with its own options, and its own defaults."""
+    add_own_options(parser)
+    _set_defaults(parser, defaults(preset, device, packs))
+    for action in parser._actions:  # one help of Megatron's has a bare per cent sign
+        action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
 
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
@@ -115,10 +126,11 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Errors of Megatron's checks become `UserError`s; it exits at some."""
+    """Errors of Megatron's checks become `UserError`s."""
+    kinds = AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError, OSError
     try:
         yield
-    except (AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+    except kinds as error:
         reason = " ".join(str(error).split())
         if not reason:
             reason = f"not so: {traceback.extract_tb(error.__traceback__)[-1].line}"
@@ -251,8 +263,6 @@ def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})
-    except SystemExit as end:
-        raise UserError("an option is no longer valid; see the log") from end
     finally:
         args.world_size = world_size
     if args.padded_vocab_size is None:

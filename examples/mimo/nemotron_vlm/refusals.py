@@ -19,6 +19,7 @@ POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
 WEIGHTS = (
     "initial weights follow from the seed and each parameter's name, so that no layout changes them"
 )
+IN_LOAD = "the newest checkpoint is looked for, and checked, in --load alone"
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 
@@ -31,7 +32,14 @@ WHEREVER_SET = {
         --overlap-param-gather-with-optimizer-step --reuse-grad-buf-for-mxfp8-param-ag
         --hybrid-context-parallel --hierarchical-context-parallel-sizes --tp-comm-overlap
         --iterations-to-skip --result-rejected-tracker-filename --logits-save-dir --logits-load-dir
-        --dump-param-to-param-group-map""",
+        --dump-param-to-param-group-map --config-logger-dir --fsdp-manual-registration""",
+    "--hybrid-layer-pattern gives the layers": """
+        --linear-attention-freq --experimental-attention-variant
+        --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
+    "no layer of a hybrid model reads it": """
+        --cpu-offloading-num-layers --apply-residual-connection-post-layernorm
+        --use-grouped-gemm-for-dense-mlp""",
+    "--recompute-granularity has taken its place": "--checkpoint-activations",
     "torchrun starts the program again, in new processes": "--inprocess-restart",
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
     "it looks for the layers of one model": """
@@ -79,7 +87,7 @@ WHEREVER_SET = {
 NEEDS_GPU = """
     --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
     --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
-    --moe-shared-expert-overlap"""
+    --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard"""
 
 
 class Refusal(NamedTuple):
@@ -104,7 +112,7 @@ def _set_to(text: str, reason: str) -> Refusal:
     return Refusal(text, lambda args: _value(args, option) == refused, reason)
 
 
-def _takes_only(option: str, taken: str, reason: str) -> Refusal:
+def _takes_only(option: str, taken: object, reason: str) -> Refusal:
     return Refusal(option, lambda args: _value(args, option) not in (None, taken), reason)
 
 
@@ -133,6 +141,7 @@ def _has_stages(args: Namespace) -> bool:
 REFUSALS = [
     *(_set(option, reason) for reason, names in WHEREVER_SET.items() for option in names.split()),
     *(_on_cpu(_set(option, GPU)) for option in NEEDS_GPU.split()),
+    _on_cpu(Refusal("--use-nccl-ub", lambda args: args.nccl_ub, GPU)),
     _on_cpu(Refusal("--fp8-format", lambda args: args.fp8, GPU)),
     _on_cpu(Refusal("--fp4-format", lambda args: args.fp4, GPU)),
     _on_cpu(_set_to("--moe-token-dispatcher-type flex", GPU)),
@@ -144,6 +153,11 @@ REFUSALS = [
     _not_local("--window-size", lambda args: args.window_size is not None),
     _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    _not_local("--moe-latent-size", lambda args: args.moe_latent_size),
+    _not_local(
+        "--use-grouped-gemm-for-shared-expert",
+        lambda args: args.use_grouped_gemm_for_shared_expert,
+    ),
     Refusal("--no-initialization", lambda args: not args.perform_initialization, WEIGHTS),
     _set_to(
         "--moe-flex-dispatcher-backend ncclep",
@@ -155,6 +169,7 @@ REFUSALS = [
         "without groups of Megatron's own, its maxima are taken over all ranks, and those of "
         "another stage have other layers; choose tensorwise, blockwise or mxfp8",
     ),
+    _takes_only("--moe-layer-freq", 1, "--hybrid-layer-pattern gives the layers"),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
@@ -169,10 +184,8 @@ REFUSALS = [
     _takes_only(
         "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"
     ),
-    _set_to(
-        "--non-persistent-ckpt-type global",
-        "the newest checkpoint is looked for, and checked, in --load alone",
-    ),
+    _set("--non-persistent-save-interval", IN_LOAD),
+    _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
     _set_to("--position-embedding-type relative", POSITIONS),
     _set_to("--position-embedding-type mrope", POSITIONS),
@@ -185,6 +198,11 @@ REFUSALS = [
         "--moe-apply-probs-on-input",
         lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
         "it needs --moe-router-topk 1",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type quantile_balancing",
+        lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
+        "no rule gives the initial values of its thresholds",
     ),
     Refusal(
         "--hybrid-layer-pattern with /",

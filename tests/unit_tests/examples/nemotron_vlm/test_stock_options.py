@@ -70,7 +70,8 @@ OTHER_NUMBERS = [
         FLAT,
     ),
     (
-        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu"),
+        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu")
+        + ("--moe-shared-expert-gate",),
         FLAT,
     ),
 ]
@@ -131,6 +132,18 @@ REFUSED = [
     "--lazy-mpu-init",
     "--fake-process-group",
     "--replication-jump 2",
+    "--config-logger-dir log",
+    "--moe-latent-size 16",
+    "--moe-layer-freq 2",
+    "--moe-router-load-balancing-type quantile_balancing",
+    "--use-grouped-gemm-for-shared-expert",
+    "--use-nccl-ub",
+    "--non-persistent-save-interval 1",
+    "--cpu-offloading-num-layers 1",
+    "--heterogeneous-layers-config-path layers.json",
+    "--checkpoint-activations",
+    "--record-memory-history",
+    "--yaml-cfg options.yaml",
 ]
 
 REFUSED_ON_GPUS = [
