@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -46,7 +46,7 @@ def safe_loading(args: Namespace) -> Iterator[None]:
             model (on the ranks that find it so).
     """
     load = partial(_load, training.load_checkpoint, args)
-    with no_code_from_checkpoints(), patch.object(training, "load_checkpoint", load):
+    with no_code_from_checkpoints(), replaced(training, load_checkpoint=load):
         yield
 
 
