@@ -171,6 +171,8 @@ def _complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
+    if args.use_checkpoint_opt_param_scheduler:
+        args.override_opt_param_scheduler = False  # a default here, and Megatron takes one of both
     args.image_token_id = IMAGE  # until the source is known
     args.language_std = args.init_method_std  # None: of each matrix from its inputs
     default("init_method_std", 0.02)
