@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
@@ -87,7 +88,8 @@ WHEREVER_SET = {
 NEEDS_GPU = """
     --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
     --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
-    --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard"""
+    --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard
+    --log-device-memory-used"""
 
 
 class Refusal(NamedTuple):
@@ -158,6 +160,17 @@ REFUSALS = [
         "--use-grouped-gemm-for-shared-expert",
         lambda args: args.use_grouped_gemm_for_shared_expert,
     ),
+    _not_local("--cp-comm-type", lambda args: set(args.cp_comm_type) - {"p2p", "all_gather"}),
+    Refusal(
+        "--use-precision-aware-optimizer",
+        lambda args: (
+            args.use_precision_aware_optimizer
+            and not args.optimizer_cpu_offload
+            and find_spec("transformer_engine") is None
+        ),
+        "Transformer Engine, whose Adam it takes, is not installed",
+    ),
+    _set_to("--transformer-impl inference_optimized", "its layers are not trained"),
     Refusal("--no-initialization", lambda args: not args.perform_initialization, WEIGHTS),
     _set_to(
         "--moe-flex-dispatcher-backend ncclep",

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from examples.mimo.nemotron_vlm import arguments
+from examples.mimo.nemotron_vlm import arguments, refusals
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, OF_OWN_OPTIONS, REFUSALS, TURNED_BACK
@@ -144,6 +144,8 @@ REFUSED = [
     "--checkpoint-activations",
     "--record-memory-history",
     "--yaml-cfg options.yaml",
+    "--log-device-memory-used",
+    "--cp-comm-type a2a",
 ]
 
 REFUSED_ON_GPUS = [
@@ -152,6 +154,7 @@ REFUSED_ON_GPUS = [
     "--moe-paged-stash",
     "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex",
     "--log-straggler",
+    "--transformer-impl inference_optimized",
     "--symmetric-ar-type two_shot --language tp=2",
     "--fp8-param-gather --fp8-format hybrid",
     "--fp4-param-gather --fp4-format e2m1",
@@ -235,6 +238,13 @@ class TestRefused:
         options = ["--language", "vpp=2,etp=1", "--pipeline-model-parallel-size", "2"]
         found = parse([*options, "--tensor-model-parallel-size", "2"], world_size=4).layouts
         assert str(found.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
+
+    def test_an_optimizer_of_the_engine_is_not_taken_without_it(self, monkeypatch):
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+        option = "--use-precision-aware-optimizer"
+        with pytest.raises(UserError, match=f"^{option} is not taken here"):
+            parse(["--device", "cuda", option], world_size=1)
+        parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
     def test_every_refused_option_is_megatrons(self):
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
