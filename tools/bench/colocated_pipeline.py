@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-# As the program has it for the encoder in the bubbles; CUDA reads both when it starts.
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+from examples.mimo.nemotron_vlm.environment import at_start
+
+os.environ.update(at_start(["--encoder-schedule", "bubbles"]))
 
 import torch
 import torch.distributed as dist

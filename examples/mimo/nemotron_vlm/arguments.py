@@ -11,37 +11,32 @@ import argparse
 import itertools
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from unittest.mock import patch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
 from examples.mimo.nemotron_vlm.encoder_schedule import (
-    BUBBLES,
     check_bubbles,
     check_encoder_schedule,
     set_macro_batch,
 )
+from examples.mimo.nemotron_vlm.environment import at_start
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import (
     COLOCATED,
+    SIZES,
     TOKEN_MULTIPLE,
     Batch,
     Layout,
     Layouts,
-    parse_layout,
+    asked_layout,
 )
 from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
 from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.own_options import (
-    SIZES,
-    add_own_options,
-    own_options,
-)
+from examples.mimo.nemotron_vlm.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
 from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED_BACK, refuse
@@ -73,23 +68,29 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     Raises:
         UserError: for what cannot work, naming the fact and the fix.
     """
+    os.environ.update(at_start(argv))  # the program has done so, before its imports
     own = own_options(argv)
     preset = find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_own_options(parser)
-        _set_defaults(parser, defaults(preset, own.device, own.pack))
-        for action in parser._actions:  # one help of Megatron's has a bare per cent sign
-            action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
+        extend(parser, preset, own.device, own.pack)
+        read = parser.parse_args
+
+        def parse_args() -> argparse.Namespace:
+            found = read(argv)
+            # Before Megatron acts on any: --yaml-cfg would replace them all.
+            refuse(found, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
+            return found
+
+        parser.parse_args = parse_args  # Megatron's takes them from sys.argv
         return parser
 
-    with _one_line(), patch.object(sys, "argv", [sys.argv[0], *argv]):  # which Megatron reads
+    with _one_line():
         args = parse_args(provider)
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
     _check_own(args)
-    refuse(args, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
     _complete(args)
     layouts = _layouts(args, preset)
     _set_layout(args, layouts)
@@ -99,6 +100,14 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts.encoder)
     return Options(args, preset, layouts, configs)
+
+
+def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
+    """Make Megatron's parser this program's: with its own options, and its own defaults."""
+    add_own_options(parser)
+    _set_defaults(parser, defaults(preset, device, packs))
+    for action in parser._actions:  # one help of Megatron's has a bare per cent sign
+        action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
 
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
@@ -117,10 +126,11 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Errors of Megatron's checks become `UserError`s; it exits at some."""
+    """Errors of Megatron's checks become `UserError`s."""
+    kinds = AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError, OSError
     try:
         yield
-    except (AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+    except kinds as error:
         reason = " ".join(str(error).split())
         if not reason:
             reason = f"not so: {traceback.extract_tb(error.__traceback__)[-1].line}"
@@ -161,6 +171,8 @@ def _complete(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
+    if args.use_checkpoint_opt_param_scheduler:
+        args.override_opt_param_scheduler = False  # a default here, and Megatron takes one of both
     args.image_token_id = IMAGE  # until the source is known
     args.language_std = args.init_method_std  # None: of each matrix from its inputs
     default("init_method_std", 0.02)
@@ -183,21 +195,8 @@ def _complete(args: argparse.Namespace) -> None:
     default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
 
 
-def _asked(args: argparse.Namespace, module: str) -> Layout:
-    """A module's layout from its short form and the single options, where they agree."""
-    text = getattr(args, module)
-    layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
-    for axis, name in SIZES[module].items():
-        short, size = getattr(layout, axis), getattr(args, name)
-        if size is not None and axis in given and short != size:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
-        layout = replace(layout, **{axis: short if size is None else size})
-    return layout
-
-
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
-    asked = _asked(args, "encoder"), _asked(args, "language")
+    asked = asked_layout(args, "encoder"), asked_layout(args, "language")
     for size in reversed(_batch_sizes(args)):
         layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
     language = layouts.language
@@ -263,19 +262,9 @@ def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:
     """Megatron's own checks, which know the language model's ranks only."""
-    # CUDA reads both when it starts. Megatron asks for one connection with tensor or context
-    # parallelism; over a single one, a kernel that waits for a rank holds back those behind it.
-    ahead = args.encoder_schedule == BUBBLES or args.cuda_graph_impl == "local"
-    single = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1 or not ahead
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if single else "8")
-    if ahead:
-        # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})
-    except SystemExit as end:
-        raise UserError("an option is no longer valid; see the log") from end
     finally:
         args.world_size = world_size
     if args.padded_vocab_size is None:

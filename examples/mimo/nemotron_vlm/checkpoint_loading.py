@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
 from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import Call, Caller
 from megatron.training import checkpointing, training
 from megatron.training.utils import print_rank_0
@@ -51,12 +54,22 @@ def safe_loading(args: Namespace) -> Iterator[None]:
             model (on the ranks that find it so).
     """
     load = partial(_load, training.load_checkpoint, args)
-    with no_code_from_checkpoints(), patch.object(training, "load_checkpoint", load):
+    with no_code_from_checkpoints(), replaced(training, load_checkpoint=load):
         yield
 
 
-def _load(load: Callable, args: Namespace, *arguments, **named) -> object:
+def _load(
+    load: Callable,
+    args: Namespace,
+    model: list[MimoModel],
+    optimizer: MimoOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    *arguments,
+    **named,
+) -> tuple[int, int]:
     before = args.no_load_rng, args.verify_integrity
+    if optimizer:  # --skip-train has none
+        optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
         directory = _newest(args)
         if directory and args.verify_integrity:
@@ -71,7 +84,10 @@ def _load(load: Callable, args: Namespace, *arguments, **named) -> object:
             if any(getattr(saved, name, None) != getattr(args, name) for name in LAYOUT):
                 args.no_load_rng = True
                 print_rank_0("another layout was saved: random states are not loaded")
-        return load(*arguments, **named)
+        result = load(model, optimizer, scheduler, *arguments, **named)
+        if scheduler:
+            scheduler.step(0)  # Megatron's loads its weight decay after it has applied it
+        return result
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
         raise _refusal(args, causes[0], args.rank) from error

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.own_options import SIZES
+from examples.mimo.nemotron_vlm.layout import SIZES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 from megatron.core.tensor_parallel import layers

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
 from examples.mimo.nemotron_vlm.planner.report import describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
+from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.teardown import destroy
@@ -165,7 +165,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
         # Nothing runs: no graph does, and Megatron's own layers have the engine's parameters.
         counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
         for part in (args, configs.encoder, configs.projector, configs.language):
-            undone.enter_context(patch.multiple(part, **counted))
+            undone.enter_context(replaced(part, **counted))
         set_global_variables(args, build_tokenizer=False)
         undone.callback(unset_global_variables)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
@@ -173,7 +173,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
         modules = make_modules(placed(options.layouts), "fake")
         prepare_process(modules, args)
         # Layers of Megatron's name the current device, whatever the default is.
-        with torch.device("meta"), patch("torch.cuda.current_device", return_value="meta"):
+        with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):
             stages = build_vlm(args, options.preset, configs, modules)
         undone.callback(destroy, stages, modules)
         yield stages

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import re
+from argparse import Namespace
+from dataclasses import dataclass, fields, replace
 
 from examples.mimo.nemotron_vlm.errors import UserError
 
@@ -12,6 +14,19 @@ PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
 """Both modules on all ranks, or the encoder on the first ranks and the language model on others."""
 
 TOKEN_MULTIPLE = "tp, times 2·cp with context parallelism"
+
+
+SIZES = {
+    "language": {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    },
+    "encoder": {"tp": "encoder_tp", "dp": "encoder_dp", "pp": "encoder_pp"},
+}
+"""Options that give single sizes of a module's layout."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,23 @@ def parse_layout(text: str, module: str) -> Layout:
             raise UserError(f"--{module} {text}: {name} is given twice; give each axis once")
         sizes[name] = int(value)
     return Layout(**sizes)
+
+
+def asked_layout(args: Namespace, module: str) -> Layout:
+    """A module's layout from its short form and the single options.
+
+    Raises:
+        UserError: the short form cannot be read, or an option differs from it.
+    """
+    text = getattr(args, module)
+    layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
+    for axis, name in SIZES[module].items():
+        short, size = getattr(layout, axis), getattr(args, name)
+        if size is not None and axis in given and short != size:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"--{module} says {axis}={short}, and {option} says {size}")
+        layout = replace(layout, **{axis: short if size is None else size})
+    return layout
 
 
 def layout_table(layouts: Layouts) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TextIO
-from unittest.mock import patch
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data_provider import Loading
 from examples.mimo.nemotron_vlm.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
 
@@ -34,24 +36,27 @@ Record = dict[str, float | int | bool | None]
 
 
 @contextmanager
-def observed(args: Namespace, loading: Loading) -> Iterator[list[Record]]:
+def observed(
+    args: Namespace, loading: Loading, note: Callable[[Record], object] | None = None
+) -> Iterator[None]:
     """While it lasts, Megatron's loop is watched, and its steps are reported.
+
+    A step is reported when the next one ends, before a checkpoint that has it is saved, and at the
+    end: until then its numbers come from the device, and the host does not wait for them.
 
     Args:
         args: Megatron's and ours.
         loading: of the data, which counts what steps wait for it.
-
-    Returns:
-        The steps' records so far, on the last rank, which has the loss; elsewhere empty.
+        note: called with each record, on the last rank, which has the loss.
     """
     if args.rank < args.world_size - 1:
-        yield []
+        yield
         return
-    watch = _Watch(args, loading)
-    names = ("train_step", "training_log", "evaluate")
+    watch = _Watch(args, loading, note)
+    names = ("train_step", "training_log", "evaluate", "save_checkpoint")
     watched = {name: _watched(getattr(training, name), getattr(watch, name)) for name in names}
-    with patch.multiple(training, **watched), closing(watch):
-        yield watch.records
+    with replaced(training, **watched), closing(watch):
+        yield
 
 
 def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:
@@ -66,15 +71,33 @@ def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> C
     return wrapped
 
 
+class _OnTheWay:
+    """Scalars that are copied from the device while the host goes on."""
+
+    def __init__(self, scalars: dict[str, Tensor]) -> None:
+        self._names, self._arrived = list(scalars), torch.cuda.Event()
+        self._host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
+        if scalars:
+            self._host.copy_(torch.stack(list(scalars.values())), non_blocking=True)
+        self._arrived.record()
+
+    def read(self) -> dict[str, float]:
+        """The numbers by name, for which this waits."""
+        self._arrived.synchronize()
+        return dict(zip(self._names, self._host.numpy().tolist(), strict=True))
+
+
 class _Watch:
     """Makes records of the calls that it stands for, and hands them to a writer."""
 
-    def __init__(self, args: Namespace, loading: Loading) -> None:
-        self._args, self._loading = args, loading
+    def __init__(
+        self, args: Namespace, loading: Loading, note: Callable[[Record], object] | None
+    ) -> None:
+        self._loading, self._note = loading, note
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
+        self._reported = _OnTheWay({})
         self._of_step: Record = {}
-        self.records: list[Record] = []
 
     def train_step(self, call: Callable, seen: dict) -> object:
         started, waited = time.perf_counter(), self._loading.waited_s
@@ -89,21 +112,17 @@ class _Watch:
         return result
 
     def training_log(self, call: Callable, seen: dict) -> object:
-        result, args, step = call(), self._args, seen["iteration"]
+        result = call()
         self._write_held()
-        reported = {name: float(value) for name, value in seen["loss_dict"].items()}
+        self._reported = _OnTheWay(seen["loss_dict"])
         self._held = {
-            "step": step,
-            "loss": _finite(reported.get(LOSS)),
+            "step": seen["iteration"],
+            "loss": None,
             "grad_norm": _finite(seen["grad_norm"]),
-            "num_tokens": round(reported.get(TOKENS, 0.0)),
+            "num_tokens": 0,
             **self._of_step,
             "skipped": bool(seen["skipped_iter"]),
         }
-        self.records.append(self._held)
-        is_evaluated = step % args.eval_interval == 0 or step == args.train_iters
-        if not (args.eval_iters and is_evaluated):
-            self._write_held()
         return result
 
     def evaluate(self, call: Callable, _) -> tuple:
@@ -114,14 +133,23 @@ class _Watch:
             self._held |= {name: _finite(found[reported]) for name, reported in names.items()}
         return result
 
+    def save_checkpoint(self, call: Callable, _) -> object:
+        self._write_held()  # else a run that goes on from the checkpoint would lack the step
+        return call()
+
     def close(self) -> None:
         self._write_held()
         self._writer.close()
 
     def _write_held(self) -> None:
-        if self._held is not None:
-            self._writer.write(self._held)
-        self._held = None
+        if self._held is None:
+            return
+        record, self._held, reported = self._held, None, self._reported.read()
+        record["loss"] = _finite(reported.get(LOSS))
+        record["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        self._writer.write(record)
+        if self._note:
+            self._note(record)
 
 
 def _finite(value: float | None) -> float | None:

@@ -13,18 +13,6 @@ from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.presets import PRESETS
 from megatron.training.argument_utils import ArgumentGroupFactory
 
-SIZES = {
-    "language": {
-        "tp": "tensor_model_parallel_size",
-        "cp": "context_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "ep": "expert_model_parallel_size",
-        "etp": "expert_tensor_parallel_size",
-    },
-    "encoder": {"tp": "encoder_tp", "dp": "encoder_dp", "pp": "encoder_pp"},
-}
-"""Options that give single sizes of a module's layout."""
-
 
 @dataclass
 class OwnOptions:

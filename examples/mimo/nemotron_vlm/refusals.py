@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
@@ -16,6 +17,10 @@ ONE_MODEL = "it knows one model on one grid, and this one has a grid for each mo
 DATA = "--data gives the samples"
 GRAPHS = "only --cuda-graph-impl local captures layers of several modules"
 POSITIONS = "a hybrid model has none, learned_absolute, rope and yarn"
+WEIGHTS = (
+    "initial weights follow from the seed and each parameter's name, so that no layout changes them"
+)
+IN_LOAD = "the newest checkpoint is looked for, and checked, in --load alone"
 ENGINE = "it needs --transformer-impl transformer_engine"
 GPU = "it needs a GPU: --device cuda"
 
@@ -28,16 +33,28 @@ WHEREVER_SET = {
         --overlap-param-gather-with-optimizer-step --reuse-grad-buf-for-mxfp8-param-ag
         --hybrid-context-parallel --hierarchical-context-parallel-sizes --tp-comm-overlap
         --iterations-to-skip --result-rejected-tracker-filename --logits-save-dir --logits-load-dir
-        --dump-param-to-param-group-map""",
+        --dump-param-to-param-group-map --config-logger-dir --fsdp-manual-registration""",
+    "--hybrid-layer-pattern gives the layers": """
+        --linear-attention-freq --experimental-attention-variant
+        --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json""",
+    "no layer of a hybrid model reads it": """
+        --cpu-offloading-num-layers --apply-residual-connection-post-layernorm
+        --use-grouped-gemm-for-dense-mlp""",
+    "--recompute-granularity has taken its place": "--checkpoint-activations",
     "torchrun starts the program again, in new processes": "--inprocess-restart",
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
+    "it looks for the layers of one model": """
+        --moe-expert-rank-capacity-factor --moe-paged-stash""",
+    "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
+    "no part of a step here is timed by its detector": "--log-straggler",
+    "tensor parallelism brings sequence parallelism, which all-reduces no activations": """
+        --symmetric-ar-type""",
     "process groups are made from the modules' grids": """
-        --nccl-communicator-config-path --use-sharp --sharp-enabled-group
-        --high-priority-stream-groups --create-all-gather-group""",
-    "initial weights follow from the seed and each parameter's name, so that no layout changes "
-    "them": """
+        --nccl-communicator-config-path --use-sharp --sharp-enabled-group --lazy-mpu-init
+        --high-priority-stream-groups --create-all-gather-group --fake-process-group""",
+    WEIGHTS: """
         --data-parallel-random-init --init-method-xavier-uniform --init-model-with-meta-device
-        --embedding-init-method-std --use-mup""",
+        --embedding-init-method-std --use-mup --fp8-param-gather --fp4-param-gather""",
     "it is another training loop": "--perform-rl-step --vision-pretraining",
     DATA: """
         --sft --data-path --train-data-path --mock-data --data-args-path --per-split-data-args-path
@@ -61,15 +78,18 @@ WHEREVER_SET = {
     "--transformer-impl chooses the layers": "--spec",
     "--freeze names the parts": "--freeze-all-layers",
     "it looks up the embeddings of later tokens, and images have none": "--mtp-num-layers",
+    "it copies checkpoints that a node keeps, and those are not taken": """
+        --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
 }
 """Refused wherever they are set, by the reason."""
 
 NEEDS_GPU = """
-    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --optimizer-cuda-graph
+    --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
     --use-precision-aware-optimizer --optimizer-cpu-offload --fine-grained-activation-offloading
-    --moe-shared-expert-overlap"""
+    --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard
+    --log-device-memory-used"""
 
 
 class Refusal(NamedTuple):
@@ -94,7 +114,7 @@ def _set_to(text: str, reason: str) -> Refusal:
     return Refusal(text, lambda args: _value(args, option) == refused, reason)
 
 
-def _takes_only(option: str, taken: str, reason: str) -> Refusal:
+def _takes_only(option: str, taken: object, reason: str) -> Refusal:
     return Refusal(option, lambda args: _value(args, option) not in (None, taken), reason)
 
 
@@ -114,9 +134,16 @@ def _with_graphs(option: str, applies: Callable[[Namespace], object], reason: st
     )
 
 
+def _has_stages(args: Namespace) -> bool:
+    """Whether ranks hold different layers, once the layout is known."""
+    is_apart = getattr(args, "placement", COLOCATED) != COLOCATED
+    return is_apart or (args.pipeline_model_parallel_size or 1) > 1
+
+
 REFUSALS = [
     *(_set(option, reason) for reason, names in WHEREVER_SET.items() for option in names.split()),
     *(_on_cpu(_set(option, GPU)) for option in NEEDS_GPU.split()),
+    _on_cpu(Refusal("--use-nccl-ub", lambda args: args.nccl_ub, GPU)),
     _on_cpu(Refusal("--fp8-format", lambda args: args.fp8, GPU)),
     _on_cpu(Refusal("--fp4-format", lambda args: args.fp4, GPU)),
     _on_cpu(_set_to("--moe-token-dispatcher-type flex", GPU)),
@@ -128,6 +155,34 @@ REFUSALS = [
     _not_local("--window-size", lambda args: args.window_size is not None),
     _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    _not_local("--moe-latent-size", lambda args: args.moe_latent_size),
+    _not_local(
+        "--use-grouped-gemm-for-shared-expert",
+        lambda args: args.use_grouped_gemm_for_shared_expert,
+    ),
+    _not_local("--cp-comm-type", lambda args: set(args.cp_comm_type) - {"p2p", "all_gather"}),
+    Refusal(
+        "--use-precision-aware-optimizer",
+        lambda args: (
+            args.use_precision_aware_optimizer
+            and not args.optimizer_cpu_offload
+            and find_spec("transformer_engine") is None
+        ),
+        "Transformer Engine, whose Adam it takes, is not installed",
+    ),
+    _set_to("--transformer-impl inference_optimized", "its layers are not trained"),
+    Refusal("--no-initialization", lambda args: not args.perform_initialization, WEIGHTS),
+    _set_to(
+        "--moe-flex-dispatcher-backend ncclep",
+        "it needs --moe-expert-rank-capacity-factor, which is not taken either",
+    ),
+    Refusal(
+        "--fp8-recipe delayed with a pipeline",
+        lambda args: args.fp8 and args.fp8_recipe == "delayed" and _has_stages(args),
+        "without groups of Megatron's own, its maxima are taken over all ranks, and those of "
+        "another stage have other layers; choose tensorwise, blockwise or mxfp8",
+    ),
+    _takes_only("--moe-layer-freq", 1, "--hybrid-layer-pattern gives the layers"),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
@@ -142,10 +197,8 @@ REFUSALS = [
     _takes_only(
         "--ckpt-format", "torch_dist", "only torch_dist saves parameters by name, for any layout"
     ),
-    _set_to(
-        "--non-persistent-ckpt-type global",
-        "the newest checkpoint is looked for, and checked, in --load alone",
-    ),
+    _set("--non-persistent-save-interval", IN_LOAD),
+    _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
     _set_to("--position-embedding-type relative", POSITIONS),
     _set_to("--position-embedding-type mrope", POSITIONS),
@@ -158,6 +211,11 @@ REFUSALS = [
         "--moe-apply-probs-on-input",
         lambda args: args.moe_apply_probs_on_input and args.moe_router_topk > 1,
         "it needs --moe-router-topk 1",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type quantile_balancing",
+        lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
+        "no rule gives the initial values of its thresholds",
     ),
     Refusal(
         "--hybrid-layer-pattern with /",
@@ -205,8 +263,10 @@ OF_OWN_OPTIONS = [
         ),
         "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
     ),
+    _not_local("--attention-dropout", lambda args: args.attention_dropout),
+    _set("--num-layers", "--hybrid-layer-pattern gives the layers"),
 ]
-"""Read options that only ``pretrain_nemotron_vlm.py`` has."""
+"""Of ``pretrain_nemotron_vlm.py`` alone, and of options as given: Megatron sets some by others."""
 
 NO_GRAPHS = _set_to(
     "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"

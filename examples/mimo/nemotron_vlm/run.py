@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,8 +111,9 @@ def run(argv: list[str]) -> None:
             f"samples a step\n{layout_table(lay)}",
             args,
         )
-        records = train(session)
-        _print_outcome(session, records)
+        last: deque[Record] = deque(maxlen=1)
+        train(session, last.append)
+        _print_outcome(session, last)
         close_session(session)
         dist.destroy_process_group()
 
@@ -156,10 +158,10 @@ def store_of_attempt() -> dist.Store | None:
     return dist.PrefixStore(f"attempt/{attempt}", store)
 
 
-def train(session: Session) -> list[Record]:
-    """Megatron's ``pretrain``; returns the steps' records, on the last rank."""
+def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
+    """Megatron's ``pretrain``; ``note`` is called with each step's record, on the last rank."""
     args, loading = session.options.args, session.loading
-    with observed(args, loading) as records, safe_loading(args):
+    with observed(args, loading, note), safe_loading(args):
         pretrain(
             session.cfg,
             data_provider(loading),
@@ -169,7 +171,6 @@ def train(session: Session) -> list[Record]:
             p2p_communicator=session.communicator,
             pg_collection=schedule_collection(session.modules),
         )
-    return records
 
 
 def close_session(session: Session) -> None:
@@ -183,7 +184,7 @@ def close_session(session: Session) -> None:
     destroy_rerun_state_machine()
 
 
-def _print_outcome(session: Session, records: list[Record]) -> None:
+def _print_outcome(session: Session, last: Sequence[Record]) -> None:
     args = session.options.args
     if args.report:
         everywhere: list[dict] = [{}] * args.world_size
@@ -196,8 +197,8 @@ def _print_outcome(session: Session, records: list[Record]) -> None:
         shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
-    if records and "eval_accuracy" in records[-1]:
-        print(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+    if last and "eval_accuracy" in last[-1]:
+        print(f"held-out accuracy: {last[-1]['eval_accuracy']:.1%}", file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:

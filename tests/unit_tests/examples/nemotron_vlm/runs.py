@@ -234,7 +234,9 @@ def trajectory(
     Utils.initialize_distributed()
     options = options_of(*_first(steps), *arguments, preset=preset)
     with session_of(options, source) as session:
-        return from_last_rank(train_session(session))
+        records: list[dict] = []
+        train_session(session, records.append)
+        return from_last_rank(records)
 
 
 def _first(steps: int) -> tuple[str, ...]:

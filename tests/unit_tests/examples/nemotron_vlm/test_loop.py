@@ -8,12 +8,16 @@ import math
 
 import psutil
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.mimo.nemotron_vlm.metrics import MetricsWriter
+from examples.mimo.nemotron_vlm.forward_step import LOSS, TOKENS
+from examples.mimo.nemotron_vlm.metrics import MetricsWriter, observed, read_metrics
+from examples.mimo.nemotron_vlm.replaced import replaced
 from examples.mimo.nemotron_vlm.run import train
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.training import training
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     options_of,
@@ -22,6 +26,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
     trajectory,
 )
 from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
@@ -100,6 +105,27 @@ def test_a_step_with_bad_gradients_on_one_rank_is_skipped_by_both(module, rank, 
     assert [record["skipped"] for record in records] == [False, False, True, False, False]
 
 
+@requires_world_size(1)
+def test_a_run_goes_on_with_the_rates_of_its_checkpoint_if_asked_to(tmp_path):
+    saved = str(tmp_path)
+    rates = ("--encoder-lr", "2e-4", "--weight-decay", "20", "--min-lr", "1e-5")
+    trajectory(*ONE_MICROBATCH, *rates, "--save", saved, steps=2)
+    uninterrupted = trajectory(*ONE_MICROBATCH, *rates, steps=4)
+    others = ("--lr", "1e-3", "--encoder-lr", "5e-3", "--weight-decay", "0", "--min-lr", "1e-3")
+    resumed = ("--load", saved, "--use-checkpoint-opt_param-scheduler")
+    found = trajectory(*ONE_MICROBATCH, *others, *resumed, steps=4)
+    for field in ("lr", "loss", "grad_norm"):
+        expected = [record[field] for record in uninterrupted[2:]]
+        assert [record[field] for record in found] == pytest.approx(expected, rel=1e-6)
+
+
+@requires_world_size(1)
+def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
+    saved = str(tmp_path)
+    trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
+    assert trajectory("--load", saved, "--skip-train", steps=1) == []
+
+
 class TestMetrics:
     @requires_world_size(1)
     def test_a_record_has_the_rate_of_its_step_and_the_evaluation(self, tmp_path):
@@ -108,11 +134,52 @@ class TestMetrics:
         evaluation = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
         options = options_of(*ONE_MICROBATCH, *evaluation, "--metrics-out", str(path))
         with session_of(options) as session:
-            records = train(session)
+            records = []
+            train(session, records.append)
         assert records == [json.loads(line) for line in path.read_text().splitlines()]
         assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
         assert ["eval_accuracy" in record for record in records] == [False, True, True]
         assert not any(record["skipped"] for record in records)
+
+    def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
+        def log(loss_dict, iteration, grad_norm, skipped_iter):
+            """Megatron's log, where it prints nothing."""
+
+        args = options_of("--metrics-out", str(tmp_path / "metrics.jsonl")).args
+        args.rank, args.world_size = 0, 1
+        monkeypatch.setattr(training, "training_log", log)
+        device, seen = torch.cuda.current_device(), []
+        with observed(args, None, seen.append):
+            for step in (1, 2, 3):
+                reported = {LOSS: float(step), TOKENS: 8.0}
+                scalars = {k: torch.full((), v, device=device) for k, v in reported.items()}
+                with no_host_sync():
+                    training.training_log(scalars, step, 0.5, 0)
+                assert len(seen) == step - 1
+        assert [(r["step"], r["loss"], r["num_tokens"]) for r in seen] == [
+            (1, 1.0, 8),
+            (2, 2.0, 8),
+            (3, 3.0, 8),
+        ]
+        assert seen == read_metrics(args.metrics_out)
+
+    @requires_world_size(1)
+    def test_a_checkpoint_has_no_step_that_is_not_reported(self, tmp_path):
+        Utils.initialize_distributed()
+        path, reported = tmp_path / "metrics.jsonl", []
+        saves = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "1")
+        with session_of(
+            options_of(*ONE_MICROBATCH, *saves, "--train-iters", "2", "--metrics-out", str(path))
+        ) as session:
+
+            def observe_save(*arguments, **named):
+                reported.append([record["step"] for record in read_metrics(path)])
+                return save(*arguments, **named)
+
+            save = training.save_checkpoint
+            with replaced(training, save_checkpoint=observe_save):
+                train(session)
+        assert reported == [[1], [1, 2]]
 
     def test_steps_that_are_run_again_are_dropped(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from examples.mimo.nemotron_vlm import arguments
+from examples.mimo.nemotron_vlm import arguments, refusals
 from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, OF_OWN_OPTIONS, REFUSALS, TURNED_BACK
@@ -70,7 +70,8 @@ OTHER_NUMBERS = [
         FLAT,
     ),
     (
-        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu"),
+        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu")
+        + ("--moe-shared-expert-gate",),
         FLAT,
     ),
 ]
@@ -125,14 +126,57 @@ REFUSED = [
     "--overlap-moe-expert-parallel-comm",
     "--window-size 4,0",
     "--softmax-type learnable",
+    "--attention-dropout 0.1",
+    "--num-layers 2",
+    "--no-initialization",
+    "--lazy-mpu-init",
+    "--fake-process-group",
+    "--replication-jump 2",
+    "--config-logger-dir log",
+    "--moe-latent-size 16",
+    "--moe-layer-freq 2",
+    "--moe-router-load-balancing-type quantile_balancing",
+    "--use-grouped-gemm-for-shared-expert",
+    "--use-nccl-ub",
+    "--non-persistent-save-interval 1",
+    "--cpu-offloading-num-layers 1",
+    "--heterogeneous-layers-config-path layers.json",
+    "--checkpoint-activations",
+    "--record-memory-history",
+    "--yaml-cfg options.yaml",
+    "--log-device-memory-used",
+    "--cp-comm-type a2a",
 ]
+
+REFUSED_ON_GPUS = [
+    "--optimizer-cuda-graph",
+    "--moe-expert-rank-capacity-factor 1.5",
+    "--moe-paged-stash",
+    "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex",
+    "--log-straggler",
+    "--transformer-impl inference_optimized",
+    "--symmetric-ar-type two_shot --language tp=2",
+    "--fp8-param-gather --fp8-format hybrid",
+    "--fp4-param-gather --fp4-format e2m1",
+    "--fp8-recipe delayed --fp8-format hybrid --language pp=2",
+    "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated",
+]
+"""Too, where CPU ranks refuse some of them for want of a GPU."""
 
 
 class TestRefused:
     @pytest.mark.parametrize("arguments", REFUSED)
     def test_names_the_option_and_the_reason(self, arguments):
+        self._assert_refused(arguments, world_size=1)
+
+    @pytest.mark.parametrize("arguments", REFUSED_ON_GPUS)
+    def test_does_so_on_gpus(self, arguments):
+        self._assert_refused(f"{arguments} --device cuda --bf16", world_size=2)
+
+    @staticmethod
+    def _assert_refused(arguments, world_size):
         with pytest.raises(UserError) as refusal:
-            parse(arguments.split(), world_size=1)
+            parse(arguments.split(), world_size)
         option = arguments.split()[0]
         assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
         assert " is not taken here: " in str(refusal.value)
@@ -194,6 +238,13 @@ class TestRefused:
         options = ["--language", "vpp=2,etp=1", "--pipeline-model-parallel-size", "2"]
         found = parse([*options, "--tensor-model-parallel-size", "2"], world_size=4).layouts
         assert str(found.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
+
+    def test_an_optimizer_of_the_engine_is_not_taken_without_it(self, monkeypatch):
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+        option = "--use-precision-aware-optimizer"
+        with pytest.raises(UserError, match=f"^{option} is not taken here"):
+            parse(["--device", "cuda", option], world_size=1)
+        parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
     def test_every_refused_option_is_megatrons(self):
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

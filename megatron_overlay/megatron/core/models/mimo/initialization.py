@@ -92,6 +92,7 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         ("*layers*.out_proj.weight", residual),
         ("*layers*.linear_fc2.weight", residual),
         ("*.weight*", matrix),
+        ("*.gate_weight", matrix),
         ("*class_token", _fan_in_normal),
         ("*position_embeddings", _fan_in_normal),
     ]

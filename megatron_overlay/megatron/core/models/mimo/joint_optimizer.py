@@ -52,6 +52,10 @@ class MimoOptimizer(upstream.MimoOptimizer):
             in its optimizer's config.
         expert_biases: of the routers on this rank. The schedule updates them, by the loads of the
             experts; a step that is skipped puts back what they were at the last ``zero_grad``.
+
+    Attributes:
+        takes_saved_rates: a checkpoint's learning rates and weight decay take the place of those
+            of this run, which stay by default.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         super().__init__(module_infos, config)
         self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
         self._loss_scale = 1.0
+        self.takes_saved_rates = False
         self._agree_on_loss_scale()
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -198,7 +203,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
                 f"{', '.join(name for name, state in state_dict.items() if state) or 'no module'}"
             )
         for name, opt in self._optimizers.items():
-            restore_common_state(name, state_dict[name], opt)
+            restore_common_state(name, state_dict[name], opt, self.takes_saved_rates)
         for name, opt in self._optimizers.items():
             opt.load_state_dict(state_dict[name])
             for leaf in leaves(opt):

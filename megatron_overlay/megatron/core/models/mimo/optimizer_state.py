@@ -108,8 +108,14 @@ def _agree_on_step(param_groups: list[Group], groups: ProcessGroupCollection) ->
             group["step"] = int(step)
 
 
-def restore_common_state(name: str, state: dict | list, optimizer: MegatronOptimizer) -> None:
+def restore_common_state(
+    name: str, state: dict | list, optimizer: MegatronOptimizer, takes_rates: bool
+) -> None:
     """Put the common part back where the module's optimizers look for it, in place.
+
+    Args:
+        takes_rates: of the state; else this run's stay. Groups that differ in their rates alone
+            are the same ones in the same order.
 
     Raises:
         ValueError: the optimizer has a parameter group that the state lacks.
@@ -124,7 +130,12 @@ def restore_common_state(name: str, state: dict | list, optimizer: MegatronOptim
             part["param_state_sharding_type"] = MODEL_SPACE
         if groups is not None:
             current = leaf.optimizer.state_dict()["param_groups"]
-            part.setdefault("optimizer", {})["param_groups"] = _restored(name, groups, current)
+            own = OWN_OF_LAYOUT if takes_rates else OWN_OF_LAYOUT + OWN_OF_RUN
+            restored = _restored(name, groups, current, own)
+            part.setdefault("optimizer", {})["param_groups"] = restored
+            for group, loaded in zip(leaf.optimizer.param_groups, restored, strict=True):
+                # Megatron looks for each group by its rates too.
+                group.update({key: loaded[key] for key in OWN_OF_RUN if key in loaded})
 
 
 def _parts(
@@ -179,8 +190,10 @@ def _distinct(chain: list[list[Group]]) -> list[Group]:
     ]
 
 
-def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group]:
-    """The optimizer's groups with the saved settings."""
+def _restored(
+    name: str, saved: list[Group], current: list[Group], kept: tuple[str, ...]
+) -> list[Group]:
+    """The optimizer's groups with the saved settings, but for those of ``kept``."""
     known = dict(zip(_identities(saved), saved, strict=True))
     own = _identities(current)
     missing = [identity for identity in own if identity not in known]
@@ -190,8 +203,7 @@ def _restored(name: str, saved: list[Group], current: list[Group]) -> list[Group
             f"{missing[0]}: other parts of the model are frozen, or have settings of their own"
         )
     return [
-        deepcopy(known[identity])
-        | {key: group[key] for key in OWN_OF_LAYOUT + OWN_OF_RUN if key in group}
+        deepcopy(known[identity]) | {key: group[key] for key in kept if key in group}
         for identity, group in zip(own, current, strict=True)
     ]
 
