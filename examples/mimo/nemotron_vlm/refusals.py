@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from signal import SIGTERM
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
@@ -147,6 +148,11 @@ REFUSALS = [
         "the newest checkpoint is looked for, and checked, in --load alone",
     ),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
+    Refusal(
+        "--exit-signal SIGTERM with --async-save",
+        lambda args: args.async_save and args.exit_signal_handler and args.exit_signal == SIGTERM,
+        "it ends the process that writes the last save, too; add --exit-signal SIGUSR1",
+    ),
     _set_to("--position-embedding-type relative", POSITIONS),
     _set_to("--position-embedding-type mrope", POSITIONS),
     Refusal(
