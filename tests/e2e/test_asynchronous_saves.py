@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A process that writes asynchronous saves: it outlives what ends its rank in order, and no more."""
+"""The process that writes asynchronous saves: it hashes them, and lives as long as its rank."""
 
 import os
 import signal
@@ -68,6 +68,9 @@ def test_a_signal_to_all_processes_ends_the_rank_with_a_checkpoint(tmp_path):
     saved = newest(tmp_path / "saved")
     assert saved
     assert_whole(tmp_path / "saved" / f"iter_{saved:07d}", ranks=1)
+    hashed = [line.split() for line in (tmp_path / "hashed").read_text().splitlines()]
+    assert sorted(name for _, name in hashed) == [".metadata", "__0_0.distcp", "metadata.json"]
+    assert {name for process, name in hashed if int(process) != rank.pid} == {"__0_0.distcp"}
 
 
 def test_no_process_outlives_a_rank_that_is_killed(tmp_path):
