@@ -63,17 +63,32 @@ def test_it_ends_as_the_ranks_do(job, code):
     assert "--exit-signal-handler --exit-signal SIGUSR1" in job.calls
 
 
-def test_signalled_it_passes_the_signal_on_and_is_requeued(job):
+@pytest.mark.parametrize(
+    ("code", "checkpoint", "ends_with", "says"),
+    [
+        (0, True, 0, "goes on from iteration 12"),
+        (3, True, 3, "signalled, and the ranks failed with 3"),
+        (0, False, 1, "signalled, and no checkpoint is in"),
+    ],
+)
+def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
+    job, code, checkpoint, ends_with, says
+):
+    if checkpoint:
+        (job.run / "checkpoints").mkdir(parents=True)
+        (job.run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
     (job.directory / "going").touch()
-    process = job.start(job.run)
+    process = job.start(job.run, code=code)
     deadline = time.monotonic() + 10
     while "srun" not in job.calls:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=20)
-    assert process.returncode == 0, output
-    assert job.calls.splitlines()[1:] == ["scancel --signal=USR1 7", "scontrol requeue 7"]
+    assert process.returncode == ends_with, output
+    assert says in output
+    requeued = ["scontrol requeue 7"] if ends_with == 0 else []
+    assert job.calls.splitlines()[1:] == ["scancel --signal=USR1 7", *requeued]
 
 
 def test_a_container_is_passed_on_to_srun(job):

@@ -186,6 +186,7 @@ def _complete(args: argparse.Namespace) -> None:
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
     default("max_position_embeddings", args.seq_length)
+    args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
     if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
         args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from signal import SIGTERM
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
@@ -200,6 +201,11 @@ REFUSALS = [
     _set("--non-persistent-save-interval", IN_LOAD),
     _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
+    Refusal(
+        "--exit-signal SIGTERM with --async-save",
+        lambda args: args.async_save and args.exit_signal_handler and args.exit_signal == SIGTERM,
+        "it ends the process that writes the last save, too; add --exit-signal SIGUSR1",
+    ),
     _set_to("--position-embedding-type relative", POSITIONS),
     _set_to("--position-embedding-type mrope", POSITIONS),
     Refusal(

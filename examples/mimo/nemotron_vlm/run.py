@@ -25,6 +25,7 @@ import megatron.core.datasets.utils
 from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.checkpoint_loading import safe_loading
+from examples.mimo.nemotron_vlm.checkpoint_writer import start_checkpoint_writer
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -125,6 +126,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
+    if args.async_save and args.exit_signal_handler:
+        start_checkpoint_writer(args)
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
         placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances

@@ -107,7 +107,7 @@ def to_megatron(
         dtypes = {name: dtype(name) for name in program.parts}
         with whole_directory(out) as directory:
             write_preset(preset, directory / MODEL)
-            write_checkpoint(directory, program.parts.values(), dtypes, program.objects, make)
+            write_checkpoint(directory, program.parts.values(), dtypes, make)
     given = {source.part for source in sources}
     return dropped, [part for part in PARTS if part not in given]
 

@@ -18,11 +18,7 @@ from examples.mimo.nemotron_vlm.arguments import parse
 from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
 
@@ -52,11 +48,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ProgramModel:
-    """parts: all tensors, by name. objects: keys of what Transformer Engine's layers keep."""
+    """parts: all tensors, by name."""
 
     model: MimoModel
     parts: dict[str, Part]
-    objects: list[str]
 
     def initial(self, part: Part, seed: int) -> torch.Tensor:
         """A part's initial weights in the program."""
@@ -83,14 +78,8 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
 def _described(model: MimoModel) -> ProgramModel:
     state = model.sharded_state_dict()
     apply_factories(state)
-    parts, objects = {}, []
-    for value in nested_values(state):
-        if isinstance(value, ShardedTensor):
-            part = _part(value)
-            parts[part.name] = part
-        elif isinstance(value, ShardedObject):
-            objects.append(saved_key(value.unique_key))
-    return ProgramModel(model, parts, objects)
+    parts = [_part(value) for value in nested_values(state) if isinstance(value, ShardedTensor)]
+    return ProgramModel(model, {part.name: part for part in parts})
 
 
 def _part(sharded: ShardedTensor) -> Part:

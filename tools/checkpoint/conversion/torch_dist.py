@@ -56,16 +56,15 @@ class _SavePlanner(DefaultSavePlanner):
 
     Args:
         tensor: of an index.
-        objects: by key.
     """
 
-    def __init__(self, tensor: Callable[[MetadataIndex], torch.Tensor], objects: Mapping) -> None:
+    def __init__(self, tensor: Callable[[MetadataIndex], torch.Tensor]) -> None:
         super().__init__()
-        self._tensor, self._objects = tensor, objects
+        self._tensor = tensor
 
     def lookup_object(self, index: MetadataIndex) -> object:
-        if index.fqn in self._objects:
-            return [self._objects[index.fqn]]
+        if index.fqn == COMMON:
+            return [{"checkpoint_version": 3.0, "iteration": 0}]
         return self._tensor(index)
 
 
@@ -79,7 +78,6 @@ def write_checkpoint(
     directory: Path,
     parts: Iterable[Part],
     dtypes: Mapping[str, torch.dtype],
-    objects: Iterable[str],
     make: Callable[[Part], torch.Tensor],
 ) -> None:
     """Write a checkpoint of weights that the program's ``--load`` takes, as Megatron's *release*.
@@ -87,16 +85,14 @@ def write_checkpoint(
     Args:
         directory: which ``--load`` will name; it exists.
         parts: what is written. dtypes: of them, by name.
-        objects: keys of objects, which are all None.
         make: a part's tensor; called when it is its turn to be written.
     """
     release = directory / "release"
     release.mkdir()
     by_place = {(part.key, part.offset): part for part in parts}
-    kept = {COMMON: {"checkpoint_version": 3.0, "iteration": 0}, **dict.fromkeys(objects)}
-    planner = _SavePlanner(lambda index: make(by_place[index.fqn, tuple(index.offset)]), kept)
-    items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in kept]
-    plans, filled = [SavePlan(items)], 0
+    planner = _SavePlanner(lambda index: make(by_place[index.fqn, tuple(index.offset)]))
+    common = WriteItem(MetadataIndex(COMMON), WriteItemType.BYTE_IO)
+    plans, filled = [SavePlan([common])], 0
     for part in by_place.values():
         item, size = _write_item(part, dtypes[part.name])
         if filled and filled + size > FILE_BYTES:

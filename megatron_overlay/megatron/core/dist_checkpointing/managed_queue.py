@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Queues for the results of writing a checkpoint, which outlive no process."""
+"""Processes of an asynchronous save, which outlive no rank, and the queue for its results."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from multiprocessing.managers import SyncManager
 from queue import Queue
 from types import ModuleType
 
-_END_WITH_PARENT = """
-import os, threading, time
+_END_WITH_RANK = """
+import multiprocessing, os, threading
 
-def watch(parent):
-    while os.getppid() == parent:
-        time.sleep(1)
+def watch():
+    multiprocessing.parent_process().join()
     os._exit(1)
 
-threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+threading.Thread(target=watch, daemon=True).start()
 """
 """Code as text: the manager's process, which is spawned, then need not import Megatron."""
+
+
+def end_with_rank() -> None:
+    """End this process when the rank that started it ends, even if it is killed.
+
+    The rank need not be its parent, which may be a fork server.
+    """
+    exec(_END_WITH_RANK, {})
 
 
 def managed_queue(context: BaseContext) -> Queue:
@@ -31,7 +38,7 @@ def managed_queue(context: BaseContext) -> Queue:
         context: how to start the process.
     """
     manager = SyncManager(ctx=context)
-    manager.start(exec, (_END_WITH_PARENT, {}))
+    manager.start(exec, (_END_WITH_RANK, {}))
     return manager.Queue()
 
 

@@ -3,7 +3,8 @@
 """Hashes of a checkpoint's files, with the work divided over the ranks.
 
 The manifest is upstream's; there one rank hashes everything that all ranks wrote, and at loading
-every rank does. Here a rank reads its share: of a checkpoint of S bytes on n ranks about S/n.
+every rank does. Here a rank reads its share: of a checkpoint of S bytes on n ranks about S/n. What
+is saved beside the training is hashed beside it, by the process that has written it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from functools import partial
+from queue import Queue
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,32 +30,60 @@ TRIES = 5
 """A second apart, to read what other ranks have just written."""
 
 
-def save_manifest(checkpoint_dir: str) -> None:
+def hash_in_writer(request: Any, checkpoint_dir: str) -> Any:
+    """An asynchronous save whose writer hashes its files, and whose end writes the manifest.
+
+    Args:
+        request: an ``AsyncRequest`` of either strategy. The arguments of its function begin with
+            the rank, and end with the queue for the results.
+        checkpoint_dir: where it writes.
+    """
+    hashed = None
+    if request.async_fn is not None:
+        hashed = request.async_fn_args[-1]
+        write = partial(_write_and_hash, request.async_fn, checkpoint_dir)
+        request = request._replace(async_fn=write)
+    request.finalize_fns.append(partial(save_manifest, checkpoint_dir, hashed))
+    return request
+
+
+def _write_and_hash(write: Callable, checkpoint_dir: str, rank: int, *rest: Any, **named) -> None:
+    """Runs in the writer. The hashes follow the results of writing in their queue."""
+    write(rank, *rest, **named)
+    try:
+        written = [name for name in _files(checkpoint_dir) if f"__{rank}_" in name]
+        hashes = {name: _digest(checkpoint_dir, name) for name in written}
+    except OSError:
+        hashes = {}  # the ranks try again, and say what is wrong
+    rest[-1].put(hashes)
+
+
+def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
     """Hash every file there and write the manifest; collective over the world.
+
+    Args:
+        hashed: has the hashes of files that this rank's writer has hashed already.
 
     Raises:
         CheckpointingException: on every rank alike, for a file that its rank cannot read.
     """
-    names = sorted(
-        entry.name
-        for entry in os.scandir(checkpoint_dir)
-        if entry.is_file() and entry.name != INTEGRITY_FNAME
-    )
-    chosen = [names]
+    files = _on_all_ranks({} if hashed is None else hashed.get_nowait())
+    chosen = [_files(checkpoint_dir)]
     dist.broadcast_object_list(chosen)  # a rank may see a file later than others
     for _ in range(TRIES):
-        digests = _digests(checkpoint_dir, chosen[0])
-        unread = [name for name in chosen[0] if not digests[name]]
-        if not unread:
+        unread = [name for name in chosen[0] if not files.get(name)]
+        files |= _digests(checkpoint_dir, unread)
+        if all(files.values()):
             break
         time.sleep(1)
     else:
-        raise CheckpointingException(f"{checkpoint_dir} was not saved: cannot read {unread[0]}")
+        unread = min(name for name, digest in files.items() if not digest)
+        raise CheckpointingException(f"{checkpoint_dir} was not saved: cannot read {unread}")
     if dist.get_rank() == 0:
-        files = {name: digests[name] for name in chosen[0]}
         path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)
         with open(path, "w") as file:
-            json.dump({"algorithm": _HASH_ALGORITHM, "files": files}, file, indent=2)
+            ordered = dict(sorted(files.items()))
+            json.dump({"algorithm": _HASH_ALGORITHM, "files": ordered}, file, indent=2)
 
 
 def verify_manifest(checkpoint_dir: str) -> None:
@@ -92,12 +125,23 @@ def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
 
 def _digests(checkpoint_dir: str, names: list[str]) -> dict[str, str | None]:
     """Of all files, on every rank; None for one that cannot be read."""
-    own = {}
-    for name in names[dist.get_rank() :: dist.get_world_size()]:
-        try:
-            own[name] = _compute_file_hash(os.path.join(checkpoint_dir, name))
-        except OSError:
-            own[name] = None
+    share = names[dist.get_rank() :: dist.get_world_size()]
+    return _on_all_ranks({name: _digest(checkpoint_dir, name) for name in share})
+
+
+def _digest(checkpoint_dir: str, name: str) -> str | None:
+    try:
+        return _compute_file_hash(os.path.join(checkpoint_dir, name))
+    except OSError:
+        return None
+
+
+def _on_all_ranks(own: dict[str, str | None]) -> dict[str, str | None]:
     parts: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _files(checkpoint_dir: str) -> list[str]:
+    found = (entry.name for entry in os.scandir(checkpoint_dir) if entry.is_file())
+    return sorted(name for name in found if name != INTEGRITY_FNAME)

@@ -146,6 +146,7 @@ REFUSED = [
     "--yaml-cfg options.yaml",
     "--log-device-memory-used",
     "--cp-comm-type a2a",
+    "--exit-signal SIGTERM --exit-signal-handler --async-save --device cuda",
 ]
 
 REFUSED_ON_GPUS = [
@@ -287,6 +288,10 @@ class TestRefused:
         arguments = ["--no-untie-embeddings-and-output-weights", "--bias-linear"]
         args = parse(arguments, world_size=1).args
         assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
+
+    def test_asynchronous_saves_need_no_other_option(self):
+        args = parse(["--device", "cuda", "--async-save"], world_size=1).args
+        assert args.async_save and args.use_persistent_ckpt_worker
 
     @pytest.mark.parametrize(
         ("options", "expected"),

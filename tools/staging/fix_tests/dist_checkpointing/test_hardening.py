@@ -4,6 +4,7 @@
 
 import os
 import pickle
+from queue import Queue
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.parallel_manifest import save_manifest, verify_manifest
+from megatron.core.dist_checkpointing.parallel_manifest import (
+    hash_in_writer,
+    save_manifest,
+    verify_manifest,
+)
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
 
 
@@ -44,6 +50,34 @@ def test_a_changed_file_is_named(checkpoint):
     file.write_bytes(file.read_bytes() + b"!")
     with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):
         verify_manifest(str(checkpoint))
+
+
+def test_the_hashes_of_an_asynchronous_save_are_its_writers(checkpoint):
+    (file,) = checkpoint.glob("*.distcp")
+    written, results = file.read_bytes(), Queue()
+
+    def write(rank, content, results):
+        file.write_bytes(content)
+        results.put("written")
+
+    request = hash_in_writer(AsyncRequest(write, (0, written, results), []), str(checkpoint))
+    request.async_fn(*request.async_fn_args)
+    assert results.get() == "written"
+    file.write_bytes(written + b"!")
+    (finalize,) = request.finalize_fns
+    finalize()
+    with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):
+        verify_manifest(str(checkpoint))
+    file.write_bytes(written)
+    verify_integrity_manifest(str(checkpoint))
+
+
+def test_what_a_writer_could_not_hash_the_ranks_do(checkpoint):
+    results = Queue()
+    write = hash_in_writer(AsyncRequest(lambda *_: None, (0, None, results), []), "/nowhere")
+    write.async_fn(*write.async_fn_args)
+    save_manifest(str(checkpoint), results)
+    verify_integrity_manifest(str(checkpoint))
 
 
 class _Code:

@@ -10,11 +10,20 @@ import time
 
 import pytest
 
+QUEUE = """
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+filesystem_async.get_write_results_queue()
+"""
+
+WRITER = """
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
+PersistentAsyncCaller._get_process(0, "fork")
+"""
+
 PROGRAM = """
 import multiprocessing, time
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-filesystem_async.get_write_results_queue()
 print(multiprocessing.active_children()[0].pid, flush=True)
 time.sleep(60)
 """
@@ -30,9 +39,12 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_the_process_of_results_ends_with_a_rank_that_is_killed():
-    rank = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("start", [QUEUE, WRITER], ids=["queue", "writer"])
+def test_a_process_of_a_save_ends_with_a_rank_that_is_killed(start):
+    command = [sys.executable, "-c", start + PROGRAM]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = int(rank.stdout.readline())
+    assert lives(child)
     rank.send_signal(signal.SIGKILL)
     rank.wait()
     end = time.monotonic() + 10

@@ -1,0 +1,41 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The training program on one CPU rank, with saves written by another process.
+
+    python -m tests.e2e.asynchronous_saves HASHED [program arguments]
+
+The program refuses such saves on a CPU: what it trains on while they are written is what is
+written. Here nothing is trained after the last one. The file HASHED gets a line for each file that
+is hashed: the process, and the name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from megatron.core import cpu_runtime  # noqa: E402
+
+cpu_runtime.install()  # in the process that writes too, which imports this file
+
+from examples.mimo.nemotron_vlm import refusals  # noqa: E402
+from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
+from megatron.core.dist_checkpointing import parallel_manifest  # noqa: E402
+
+hash_of = parallel_manifest._compute_file_hash
+
+
+def recorded(path: str) -> str:
+    """The hash of a file."""
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{os.getpid()} {Path(path).name}\n")
+    return hash_of(path)
+
+
+parallel_manifest._compute_file_hash = recorded
+
+if __name__ == "__main__":
+    (on_cpu,) = [refusal for refusal in refusals.REFUSALS if refusal.option == "--async-save"]
+    refusals.REFUSALS.remove(on_cpu)
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,86 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The process that writes asynchronous saves: it hashes them, and lives as long as its rank."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.launch import CHECKOUT, kill
+from tests.e2e.test_faults import ENVIRONMENT, assert_whole, newest
+
+LIMIT_S = 90
+
+ARGUMENTS = (
+    *("--device", "cpu", "--async-save", "--train-iters", "100000", "--save-interval", "100000"),
+    *("--global-batch-size", "4", "--micro-batch-size", "4", "--async-ckpt-io-priority", "2"),
+    *("--exit-signal-handler", "--exit-signal", "SIGUSR1"),
+)
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def training(directory: Path) -> Iterator[subprocess.Popen]:
+    """A rank that has made its first steps, in a process group with all that it started."""
+    metrics = directory / "metrics.jsonl"
+    outputs = ("--metrics-out", metrics, "--save", directory / "saved")
+    program = ("tests.e2e.asynchronous_saves", directory / "hashed", *ARGUMENTS, *outputs)
+    with (directory / "said").open("w") as said:
+        rank = subprocess.Popen(
+            [sys.executable, "-m", *map(str, program)],
+            cwd=CHECKOUT,
+            env=os.environ | ENVIRONMENT,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, LIMIT_S)
+        yield rank
+    finally:
+        kill(rank)
+
+
+def test_a_signal_to_all_processes_ends_the_rank_with_a_checkpoint(tmp_path):
+    with training(tmp_path) as rank:
+        os.killpg(rank.pid, signal.SIGUSR1)
+        assert rank.wait(LIMIT_S) == 0, (tmp_path / "said").read_text()
+    saved = newest(tmp_path / "saved")
+    assert saved
+    assert_whole(tmp_path / "saved" / f"iter_{saved:07d}", ranks=1)
+    hashed = [line.split() for line in (tmp_path / "hashed").read_text().splitlines()]
+    assert sorted(name for _, name in hashed) == [".metadata", "__0_0.distcp", "metadata.json"]
+    assert {name for process, name in hashed if int(process) != rank.pid} == {"__0_0.distcp"}
+
+
+def test_no_process_outlives_a_rank_that_is_killed(tmp_path):
+    with training(tmp_path) as rank:
+        started = psutil.Process(rank.pid).children(recursive=True)
+        assert len(started) > 2
+        rank.kill()
+        rank.wait()
+        try:
+            wait_until(lambda: not any(map(lives, started)), 15)
+        finally:
+            for process in filter(lives, started):
+                process.kill()

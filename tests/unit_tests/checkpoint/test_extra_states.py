@@ -1,0 +1,117 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints go from layers without extra states to layers with them, and back.
+
+Transformer Engine's norms have an extra state, PyTorch's have none, and a norm is what both
+implementations ask a checkpoint for by one name.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn import LayerNorm, RMSNorm
+
+from examples.mimo.nemotron_vlm.errors import UserError
+from tests.unit_tests.checkpoint.conversions import convert
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import (
+    RandomText,
+    loading,
+    program_logits,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.models.small_vlm import PRESET
+from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.test_utilities import requires_world_size
+
+IMAGES = RandomText(tiles=2)
+
+NONE = torch.empty(0, dtype=torch.uint8)
+"""What a norm of the engine gives without FP8."""
+
+
+@contextmanager
+def engine_norms(state: torch.Tensor = NONE) -> Iterator[list[torch.Tensor | None]]:
+    """Meanwhile norms have an extra state, as the engine's; what they are given to load.
+
+    Args:
+        state: of each of them.
+    """
+    loaded: list[torch.Tensor | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for norm in (LayerNorm, RMSNorm):
+            patch.setattr(norm, "get_extra_state", lambda norm: state)
+            patch.setattr(norm, "set_extra_state", lambda norm, given: loaded.append(given))
+        yield loaded
+
+
+def run_of(*arguments: str, preset=PRESET):
+    sizes = ("--global-batch-size", "4", "--micro-batch-size", "4", "--seq-length", "16")
+    return trainer(*sizes, *arguments, preset=preset)
+
+
+def objects_in(checkpoint: Path) -> set[str]:
+    """Keys of the norms' extra states."""
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key for key in keys if "norm" in key and "_extra_state" in key}
+
+
+class TestOneRank:
+    @requires_world_size(1)
+    def test_from_layers_without_them_to_layers_with_them(self, tmp_path):
+        """Weights and the optimizer's state: the next steps are the same."""
+        with run_of() as run:
+            run.train_step()
+            run.save(tmp_path)
+            saved, expected = gather_weights(run.stages), run.train_step()
+        assert not objects_in(tmp_path / "iter_0000001")
+        with engine_norms() as loaded, run_of("--load", str(tmp_path)) as run:
+            assert loaded and all(given is NONE for given in loaded)
+            assert_shards_equal(run.stages, saved)
+            assert run.train_step() == expected
+
+    @requires_world_size(1)
+    def test_from_layers_with_them_to_layers_without_them(self, tmp_path):
+        with engine_norms(), run_of() as run:
+            run.train_step()
+            run.save(tmp_path)
+            saved = gather_weights(run.stages)
+        assert objects_in(tmp_path / "iter_0000001")
+        with run_of("--load", str(tmp_path)) as run:
+            assert_shards_equal(run.stages, saved)
+
+    @requires_world_size(1)
+    def test_those_that_were_saved_are_loaded(self, tmp_path):
+        scales = torch.arange(3, dtype=torch.uint8)
+        with engine_norms(scales), run_of() as run:
+            run.save(tmp_path)
+        with engine_norms() as loaded, run_of("--load", str(tmp_path)):
+            assert loaded and all(torch.equal(given, scales) for given in loaded)
+
+    @requires_world_size(1)
+    def test_converted_weights_go_to_layers_with_them(self, tmp_path):
+        """The logits are those of layers without."""
+        theirs, ours = save(whole_vlm(), tmp_path / "theirs"), tmp_path / "ours"
+        convert("hf-to-megatron", "--vlm", theirs, "--out", ours)
+        expected = program_logits(*loading(ours), source=IMAGES)
+        with engine_norms() as loaded:
+            found = program_logits(*loading(ours), source=IMAGES)
+        assert loaded and torch.equal(found, expected)
+
+    @requires_world_size(1)
+    def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
+        """The model has a layer more, whose extra state is not missed."""
+        with run_of() as run:
+            run.save(tmp_path)
+        pattern = PRESET.language.hybrid_layer_pattern + "M"
+        longer = replace(PRESET, language=replace(PRESET.language, hybrid_layer_pattern=pattern))
+        with engine_norms(), pytest.raises(UserError) as refusal:
+            with run_of("--load", str(tmp_path), preset=longer):
+                pass
+        assert re.search(r"layers\.4\.\S+ from model not in state dict", str(refusal.value))
