@@ -95,11 +95,10 @@ class TestSearch:
         found = search(asked, graphs, keep=20)
         assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
         for priced in found.best:
-            line = " ".join(options_of(priced.plan, "tiny"))
-            on_cpu = line.replace("--device cuda", "--device cpu")
-            options = parse(shlex.split(on_cpu), WORLD)
+            options = parse(shlex.split(" ".join(options_of(priced.plan, "tiny"))), WORLD)
             assert options.layouts == priced.plan.layouts
             assert (options.args.encoder_schedule == BUBBLES) == priced.plan.in_bubbles
+            assert options.args.encoder_macro_batch == priced.plan.macro_batch
 
     def test_keeps_to_the_memory_and_recomputes_where_that_helps(self):
         task = task_of("nano-vl-30b-a3b", 8, 64, 12.0)

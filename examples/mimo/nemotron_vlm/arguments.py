@@ -21,7 +21,7 @@ from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults,
 from examples.mimo.nemotron_vlm.encoder_schedule import (
     check_bubbles,
     check_encoder_schedule,
-    set_macro_batch,
+    set_encoder_schedule,
 )
 from examples.mimo.nemotron_vlm.environment import at_start
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -203,7 +203,7 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     language = layouts.language
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
-    set_macro_batch(args, layouts)
+    set_encoder_schedule(args, layouts)
     check_encoder_schedule(args, language)
     check_bubbles(args, layouts)
     if args.pack and args.sample_multiple % language.token_multiple:

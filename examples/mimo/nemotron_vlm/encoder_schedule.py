@@ -20,16 +20,38 @@ def encodes_all_at_once(language: Layout, in_bubbles: bool) -> bool:
     return language.pp > 1 and not in_bubbles
 
 
-def may_encode_several(layouts: Layouts) -> bool:
-    """Whether several microbatches may be encoded at once by default, on GPUs."""
-    return not layouts.non_colocated and layouts.language.pp == 1
+def fastest_macro_batch(layouts: Layouts, in_bubbles: bool) -> int:
+    """Microbatches that GPUs encode at once by default: in bubbles, half of a step's at most."""
+    if layouts.non_colocated or encodes_all_at_once(layouts.language, in_bubbles):
+        return 1
+    number = layouts.num_microbatches
+    return min(FASTEST, max(1, number // 2) if in_bubbles else number)
 
 
-def set_macro_batch(args: Namespace, layouts: Layouts) -> None:
-    """Choose how many microbatches are encoded at once, where it was not said."""
+def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
+    """Choose the schedule, and how many microbatches are encoded at once, where it was not said."""
+    if args.encoder_schedule is None:
+        args.encoder_schedule = BUBBLES if bubbles_win(args, layouts) else THREE_PHASES
     if args.encoder_macro_batch is None:
-        several = args.device == "cuda" and may_encode_several(layouts)
-        args.encoder_macro_batch = min(FASTEST, layouts.num_microbatches) if several else 1
+        fastest = fastest_macro_batch(layouts, args.encoder_schedule == BUBBLES)
+        args.encoder_macro_batch = fastest if args.device == "cuda" else 1
+
+
+def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
+    """Whether encoding in the bubbles is faster than in three phases, as far as was measured.
+
+    CUDA graphs need a GPU and colocated modules; tensor or context parallelism would leave one
+    connection to the device, over which a kernel that waits for a rank holds back the others.
+    """
+    language = layouts.language
+    at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
+    return (
+        args.cuda_graph_impl == "local"
+        and language.pp > 1
+        and language.tp == language.cp == language.vpp == 1
+        and FASTEST <= at_once <= layouts.num_microbatches // 2
+        and bubbles_may_run(layouts)
+    )
 
 
 def check_encoder_schedule(args: Namespace, language: Layout) -> None:

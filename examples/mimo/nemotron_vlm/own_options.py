@@ -46,11 +46,12 @@ class OwnOptions:
     """colocated, keep no encoder activations but run the encoder again in the backward, so many
     microbatches' worth at a time; 0 keeps them"""
     encoder_macro_batch: int | None = None
-    """colocated without a pipeline (by default 2 on GPUs, else 1), or with --encoder-schedule
-    bubbles (1), encode the images of so many microbatches at once; in three phases, all are"""
-    encoder_schedule: Literal[THREE_PHASES, BUBBLES] = THREE_PHASES
+    """colocated without a pipeline or in its bubbles, encode the images of so many microbatches at
+    once; by default 2 on GPUs, where a step has as many (in the bubbles, 4), and else 1"""
+    encoder_schedule: Literal[THREE_PHASES, BUBBLES] | None = None
     """colocated with a pipeline, encode all images of a step before it and go back through the
-    encoder after it, or both where its stages would wait"""
+    encoder after it, or both where its stages would wait; by default bubbles with --cuda-graph-impl
+    local and 4 microbatches or more, where tp, cp and vpp are 1, and else three-phases"""
     freeze: str = ""
     """parts that are not trained, with commas between: encoder, projector, language"""
     encoder_lr: float | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, may_encode_several
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, fastest_macro_batch
 from examples.mimo.nemotron_vlm.layout import table
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -49,7 +49,7 @@ def options_of(plan: Plan, model: str) -> list[str]:
     ]
     if plan.in_bubbles:
         options.append(f"--encoder-schedule {BUBBLES}")
-    if plan.macro_batch > 1 or may_encode_several(lay):
+    if max(plan.macro_batch, fastest_macro_batch(lay, plan.in_bubbles)) > 1:
         options.append(f"--encoder-macro-batch {plan.macro_batch}")
     if plan.recompute_encoder:
         options.append(f"--recompute-encoder {plan.recompute_encoder}")

@@ -14,7 +14,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from examples.mimo.nemotron_vlm.encoder_schedule import bubbles_may_run, encodes_all_at_once
+from examples.mimo.nemotron_vlm.encoder_schedule import (
+    FASTEST,
+    bubbles_may_run,
+    fastest_macro_batch,
+)
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.layout_rules import (
@@ -31,7 +35,7 @@ from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_ti
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 
 MICRO_SIZES = (1, 2, 4, 8)
-MACRO_BATCH = 4
+MACRO_BATCHES = (1, FASTEST, 4)
 VIRTUAL = (1, 2, 4)
 ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Of all ranks, that non-colocated encoders get."""
@@ -162,10 +166,9 @@ def fitting(plan: Plan, machine: Machine) -> Plan | None:
 
 def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
     """Sizes that are tried: without a pipeline or in its bubbles, one microbatch or several."""
-    all_at_once = encodes_all_at_once(layouts.language, in_bubbles)
-    if layouts.non_colocated or all_at_once or layouts.num_microbatches == 1:
+    if fastest_macro_batch(layouts, in_bubbles) == 1:
         return (1,)
-    return 1, min(MACRO_BATCH, layouts.num_microbatches)
+    return tuple(size for size in MACRO_BATCHES if size <= layouts.num_microbatches)
 
 
 def _splits(task: Task) -> Iterator[tuple[str, int, int]]:

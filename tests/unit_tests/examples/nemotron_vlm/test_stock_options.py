@@ -8,6 +8,7 @@ import pytest
 
 from examples.mimo.nemotron_vlm import arguments, refusals
 from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, OF_OWN_OPTIONS, REFUSALS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -300,7 +301,9 @@ class TestRefused:
             ("", 1),
             ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
             ("--device cuda --language pp=2", 1),
-            ("--device cuda --language pp=2 --encoder-schedule bubbles", 1),
+            ("--device cuda --language pp=2 --encoder-schedule bubbles", 2),
+            ("--device cuda --language pp=2 --encoder-schedule bubbles --global-batch-size 12", 1),
+            ("--language pp=2 --encoder-schedule bubbles", 1),
             ("--device cuda --placement non-colocated", 1),
             ("--device cuda --encoder-macro-batch 1", 1),
             ("--encoder-macro-batch 3", 3),
@@ -309,6 +312,31 @@ class TestRefused:
     def test_microbatches_encoded_at_once_by_default(self, options, expected):
         found = parse(["--transformer-impl", "local", *options.split()], world_size=2)
         assert found.args.encoder_macro_batch == expected
+
+    @pytest.mark.parametrize(
+        ("options", "schedule", "at_once"),
+        [
+            ("--language pp=2", BUBBLES, 2),
+            ("--language pp=2 --global-batch-size 40", BUBBLES, 2),  # of 2, 2 and 1
+            ("--language pp=2 --encoder-macro-batch 4 --global-batch-size 64", BUBBLES, 4),
+            ("--language pp=2,ep=2 --encoder tp=2", BUBBLES, 2),
+            ("--language pp=2 --global-batch-size 24", THREE_PHASES, 1),  # three microbatches
+            ("--language pp=2 --encoder-macro-batch 1", THREE_PHASES, 1),
+            ("--language pp=2 --encoder-schedule three-phases", THREE_PHASES, 1),
+            ("--language pp=2 --cuda-graph-impl none", THREE_PHASES, 1),
+            ("--language pp=2 --encoder tp=4", THREE_PHASES, 1),  # over both stages
+            ("--language pp=2,vpp=2", THREE_PHASES, 1),
+            ("--language pp=2,tp=2", THREE_PHASES, 1),
+            ("--language pp=2,cp=2", THREE_PHASES, 1),
+            ("--language dp=4", THREE_PHASES, 2),
+        ],
+    )
+    def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
+        self, options, schedule, at_once
+    ):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        found = parse([*graphs.split(), *options.split()], world_size=4).args
+        assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     def test_a_growing_batch_must_fit_at_every_size(self):
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
