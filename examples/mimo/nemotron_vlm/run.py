@@ -63,7 +63,7 @@ class Session:
 
     options: of the command line. modules: grids and groups. loading: of what this rank reads.
     cfg: Megatron's configurations. communicator: of non-colocated modules, else None.
-    stages: the model's virtual stages, once it is built.
+    stages: the model's virtual stages, once it is built. writer: see `start_checkpoint_writer`.
     """
 
     options: Options
@@ -72,6 +72,7 @@ class Session:
     cfg: PretrainConfigContainer
     communicator: MultiModulePipelineCommunicator | None
     stages: list[MimoModel]
+    writer: object | None
 
 
 def run(argv: list[str]) -> None:
@@ -126,8 +127,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
-    if args.async_save and args.exit_signal_handler:
-        start_checkpoint_writer(args)
+    writes_apart = args.async_save and args.exit_signal_handler
+    writer = start_checkpoint_writer(args) if writes_apart else None
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
         placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances
@@ -144,7 +145,7 @@ def open_session(options: Options, source: SampleSource) -> Session:
     build = VLMBuildConfig(_options=options, _modules=modules)
     stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)
-    return Session(options, modules, loading, cfg, communicator, stages)
+    return Session(options, modules, loading, cfg, communicator, stages, writer)
 
 
 def store_of_attempt() -> dist.Store | None:
