@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from git_checkout import put_applied, put_pristine
-from upstream_world import UpstreamWorld
+
+from tests.e2e.git_checkout import put_applied, put_pristine
+from tests.e2e.upstream_world import UpstreamWorld
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ pixel shuffle, MLP projector, and Mamba-2, attention and experts.
 from pathlib import Path
 
 import pytest
-from upstream_world import UpstreamWorld
+
+from tests.e2e.upstream_world import UpstreamWorld
 
 TOLERANCE = 1e-4  # of fp32 sums in another order, over a few steps of Adam
 STEPS = 4

@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from upstream_world import Scalars
+
+from tests.e2e.upstream_world import Scalars
 
 SCRIPTS = tomllib.loads((Path(__file__).parent / "upstream_scripts/runs.toml").read_text())
 STEPS = 4
