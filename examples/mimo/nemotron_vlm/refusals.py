@@ -128,6 +128,7 @@ REFUSALS = [
     _not_local("--window-size", lambda args: args.window_size is not None),
     _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    _not_local("--attention-dropout", lambda args: args.attention_dropout),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),

@@ -125,6 +125,7 @@ REFUSED = [
     "--overlap-moe-expert-parallel-comm",
     "--window-size 4,0",
     "--softmax-type learnable",
+    "--attention-dropout 0.1",
 ]
 
 
