@@ -10,6 +10,7 @@ from examples.mimo.nemotron_vlm.model import IMAGES
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.transformer.moe.frozen_routers import freeze_routers
 
 PARTS = ("encoder", "projector", "language")
 """As ``--freeze`` names them."""
@@ -19,7 +20,7 @@ NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
 
 
 def part_of(name: str) -> str:
-    """Which of ``PARTS`` has a parameter or module of the bare model."""
+    """Which of ``PARTS`` has a parameter of the bare model."""
     if not name.startswith(f"modality_submodules.{IMAGES}."):
         return "language"
     return "projector" if ".input_projections." in name else "encoder"
@@ -36,9 +37,8 @@ def freeze(stages: list[MimoModel], parts: list[str]) -> None:
         for name, parameter in stage.named_parameters():
             if part_of(name) in parts:
                 parameter.requires_grad_(False)
-        for name, router in stage.named_modules():
-            if part_of(name) in parts and hasattr(router, "expert_bias"):
-                router.frozen_expert_bias = True
+        if "language" in parts:
+            freeze_routers(stage)
 
 
 def part_overrides(args: Namespace) -> dict[ParamKey, ParamGroupOverride]:

@@ -49,6 +49,7 @@ from megatron.core.models.mimo.module_groups import (
     stages_of,
 )
 from megatron.core.models.mimo.teardown import destroy
+from megatron.core.transformer.moe.frozen_routers import freeze_routers
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
@@ -237,6 +238,7 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
             _freeze_modality_submodule(submodule, args)
         if args.freeze_lm:
             model.language_model.requires_grad_(False)
+            freeze_routers(model.language_model)
         prepare_for_training(stages, modules, ddp_config)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 

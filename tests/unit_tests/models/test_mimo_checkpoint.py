@@ -126,6 +126,17 @@ class TestLayouts:
                 expected = pytest.approx(uninterrupted, rel=tolerance, abs=0)
                 assert losses(run, AFTER) == expected, target
 
+    @pytest.mark.parametrize("layout", ["pp", "tp-etp", "non-colocated-pp"])
+    def test_dropout_goes_on_where_it_was(self, layout, shared_path):
+        """The random states of stages and TP ranks differ, and each gets its own again."""
+        dropout = ("--hidden-dropout", "0.2")
+        with run_of(layout, *dropout) as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            uninterrupted = losses(run, AFTER)
+        with run_of(layout, *dropout, load=shared_path) as run:
+            assert losses(run, AFTER) == uninterrupted
+
     def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
         """The run has skipped all its steps."""
         with run_of("pp") as run:

@@ -6,11 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.mimo.embedding_merge import embed_tokens
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import Utils
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SPECIAL = {"images": 30, "sounds": 31}
 BATCH, TOKENS, HIDDEN = 3, 17, 4
@@ -84,3 +90,57 @@ class TestEmbedTokens:
             embed_tokens(model, ids, positions, rows).sum().backward()
         with pytest.raises((AssertionError, RuntimeError)), no_host_sync():
             by_mimo_model(model, ids, positions, rows)
+
+
+class TestDropout:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("colocated", [True, False])
+    def test_gradients_come_through_the_mask_that_each_token_had(self, batch, colocated):
+        """Under sequence parallelism, which cuts the embeddings after they are made."""
+        Utils.initialize_distributed()
+        grid = HyperCommGrid([2], ["tp"])
+        group = grid.create_pg("tp")
+        model_parallel_cuda_manual_seed(
+            7, tp_rank=group.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
+        )
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=2,
+            hidden_dropout=0.5,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+        )
+        embedding = LanguageModelEmbedding(
+            config, 32, TOKENS, "none", scatter_to_sequence_parallel=False, tp_group=group
+        ).to(Utils.device)
+        torch.nn.init.ones_(embedding.word_embeddings.weight)
+        cut = PartitionConfig(True, False, False, TOKENS, tp_group=group)
+        model = SimpleNamespace(
+            language_model=SimpleNamespace(embedding=embedding),
+            special_token_ids=SPECIAL,
+            colocated_comms=model_of().colocated_comms if colocated else {},
+            partition_adapter=PartitionAdapter(cut),
+        )
+        for method in ("get_text_embeddings", "align_embeddings_by_token_positions"):
+            setattr(model, method, getattr(MimoModel, method).__get__(model))
+
+        ids, positions, rows = batch
+        rows = {name: torch.zeros_like(tensor) for name, tensor in rows.items()}
+        adapter = model.partition_adapter
+        embedded = embed_tokens(model, ids, positions, rows)
+        own = adapter.shard_embeddings(embedded, adapter.lengths(TOKENS))
+        factors = torch.randn(2, *own.shape, generator=torch.Generator().manual_seed(2))
+        factors = factors.to(Utils.device)
+        (own * factors[group.rank()]).sum().backward()
+
+        # All words are ones, so what comes out is the mask; that of images is zero.
+        shards = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(shards, own.detach(), group)
+        masked = (torch.stack(shards) * factors).flatten(0, 1)[:TOKENS].transpose(0, 1)
+        expected = torch.zeros(32, HIDDEN, device=Utils.device)
+        expected.index_add_(0, ids.flatten(), masked.flatten(0, 1))
+        part = expected.chunk(2)[group.rank()]
+        torch.testing.assert_close(embedding.word_embeddings.weight.grad, part)
+        assert set(own.unique().tolist()) == {0, 2}
+        grid.destroy()

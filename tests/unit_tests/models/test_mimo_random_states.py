@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of a colocated encoder and language model in different layouts."""
+"""Dropout of an encoder and a language model in different layouts."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +13,18 @@ import torch.nn.functional as F
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.encoding import encode
+from megatron.core.models.mimo.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.teardown import destroy
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 IMAGES = "images"
 WIDTH = 64
+BACKEND = "nccl" if HAVE_CUDA else "gloo"
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +116,21 @@ class TestTwoRanks:
             whole, split = masks()
             assert torch.equal(*of_both_ranks(whole))
             assert not torch.equal(*of_both_ranks(split))
+
+    @requires_world_size(2)
+    @pytest.mark.parametrize(("axis", "whole_alike"), [("pp", False), ("tp", True), ("dp", True)])
+    def test_a_language_models_stages_draw_different_masks(self, axis, whole_alike):
+        """Its TP ranks differ in what they split, its DP ranks in nothing, as in Megatron."""
+        Utils.initialize_distributed()
+        one = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp", "expt_dp"), 1)
+        sizes = one | {axis: 2} | ({} if axis == "pp" else {"expt_dp": 2})
+        modules = make_modules({LANGUAGE: (SimpleNamespace(**sizes), 0)}, BACKEND)
+        tracker = dict(te_rng_tracker=False, inference_rng_tracker=False, cuda_graph_impl="none")
+        prepare_process(modules, Namespace(seed=1, **tracker))
+        whole, split = masks()
+        assert torch.equal(*of_both_ranks(whole)) == whole_alike
+        assert torch.equal(*of_both_ranks(split)) == (axis == "dp")
+        destroy([], modules)
 
 
 class TestOneRank:

@@ -18,6 +18,18 @@ def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in module.state_dict().items() if torch.is_tensor(t)}
 
 
+def gradients(*arguments: str) -> dict[str, torch.Tensor]:
+    """Those of the first batch."""
+    with trainer(*arguments, "--micro-batch-size", "32") as run:
+        run.forward_backward()
+        (stage,) = run.stages
+        return {
+            name: parameter.main_grad.clone()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+
 class TestCommandLine:
     @pytest.mark.parametrize(
         ("parts", "text"),
@@ -45,6 +57,27 @@ class TestFreezing:
         biases = {name for name in before if name.endswith("expert_bias")}
         assert biases
         assert moved == trained | (set() if parts == "language" else biases)
+
+    @requires_world_size(1)
+    @pytest.mark.parametrize(
+        ("kinds", "coefficient"), [("seq_aux_loss", "1e-2"), ("aux_loss global_aux_loss", "1e-2 1")]
+    )
+    @pytest.mark.parametrize("parts", ["language", "encoder"])
+    def test_balancing_losses_train_a_language_model_that_is_trained(
+        self, kinds, coefficient, parts
+    ):
+        """With a frozen one, the gradients of projector and encoder are those of the loss alone."""
+        options = ("--freeze", parts, "--moe-router-load-balancing-type", *kinds.split())
+        zero = ["0"] * len(kinds.split())
+        alone = gradients(*options, "--moe-aux-loss-coeff", *zero)
+        losses = ("--moe-aux-loss-coeff", *coefficient.split(), "--moe-z-loss-coeff", "1e-2")
+        balanced = gradients(*options, *losses)
+        apart = {name for name, gradient in alone.items() if not gradient.equal(balanced[name])}
+        assert alone.keys() == balanced.keys()
+        if parts == "language":
+            assert not apart
+        else:
+            assert any("input_projections" in name for name in apart)
 
     @requires_world_size(4)
     @pytest.mark.parametrize("parts", PARTS)

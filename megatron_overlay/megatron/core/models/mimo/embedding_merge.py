@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,17 +32,34 @@ def embed_tokens(
     Raises:
         ValueError: without a bridge, there are more tokens of a modality than rows, or fewer.
     """
+    special = model.special_token_ids
     if not model.colocated_comms:
-        text = model.get_text_embeddings(input_ids, position_ids, model.special_token_ids)
+        text = _text(model, model.get_text_embeddings, input_ids, position_ids, special)
         return model.align_embeddings_by_token_positions(
-            {**modality_embeddings, "text": text}, input_ids, model.special_token_ids
+            {**modality_embeddings, "text": text}, input_ids, special
         )
     text_ids = input_ids
-    for token_id in model.special_token_ids.values():
+    for token_id in special.values():
         text_ids = text_ids.masked_fill(input_ids == token_id, 0)
-    embedding = unwrap_model(model.language_model).embedding
-    text = embedding(input_ids=text_ids, position_ids=position_ids)
-    return place_rows(text, input_ids, modality_embeddings, model.special_token_ids)
+    text = _text(model, unwrap_model(model.language_model).embedding, text_ids, position_ids)
+    return place_rows(text, input_ids, modality_embeddings, special)
+
+
+def _text(model: MegatronModule, embed: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """``embed(*inputs)``, with a dropout mask that the language model's TP ranks have in common.
+
+    Each of them embeds all tokens and keeps its own only afterwards. Under sequence parallelism,
+    upstream's embedding would draw another mask on each rank, and the gradients of the other ranks'
+    tokens would come back through a mask that their forward did not have.
+    """
+    adapter = model.partition_adapter
+    if adapter is None or not adapter.cfg.seq_parallel:
+        return embed(*inputs)
+    dropout = unwrap_model(model.language_model).embedding.embedding_dropout
+    training = dropout.training
+    dropout.eval()
+    text = embed(*inputs)
+    return dropout.train(training)(text)
 
 
 def place_rows(

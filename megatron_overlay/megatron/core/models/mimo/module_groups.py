@@ -150,17 +150,18 @@ def prepare_process(modules: Modules, args: Namespace) -> None:
 
     Args:
         modules: of the model that is built next.
-        args: Megatron's ``seed``, from which the tracker's streams follow (the numbers drawn depend
-            on the layout, as Megatron's do), and which tracker.
+        args: Megatron's ``seed``, from which all streams follow, others on each pipeline stage (the
+            numbers drawn depend on the layout, as Megatron's do), and which tracker.
     """
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed)
+    groups = own_groups(modules)
+    seed = args.seed + 100 * groups.pp.rank()  # as Megatron's
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
-    groups = own_groups(modules)
     model_parallel_cuda_manual_seed(
-        args.seed,
+        seed,
         te_rng_tracker=args.te_rng_tracker,
         inference_rng_tracker=args.inference_rng_tracker,
         use_cudagraphable_rng=args.cuda_graph_impl != "none",

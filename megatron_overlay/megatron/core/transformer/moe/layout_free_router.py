@@ -58,8 +58,8 @@ class LayoutFreeRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
         if padding_mask is not None:
-            padding_mask = padding_mask.unsqueeze(-1)  # one flag a token, for all experts
-        super()._apply_expert_bias(routing_map, padding_mask)
+            routing_map = routing_map & ~padding_mask.unsqueeze(-1)
+        super()._apply_expert_bias(routing_map)
 
 
 def with_layout_free_router(moe: partial) -> partial:
