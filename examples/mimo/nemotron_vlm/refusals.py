@@ -184,7 +184,6 @@ REFUSALS = [
         "another stage have other layers; choose tensorwise, blockwise or mxfp8",
     ),
     _takes_only("--moe-layer-freq", 1, "--hybrid-layer-pattern gives the layers"),
-    _not_local("--attention-dropout", lambda args: args.attention_dropout),
     _takes_only("--dataloader-type", "external", DATA),
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),

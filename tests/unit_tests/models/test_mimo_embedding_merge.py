@@ -38,6 +38,7 @@ def model_of() -> SimpleNamespace:
         special_token_ids=SPECIAL,
         colocated_comms=bridges,
         partition_adapter=None,
+        mimo_config=SimpleNamespace(module_to_grid_map={}),
     )
 
 
@@ -121,6 +122,7 @@ class TestDropout:
             special_token_ids=SPECIAL,
             colocated_comms=model_of().colocated_comms if colocated else {},
             partition_adapter=PartitionAdapter(cut),
+            mimo_config=SimpleNamespace(module_to_grid_map={"language": grid}),
         )
         for method in ("get_text_embeddings", "align_embeddings_by_token_positions"):
             setattr(model, method, getattr(MimoModel, method).__get__(model))

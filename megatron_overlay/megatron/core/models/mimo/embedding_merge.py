@@ -50,10 +50,12 @@ def _text(model: MegatronModule, embed: Callable[..., Tensor], *inputs: object) 
 
     Each of them embeds all tokens and keeps its own only afterwards. Under sequence parallelism,
     upstream's embedding would draw another mask on each rank, and the gradients of the other ranks'
-    tokens would come back through a mask that their forward did not have.
+    tokens would come back through a mask that their forward did not have. A model without grids,
+    which is upstream's, draws as upstream's.
     """
     adapter = model.partition_adapter
-    if adapter is None or not adapter.cfg.seq_parallel:
+    has_grids = bool(model.mimo_config.module_to_grid_map)
+    if not (has_grids and adapter is not None and adapter.cfg.seq_parallel):
         return embed(*inputs)
     dropout = unwrap_model(model.language_model).embedding.embedding_dropout
     training = dropout.training
