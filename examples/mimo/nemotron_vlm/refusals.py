@@ -270,7 +270,11 @@ OF_OWN_OPTIONS = [
         "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
     ),
     _not_local("--attention-dropout", lambda args: args.attention_dropout),
-    _set("--num-layers", "--hybrid-layer-pattern gives the layers"),
+    Refusal(
+        "--num-layers of another number than --hybrid-layer-pattern",
+        lambda args: args.num_layers not in (None, len(args.hybrid_layer_pattern.replace("|", ""))),
+        "the pattern gives the layers",
+    ),
 ]
 """Of ``pretrain_nemotron_vlm.py`` alone, and of options as given: Megatron sets some by others."""
 
