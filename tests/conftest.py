@@ -46,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path), "recorder")
 
 
+REASON = 1500
+"""Characters of a failure's end that are recorded."""
+
+
 class Recorder:
     """Writes a line for each test as it ends, after one that names all tests.
 
@@ -70,6 +74,8 @@ class Recorder:
         record |= {"seconds": round(report.duration, 2), **dict(report.user_properties)}
         if report.skipped:
             record["reason"] = str(report.longrepr[-1])
+        elif report.failed:
+            record["reason"] = report.longreprtext[-REASON:]
         self._write(record)
 
 

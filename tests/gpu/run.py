@@ -30,6 +30,9 @@ from machine import machine  # noqa: E402
 
 from examples.mimo.nemotron_vlm.environment import at_start  # noqa: E402
 
+UNTUNED = Path(__file__).with_name("untuned")
+"""Found first by Python, which imports the ``sitecustomize`` in it."""
+
 LIMIT_S = 900
 """Of a stage."""
 
@@ -63,15 +66,20 @@ class Stage:
 
 
 def lanes(gpus: int) -> list[list[Stage]]:
-    """What runs beside each other on so many GPUs."""
+    """What runs beside each other on so many GPUs.
+
+    Two lanes have ranks on both: processes take turns on a GPU, and a collective waits until both
+    of its ranks have theirs.
+    """
     units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
     found = [
         [Stage("cases on one GPU", 1, (CASES,))],
         [Stage("unit tests on one GPU", 1, units, first=gpus - 1)],
-        *([Stage(Path(path).stem, 1, (path,))] for path in PROGRAMS),
+        [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
     ]
     if gpus == 2:
-        found.append([Stage("unit tests on two GPUs", 2, (UNITS,)), Stage("cases", 2, (CASES,))])
+        both = ("cases on two GPUs", 2, (CASES,)), ("unit tests on two GPUs", 2, (UNITS,))
+        found.append([Stage(*stage) for stage in both])
     return found
 
 
@@ -110,7 +118,7 @@ def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> li
         environment = at_start([]) | os.environ | WITHOUT_TF32
         environment |= {
             "PYTHONPATH": os.pathsep.join(
-                [str(CHECKOUT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+                [str(UNTUNED), str(CHECKOUT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
             ),
             "CHECKOUT": str(CHECKOUT),
             "ONE_RANK_RUNS": str(shared),

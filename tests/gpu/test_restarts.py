@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous saves: alone, ended by the signal that ends a run, and by the death of a rank.
 
-Each run is the program under torchrun, as a job starts it; all of them run at once.
+Each run is the program under torchrun, as a job starts it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.e2e.launch import kill
+from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, TOLERANCE, apart
 
@@ -62,10 +63,6 @@ class Run:
                 start_new_session=True,
             )
 
-    def saving(self) -> tuple[str, ...]:
-        """Options that save, and go on from what was saved."""
-        return ("--save", str(self.saved), "--load", str(self.saved))
-
     def records(self) -> list[dict]:
         """Records of the steps so far."""
         path = self.folder / "metrics.jsonl"
@@ -98,70 +95,67 @@ SAVES = ("--async-save", "--save-interval", "4", "--exit-signal-handler")
 SAVES += ("--exit-signal", "SIGUSR1")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    """One that nothing interrupts and saves nothing; and three that save."""
-    started: dict[str, Run] = {}
+@contextlib.contextmanager
+def started(folder: Path, restarts: int = 0) -> Iterator[Run]:
+    """A run that saves, and goes on from what was saved; all of it ends with the block."""
+    saved = str(folder / "checkpoints")
+    run = Run(folder, *SAVES, "--save", saved, "--load", saved, restarts=restarts)
     try:
-        for name in ("whole", "alone", "signalled", "killed"):
-            folder = tmp_path_factory.mktemp(name)
-            saved = str(folder / "checkpoints")
-            saving = () if name == "whole" else (*SAVES, "--save", saved, "--load", saved)
-            started[name] = Run(folder, *saving, restarts=1 if name == "killed" else 0)
-        yield started
+        yield run
     finally:
-        for run in started.values():
-            kill(run.process)
+        kill(run.process)
 
 
 @pytest.fixture(scope="module")
-def whole(runs) -> list[dict]:
-    """Records of the run that nothing interrupts."""
-    assert runs["whole"].ended() == 0, runs["whole"].said()
-    return runs["whole"].records()
+def whole(tmp_path_factory) -> Iterator[Run]:
+    """A run that nothing interrupts, at its end."""
+    with started(tmp_path_factory.mktemp("whole")) as run:
+        assert run.ended() == 0, run.said()
+        yield run
 
 
-def check(run: Run, whole: list[dict], record_property) -> None:
+def check(run: Run, whole: Run, record_property) -> None:
     """All steps are there, with the losses of the whole run, and the last checkpoint is whole."""
     records = run.records()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    found = apart(records, whole)
+    found = apart(records, whole.records())
     record_property("found", found)
     assert max(found.values()) <= TOLERANCE, found
     assert newest(run.saved) == STEPS
     assert_whole(run.saved / f"iter_{STEPS:07d}")
 
 
-def test_asynchronous_saves_alone_are_whole(runs, whole, record_property):
-    run = runs["alone"]
-    assert run.ended() == 0, run.said()
-    assert "an async checkpoint save at iteration" in (run.folder / "log.txt").read_text()
-    check(run, whole, record_property)
+def test_asynchronous_saves_alone_are_whole(whole):
+    assert "an async checkpoint save at iteration" in (whole.folder / "log.txt").read_text()
+    checkpoints = sorted(whole.saved.glob("iter_*"))
+    assert len(checkpoints) == STEPS // 4
+    for checkpoint in checkpoints:
+        assert_whole(checkpoint)
 
 
-def test_the_exit_signal_saves_and_the_run_goes_on(runs, whole, record_property):
+def test_the_exit_signal_saves_and_the_run_goes_on(whole, tmp_path, record_property):
     """The signal reaches all processes, as Slurm sends it."""
-    run = runs["signalled"]
-    run.wait_until(lambda: len(run.records()) >= 6)
-    for process in psutil.Process(run.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGUSR1)
-    assert run.ended() == 0, run.said()
+    with started(tmp_path) as run:
+        run.wait_until(lambda: len(run.records()) >= 6)
+        for process in psutil.Process(run.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+        assert run.ended() == 0, run.said()
     stopped = newest(run.saved)
     assert 6 <= stopped == len(run.records()) < STEPS
     assert_whole(run.saved / f"iter_{stopped:07d}")
-    again = Run(run.folder, *SAVES, *run.saving())
-    assert again.ended() == 0, again.said()
+    with started(tmp_path) as again:
+        assert again.ended() == 0, again.said()
     check(again, whole, record_property)
 
 
-def test_a_killed_rank_takes_its_writer_along_and_the_run_goes_on(runs, whole, record_property):
-    run = runs["killed"]
-    run.wait_until(lambda: newest(run.saved) >= 4)
-    rank = run.ranks()[-1]
-    started = rank.children(recursive=True)
-    rank.kill()
-    psutil.wait_procs([rank, *started], timeout=60)
-    assert not [process for process in started if process.is_running()]
-    assert run.ended() == 0, run.said()
+def test_a_killed_rank_takes_its_writer_along_and_the_run_goes_on(whole, tmp_path, record_property):
+    with started(tmp_path, restarts=1) as run:
+        run.wait_until(lambda: newest(run.saved) >= 4)
+        rank = run.ranks()[-1]
+        made = rank.children(recursive=True)
+        rank.kill()
+        psutil.wait_procs([rank, *made], timeout=60)
+        assert not [process for process in made if lives(process)]
+        assert run.ended() == 0, run.said()
     check(run, whole, record_property)

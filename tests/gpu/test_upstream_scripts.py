@@ -33,7 +33,7 @@ GPT = """
     --moe-aux-loss-coeff 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-3
     --lr-decay-style constant --adam-eps 1e-3 --attention-dropout 0 --hidden-dropout 0
     --eval-iters 0 --eval-interval 100 --log-interval 1 --tensorboard-log-interval 1
-    --use-distributed-optimizer --no-gradient-accumulation-fusion
+    --use-distributed-optimizer --no-gradient-accumulation-fusion --disable-bias-linear
 """
 MIMO = f"{PROGRAM} {OPTIONS}"
 TWO_GPUS = "--encoder-tp 1 --encoder-dp 2 --llm-tp 2 --llm-dp 1 --llm-ep 2"

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoi
 
 import convert as program  # noqa: E402
 
-TOLERANCE = 1e-5
-"""Absolute, of fp32 logits of the size of one."""
+TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5
+"""Absolute, of fp32 logits of the size of one; GPUs' kernels have exponentials of their own."""
 
 
 def run_converter(*arguments: str | Path) -> int:
