@@ -92,15 +92,11 @@ ON_TWO = [
     Row("engine", "tp=2", "pp=2"),
     Row("engine", "dp=2", "pp=2,vpp=2", microbatches=4),
     Row("engine", "dp=2", "dp=2,ep=2"),
-    Row("engine", "dp=2", "pp=2", ("--encoder-schedule", "bubbles"), microbatches=4),
     Row("engine", options=APART),
     Row("engine", options=APART, microbatches=4),
     Row("engine", "dp=2", "cp=2", RECOMPUTE),
     Row("engine", "dp=2", "pp=2", RECOMPUTE),
     Row("engine", "dp=2", "tp=2", NO_OVERLAP),
-    Row("engine", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
-    Row("engine", "dp=2", "pp=2", GRAPHS, microbatches=4),
-    Row("engine", "tp=2", "dp=2", GRAPHS),
     Row("local", "dp=2", "tp=2,ep=2,etp=1"),
     Row("local", "tp=2", "cp=2"),
     Row("local", "dp=2", "pp=2"),
@@ -122,11 +118,22 @@ ON_TWO = [
     Row("bf16", "dp=2", "cp=2"),
     Row("bf16", "dp=2", "pp=2", microbatches=4),
     Row("bf16", options=APART),
-    Row("bf16", "dp=2", "tp=2", GRAPHS),
     Row("bf16 packed", "dp=2", "cp=2", microbatches=8),
     Row("bf16 packed", "tp=2", "dp=2", microbatches=4),
     Row("bf16 packed", options=APART, microbatches=8),
     Row("fp16", "dp=2", "tp=2,ep=2,etp=1"),
     Row("fp16", "tp=2", "pp=2"),
     Row("fp16", options=APART),
+    Row("engine", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row("bf16", "dp=2", "tp=2", GRAPHS),
 ]
+
+AHEAD = [
+    Row("engine", "tp=2", "dp=2", GRAPHS),
+    Row("engine", "dp=2", "pp=2", (*GRAPHS, "--encoder-schedule", "three-phases"), microbatches=4),
+    Row("engine", "dp=2", "pp=2", GRAPHS, microbatches=4),
+    Row("engine", "dp=2", "pp=2", ("--encoder-schedule", "bubbles"), microbatches=4),
+    Row("bf16", "dp=2", "pp=2", GRAPHS, microbatches=4),
+]
+"""On two GPUs, with several connections to each: the host runs ahead of the device, and neither
+module has TP or CP, for which Megatron asks for a single one."""

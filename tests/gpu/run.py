@@ -41,6 +41,7 @@ WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
 
 CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
+AHEAD = "tests/gpu/test_ahead.py"
 UNITS = "tests/unit_tests"
 UNITS_OF_ONE = ("checkpoint", "ssm", "examples/nemotron_vlm/test_gradient_flow.py")
 UNITS_OF_ONE += ("examples/nemotron_vlm/test_loop.py", "examples/nemotron_vlm/test_packed_rows.py")
@@ -55,12 +56,21 @@ class Stage:
     paths: tuple[str, ...]
     first: int = 0
 
+    def environment(self) -> dict[str, str]:
+        """What libraries read at their start, as the program has it."""
+        found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])
+        if self.paths[0] not in PROGRAMS:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(
+                str(self.first + rank) for rank in range(self.ranks)
+            )
+        return found
+
     def command(self, record: Path, arguments: list[str]) -> list[str]:
         """The command line."""
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         launch = launch if self.ranks == 2 else []
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-        ignored = [f"--ignore={path}" for path in PROGRAMS if path not in self.paths]
+        ignored = [f"--ignore={path}" for path in (*PROGRAMS, AHEAD) if path not in self.paths]
         rest = ["--record", str(record), *ignored, *self.paths, *arguments]
         return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
 
@@ -78,8 +88,13 @@ def lanes(gpus: int) -> list[list[Stage]]:
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
     ]
     if gpus == 2:
-        both = ("cases on two GPUs", 2, (CASES,)), ("unit tests on two GPUs", 2, (UNITS,))
-        found.append([Stage(*stage) for stage in both])
+        found.append(
+            [
+                Stage("cases on two GPUs", 2, (CASES,)),
+                Stage("cases that run ahead", 2, (AHEAD,)),
+                Stage("unit tests on two GPUs", 2, (UNITS,)),
+            ]
+        )
     return found
 
 
@@ -114,8 +129,7 @@ def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> li
     """Run a lane's stages; returns their cases."""
     found = []
     for stage in lane:
-        visible = ",".join(str(stage.first + n) for n in range(stage.ranks))
-        environment = at_start([]) | os.environ | WITHOUT_TF32
+        environment = os.environ | stage.environment() | WITHOUT_TF32
         environment |= {
             "PYTHONPATH": os.pathsep.join(
                 [str(UNTUNED), str(CHECKOUT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
@@ -125,10 +139,6 @@ def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> li
             "OMP_NUM_THREADS": "2",
             "GPUS": str(gpus),
         }
-        if stage.paths[0] not in PROGRAMS:
-            environment["CUDA_VISIBLE_DEVICES"] = visible
-        if stage.ranks == 2:
-            environment["CUDA_MODULE_LOADING"] = "EAGER"  # as the program for graphs
         record, log = shared / f"{stage.name}.jsonl", shared / f"{stage.name}.log"
         with log.open("w") as file:
             code = _ended(stage.command(record, arguments), environment, file)

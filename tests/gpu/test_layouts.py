@@ -10,6 +10,7 @@ from tests.unit_tests.test_utilities import requires_world_size
 
 
 def check(row, record_property):
+    """Run a row, and hold it to what is allowed."""
     result = compare(row)
     for name, value in result.items():
         record_property(name, value)
