@@ -22,6 +22,7 @@ def test_the_stages_of_a_layout_hold_the_model_between_them():
     """16 GPUs, also where none is; ep=8 divides 29.84 B of experts, not shared ones and routers."""
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
+    layout += ("--data", "mock")
     (end,) = run(1, *MODEL, "--dry-run", "16", *layout)
     assert end.code == 0, end.errors
     rows = [line.split() for line in end.output.splitlines() if "-" in line.split()[0]]

@@ -43,8 +43,10 @@ CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_ahead.py"
 UNITS = "tests/unit_tests"
-UNITS_OF_ONE = ("checkpoint", "ssm", "examples/nemotron_vlm/test_gradient_flow.py")
-UNITS_OF_ONE += ("examples/nemotron_vlm/test_loop.py", "examples/nemotron_vlm/test_packed_rows.py")
+UNITS_OF_ONE = ("checkpoint/test_convert_language.py", "checkpoint/test_convert_vlm.py", "ssm")
+UNITS_OF_ONE += tuple(
+    f"examples/nemotron_vlm/test_{name}.py" for name in ("gradient_flow", "loop", "packed_rows")
+)
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,9 @@ def lanes(gpus: int) -> list[list[Stage]]:
         [Stage(Path(path).stem, 1, (path,)) for path in PROGRAMS],
     ]
     if gpus == 2:
-        found.append(
-            [
-                Stage("cases on two GPUs", 2, (CASES,)),
-                Stage("cases that run ahead", 2, (AHEAD,)),
-                Stage("unit tests on two GPUs", 2, (UNITS,)),
-            ]
-        )
+        ahead = Stage("cases that run ahead", 2, (AHEAD,))
+        found.append([Stage("cases on two GPUs", 2, (CASES,)), ahead])
+        found[2].append(Stage("unit tests on two GPUs", 2, (UNITS,)))
     return found
 
 

@@ -25,16 +25,16 @@ ON_ONE = [
 ON_TWO = [
     pytest.param(
         layout("dp=2", "tp=2,ep=2,etp=1", *LOCAL),
-        layout("tp=2", "cp=2", *ENGINE),
+        layout("tp=2", "pp=2", *ENGINE),
         id="local-to-engine-in-another-layout",
     ),
     pytest.param(
         layout("tp=2", "dp=2,ep=2", *ENGINE),
-        layout("dp=2", "pp=2", *LOCAL),
+        layout("dp=2", "cp=2", *LOCAL),
         id="engine-to-local-in-another-layout",
     ),
     pytest.param(
-        layout("dp=2", "cp=2", *ENGINE),
+        layout("dp=2", "pp=2", *ENGINE),
         layout("dp=1", "dp=1", *ENGINE, *APART),
         id="colocated-to-non-colocated",
     ),

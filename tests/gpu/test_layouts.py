@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.gpu.comparison import compare, tolerance
+from tests.gpu.comparison import compare, on_one_gpu, tolerance
 from tests.gpu.rows import MODELS, ON_ONE, ON_TWO
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -23,6 +23,7 @@ def check(row, record_property):
 @pytest.mark.parametrize("model", MODELS)
 def test_one_gpu_is_recorded(model, record_property):
     """The other runs are compared with it; those of 16 bits with three, whose spread is noted."""
+    on_one_gpu(MODELS[model])
     record_property("allowed", tolerance(MODELS[model]))
 
 

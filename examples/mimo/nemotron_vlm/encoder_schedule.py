@@ -41,12 +41,14 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Whether encoding in the bubbles is faster than in three phases, as far as was measured.
 
     CUDA graphs need a GPU and colocated modules; tensor or context parallelism would leave one
-    connection to the device, over which a kernel that waits for a rank holds back the others.
+    connection to the device, over which a kernel that waits for a rank holds back the others. A
+    check of each loss for NaN makes the host wait, which must run ahead.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
     return (
         args.cuda_graph_impl == "local"
+        and not args.check_for_nan_in_loss_and_grad
         and language.pp > 1
         and language.tp == language.cp == language.vpp == 1
         and FASTEST <= at_once <= layouts.num_microbatches // 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.data import ENERGON
 from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED
+from examples.mimo.nemotron_vlm.layout import COLOCATED, asked_layout
 
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 DATA = "--data gives the samples"
@@ -248,8 +248,9 @@ REFUSALS = [
 OF_OWN_OPTIONS = [
     _with_graphs(
         "--data",
-        lambda args: args.data.startswith(ENERGON) or args.pack,
-        "a graph has one shape, and these rows differ in their images and samples",
+        lambda args: args.data == "digits" or args.data.startswith(ENERGON) or args.pack,
+        "a graph has one shape, and these rows differ in their images and samples; digits:N and "
+        "mock have as many images in each",
     ),
     _with_graphs(
         "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
@@ -263,11 +264,13 @@ OF_OWN_OPTIONS = [
         "a graph's backward keeps the activations of its forward",
     ),
     Refusal(
-        "--transformer-impl transformer_engine with --pack in fp32",
+        "--transformer-impl transformer_engine in fp32 with --pack or context parallelism",
         lambda args: (
-            args.pack and args.transformer_impl != "local" and not (args.bf16 or args.fp16)
+            (args.pack or asked_layout(args, "language").cp > 1)
+            and args.transformer_impl != "local"
+            and not (args.bf16 or args.fp16)
         ),
-        "its attention has packed rows in 16 bits alone; add --bf16, or choose local",
+        "its attention has both in 16 bits alone; add --bf16, or choose local",
     ),
     _not_local("--attention-dropout", lambda args: args.attention_dropout),
     Refusal(

@@ -53,7 +53,7 @@ def loading(directory: Path) -> tuple[str, ...]:
 
 
 def program_logits(*options: str, source: RandomText) -> torch.Tensor:
-    """The logits [samples, tokens, vocabulary] of all samples, on every rank."""
+    """The logits [samples, tokens, vocabulary] of all samples, on the CPU of every rank."""
     rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def step(microbatches, model):
@@ -61,7 +61,7 @@ def program_logits(*options: str, source: RandomText) -> torch.Tensor:
 
         def counted(logits):
             asked, _, positions, places, samples, *_ = count.args
-            found = gather_logits(logits[asked], model.pg_collection.tp)
+            found = gather_logits(logits[asked], model.pg_collection.tp).cpu()
             answered = [samples[place] for place in places.tolist()]
             places = zip(answered, positions.tolist(), strict=True)
             rows.update(zip(places, found, strict=True))

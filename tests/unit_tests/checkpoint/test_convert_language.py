@@ -28,10 +28,10 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 @torch.no_grad()
 def their_logits(model: NemotronHForCausalLM) -> torch.Tensor:
-    """Those of transformers' own class."""
+    """Those of transformers' own class, which takes GPU kernels wherever they are installed."""
     source = RandomText()
     ids = torch.stack([source.text("test", number).input_ids for number in range(SAMPLES)])
-    return model(ids).logits
+    return model.to(Utils.device)(ids.to(Utils.device)).logits.cpu()
 
 
 def assert_same_logits(directory: Path, *layouts: str) -> None:

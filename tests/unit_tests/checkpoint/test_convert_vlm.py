@@ -52,11 +52,13 @@ def their_logits() -> torch.Tensor:
     mean, std = (torch.tensor(v)[:, None, None] for v in (config.norm_mean, config.norm_std))
     patches = (tiles - mean) / std
     patches = patches.unfold(2, SIDE, SIDE).unfold(3, SIDE, SIDE).permute(0, 2, 3, 1, 4, 5)
-    return model(
-        input_ids=torch.stack([text.input_ids for text in texts]),
-        pixel_values=patches.reshape(len(tiles) * SIDE**2, -1),
-        image_grid_hw=torch.tensor([[SIDE, SIDE]] * len(tiles)),
-    ).logits
+    given = {
+        "input_ids": torch.stack([text.input_ids for text in texts]),
+        "pixel_values": patches.reshape(len(tiles) * SIDE**2, -1),
+        "image_grid_hw": torch.tensor([[SIDE, SIDE]] * len(tiles)),
+    }
+    given = {name: value.to(Utils.device) for name, value in given.items()}
+    return model.to(Utils.device)(**given).logits.cpu()
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +86,11 @@ class TestOneRank:
         said = convert("hf-to-megatron", *given)
         assert "initial weights of seed 1234: language, projector" in said
         load = ("--model", str(directory / "model.json"), "--load", str(directory))
-        tiles = torch.randint(256, (3, 3, TILE, TILE), dtype=torch.uint8)
+        tiles = torch.randint(256, (3, 3, TILE, TILE), dtype=torch.uint8, device=Utils.device)
         with trainer(*load, *BATCH) as run, torch.no_grad():
             module = unwrap_model(run.stages[0].modality_submodules[IMAGES])
             ours = module.encoders["radio"].eval()(tiles=tiles).clone()
-        features = theirs(tiles / 255).features
+        features = theirs.to(Utils.device)(tiles / 255).features
         assert features.std() > 0.5
         wanted = pixel_shuffle(features, SIDE, 2).flatten(0, 1)
         assert (ours - wanted).abs().max() <= TOLERANCE

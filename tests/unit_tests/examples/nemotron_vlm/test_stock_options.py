@@ -187,6 +187,7 @@ class TestRefused:
         "other",
         [
             "--data energon:shards",
+            "--data digits",
             "--pack --micro-batch-size 1",
             "--placement non-colocated",
             "--freeze projector",
@@ -204,7 +205,11 @@ class TestRefused:
         [
             (
                 "--device cuda --transformer-impl transformer_engine --pack --micro-batch-size 1",
-                ["with --pack in fp32", "add --bf16, or choose local"],
+                ["in fp32 with --pack", "add --bf16, or choose local"],
+            ),
+            (
+                "--device cuda --transformer-impl transformer_engine --language cp=2",
+                ["in fp32 with --pack or context parallelism", "add --bf16, or choose local"],
             ),
             ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
             ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
@@ -327,7 +332,7 @@ class TestRefused:
             ("--language pp=2 --encoder tp=4", THREE_PHASES, 1),  # over both stages
             ("--language pp=2,vpp=2", THREE_PHASES, 1),
             ("--language pp=2,tp=2", THREE_PHASES, 1),
-            ("--language pp=2,cp=2", THREE_PHASES, 1),
+            ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
             ("--language dp=4", THREE_PHASES, 2),
         ],
     )
@@ -335,8 +340,14 @@ class TestRefused:
         self, options, schedule, at_once
     ):
         graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        graphs += " --data mock --no-check-for-nan-in-loss-and-grad"
         found = parse([*graphs.split(), *options.split()], world_size=4).args
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
+
+    def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        found = parse([*graphs.split(), "--data", "mock", "--language", "pp=2"], world_size=4)
+        assert found.args.encoder_schedule == THREE_PHASES
 
     def test_a_growing_batch_must_fit_at_every_size(self):
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
