@@ -118,9 +118,15 @@ def main(arguments: list[str]) -> int:
     seconds = round(time.monotonic() - started)
     print(f"{len(cases) - len(wrong)} of {len(cases)} cases passed on {gpus} GPUs in {seconds} s")
     if own.json:
-        whole = {"machine": machine(), "commit": _commit(), "seconds": seconds, "cases": cases}
-        own.json.write_text(json.dumps(whole, indent=1) + "\n")
+        write(own.json, {"machine": machine(), "commit": _commit(), "seconds": seconds}, cases)
     return 1 if wrong or not cases else 0
+
+
+def write(path: Path, facts: dict, cases: list[dict]) -> None:
+    """Write the JSON, a case a line."""
+    head = json.dumps(facts)[:-1]
+    lines = ",\n".join(map(json.dumps, cases))
+    path.write_text(f'{head}, "cases": [\n{lines}\n]}}\n')
 
 
 def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> list[dict]:

@@ -23,15 +23,16 @@ import pytest
 from tests.e2e.launch import kill
 from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
-from tests.unit_tests.examples.nemotron_vlm.runs import DEVICE, TOLERANCE, apart
+from tests.gpu.rows import ENGINE
+from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, apart
 
 RANKS = int(os.environ.get("GPUS", "2"))
 LAYOUT = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1") if RANKS == 2 else ()
 
 STEPS = 40
 OPTIONS = (
-    *(*DEVICE, *LAYOUT, "--train-iters", str(STEPS), "--lr", "1e-4", "--adam-eps", "1e-3"),
-    *("--global-batch-size", "16", "--micro-batch-size", "8", "--seed", "1"),
+    *("--device", "cuda", *ENGINE, *LAYOUT, "--train-iters", str(STEPS), "--seed", "1"),
+    *("--global-batch-size", "16", "--micro-batch-size", "8", "--lr", "1e-4", "--adam-eps", "1e-3"),
 )
 
 LIMIT_S = 400

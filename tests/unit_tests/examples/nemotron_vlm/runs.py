@@ -51,10 +51,11 @@ def _read_once(factory: argument_utils.ArgumentGroupFactory, config: type) -> di
 # Megatron's parser parses the sources of its configurations for their help, a second each time.
 argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 
-DEVICE = ("--device", "cuda" if HAVE_CUDA else "cpu")
-
 LOCAL = ("--transformer-impl", "local")
-"""For packed rows in fp32: Transformer Engine's attention has them in 16 bits alone."""
+"""Megatron's own layers: in fp32, Transformer Engine's attention has neither packed rows nor CP."""
+
+DEVICE = ("--device", "cuda", *LOCAL) if HAVE_CUDA else ("--device", "cpu")
+"""tests/gpu has the layers of Transformer Engine."""
 
 STEPS = 10
 
