@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 
 from examples.mimo.nemotron_vlm.errors import UserError
@@ -40,9 +41,8 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Whether encoding in the bubbles is faster than in three phases, as far as was measured.
 
-    CUDA graphs need a GPU and colocated modules; tensor or context parallelism would leave one
-    connection to the device, over which a kernel that waits for a rank holds back the others. A
-    check of each loss for NaN makes the host wait, which must run ahead.
+    CUDA graphs need a GPU and colocated modules. A check of each loss for NaN makes the host wait,
+    which must run ahead. Other axes than pp and dp were not measured.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
@@ -50,9 +50,26 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
         args.cuda_graph_impl == "local"
         and not args.check_for_nan_in_loss_and_grad
         and language.pp > 1
-        and language.tp == language.cp == language.vpp == 1
+        and language.tp == language.cp == language.ep == language.vpp == layouts.encoder.tp == 1
+        and _kernels_run_beside_waiting_ones()
         and FASTEST <= at_once <= layouts.num_microbatches // 2
         and bubbles_may_run(layouts)
+    )
+
+
+def _kernels_run_beside_waiting_ones() -> bool:
+    """Whether a kernel that waits for another rank holds back no kernel of this one.
+
+    It does over a single connection to the device, while another kernel is loaded, and where ranks
+    share a GPU. The program sets both variables, but for those that are set already.
+    """
+    import torch  # after the program has set what it reads at its start
+
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    return (
+        os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+        and os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
+        and (gpus == 0 or ranks <= gpus)  # no GPU is seen where a run is only described
     )
 
 

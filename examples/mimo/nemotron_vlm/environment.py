@@ -54,11 +54,11 @@ def at_start(argv: list[str]) -> dict[str, str]:
 def _kernels() -> Path:
     """Where kernels and what their tuning found are kept for the next run, by device and version.
 
-    Each node has a folder: on a network file system, a file that another node replaces while it is
+    Each host has a folder: on a network file system, a file that another host replaces while it is
     read is a stale handle, which ends the run.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return home / "megatron-mimo" / f"node-{os.environ.get('GROUP_RANK', '0')}"
+    return home / "megatron-mimo" / os.uname().nodename
 
 
 def _seen(argv: list[str]) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def _seen(argv: list[str]) -> argparse.Namespace:
     for name in ("--device", "--encoder-schedule", "--cuda-graph-impl"):
         parser.add_argument(name, nargs="?")
     for name in ("--dry-run", "--plan"):
-        parser.add_argument(name, nargs="?", const=True)
+        parser.add_argument(name, nargs="?", const=1, type=_size)
     parser.add_argument("--language", nargs="?", default="", const="")
     for name in SIZES["language"].values():
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", type=_size)

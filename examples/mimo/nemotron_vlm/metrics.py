@@ -134,7 +134,9 @@ class _Watch:
         return result
 
     def save_checkpoint(self, call: Callable, _) -> object:
-        self._write_held()  # else a run that goes on from the checkpoint would lack the step
+        # A run that goes on from the checkpoint needs the step; an evaluation may still follow.
+        if self._held is not None:
+            self._writer.write(self._completed())
         return call()
 
     def close(self) -> None:
@@ -144,12 +146,17 @@ class _Watch:
     def _write_held(self) -> None:
         if self._held is None:
             return
-        record, self._held, reported = self._held, None, self._reported.read()
-        record["loss"] = _finite(reported.get(LOSS))
-        record["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        record, self._held = self._completed(), None
         self._writer.write(record)
         if self._note:
             self._note(record)
+
+    def _completed(self) -> Record:
+        """The record that is held, with the numbers that came from the device."""
+        reported = self._reported.read()
+        self._held["loss"] = _finite(reported.get(LOSS))
+        self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        return self._held
 
 
 def _finite(value: float | None) -> float | None:
@@ -168,23 +175,31 @@ class MetricsWriter:
     def __init__(self, path: Path | None, total_steps: int | None) -> None:
         self._path, self._total_steps = path, total_steps
         self._file = self._bar = None
+        self._step = self._begin = 0
         self._last_line = time.monotonic()
 
     def write(self, record: Record) -> None:
         """Append one step's record; `step` counts from 1, and is in every record.
 
-        The first record says where a resumed run goes on: later ones in the file are dropped.
-        None stands for a number that is not finite.
+        A second record of a step replaces the first. The first record of all says where a resumed
+        run goes on: the file's records of that step and later ones are dropped. None stands for a number that is not finite.
         """
         if self._bar is None:
             self._open(record["step"] - 1)
+        is_new = record["step"] != self._step
         if self._file:
+            if is_new:
+                self._begin = self._file.tell()
+            else:
+                self._file.seek(self._begin)
+                self._file.truncate()
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        self._step = record["step"]
         shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.update()
-        if self._bar.disable:
+        self._bar.update(is_new)
+        if self._bar.disable and is_new:
             self._print_line(record["step"], shown)
 
     def _open(self, steps_before: int) -> None:

@@ -64,8 +64,10 @@ class DigitStrips(DigitTask):
         self._fewest, self._most = (1, most) if digits is None else (digits, digits)
         self.tiles_per_sample = (self._fewest + self._most) / 2
         self.fingerprint = f"digits of {tile} pixels, seed {seed}"
-        if (self._fewest, self._most) != (1, MOST_DIGITS):
-            self.fingerprint += f", {self._fewest} to {self._most} a strip"
+        if digits is not None:
+            self.fingerprint += f", {digits} a strip"
+        elif most < MOST_DIGITS:
+            self.fingerprint += f", at most {most} a strip"
 
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
+from multiprocessing import Process
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import SyncManager
 from queue import Queue
@@ -29,6 +31,24 @@ def end_with_rank() -> None:
     The rank need not be its parent, which may be a fork server.
     """
     exec(_END_WITH_RANK, {})
+
+
+def start_deaf(process: Process) -> None:
+    """Start a process that ignores the signals which this one handles; call it in the main thread.
+
+    A signal that asks ranks to save and leave may go to all processes of a job. It would end a
+    writer, and the last save would wait for it for ever. SIGINT and SIGTERM end it as they should.
+    """
+    handled = {
+        number: signal.getsignal(number)
+        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM}
+        if callable(signal.getsignal(number))
+    }
+    for number in handled:
+        signal.signal(number, signal.SIG_IGN)
+    process.start()
+    for number, handler in handled.items():
+        signal.signal(number, handler)
 
 
 def managed_queue(context: BaseContext) -> Queue:

@@ -181,6 +181,26 @@ class TestMetrics:
                 train(session)
         assert reported == [[1], [1, 2]]
 
+    @requires_world_size(1)
+    def test_the_last_record_has_the_evaluation_after_the_last_save(self, tmp_path):
+        """Megatron evaluates once more after the loop, and saves before."""
+        Utils.initialize_distributed()
+        path = tmp_path / "metrics.jsonl"
+        run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
+        run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
+        with session_of(options_of(*ONE_MICROBATCH, *run)) as session:
+            train(session)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert ["eval_accuracy" in record for record in records] == [False, True, True]
+
+    def test_a_second_record_of_a_step_replaces_the_first(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        writer = MetricsWriter(path, total_steps=2)
+        for step, loss in ((1, 3.25), (2, 2.5), (2, 1.0)):
+            writer.write({"step": step, "loss": loss})
+        writer.close()
+        assert read_metrics(path) == [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}]
+
     def test_steps_that_are_run_again_are_dropped(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         first = MetricsWriter(path, total_steps=4)

@@ -5,6 +5,7 @@
 import argparse
 
 import pytest
+import torch
 
 from examples.mimo.nemotron_vlm import arguments, refusals
 from examples.mimo.nemotron_vlm.arguments import parse
@@ -324,7 +325,8 @@ class TestRefused:
             ("--language pp=2", BUBBLES, 2),
             ("--language pp=2 --global-batch-size 40", BUBBLES, 2),  # of 2, 2 and 1
             ("--language pp=2 --encoder-macro-batch 4 --global-batch-size 64", BUBBLES, 4),
-            ("--language pp=2,ep=2 --encoder tp=2", BUBBLES, 2),
+            ("--language pp=2,ep=2", THREE_PHASES, 1),
+            ("--language pp=2 --encoder tp=2", THREE_PHASES, 1),
             ("--language pp=2 --global-batch-size 24", THREE_PHASES, 1),  # three microbatches
             ("--language pp=2 --encoder-macro-batch 1", THREE_PHASES, 1),
             ("--language pp=2 --encoder-schedule three-phases", THREE_PHASES, 1),
@@ -343,6 +345,23 @@ class TestRefused:
         graphs += " --data mock --no-check-for-nan-in-loss-and-grad"
         found = parse([*graphs.split(), *options.split()], world_size=4).args
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [
+            ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            ("CUDA_MODULE_LOADING", "LAZY"),
+            ("LOCAL_WORLD_SIZE", "4"),
+        ],
+    )
+    def test_where_kernels_hold_each_other_back_the_encoder_is_not_in_the_bubbles_by_default(
+        self, variable, value, monkeypatch
+    ):
+        monkeypatch.setenv(variable, value)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        graphs += " --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
+        assert parse(graphs.split(), world_size=4).args.encoder_schedule == THREE_PHASES
 
     def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
         graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"

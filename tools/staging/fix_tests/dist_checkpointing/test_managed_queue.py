@@ -38,6 +38,28 @@ def lives(process: int) -> bool:
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
+DEAF = """
+import multiprocessing, signal, time
+from megatron.core.dist_checkpointing.managed_queue import start_deaf
+signal.signal(signal.SIGUSR1, print)
+process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+start_deaf(process)
+assert signal.getsignal(signal.SIGUSR1) is print
+"""
+
+
+def test_a_writer_ignores_the_signals_that_its_rank_handles():
+    command = [sys.executable, "-c", DEAF + PROGRAM]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    os.kill(child, signal.SIGUSR1)
+    time.sleep(1)
+    assert lives(child)
+    rank.kill()
+    os.kill(child, signal.SIGKILL)
+    rank.wait()
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 @pytest.mark.parametrize("start", [QUEUE, WRITER], ids=["queue", "writer"])
 def test_a_process_of_a_save_ends_with_a_rank_that_is_killed(start):
