@@ -182,7 +182,8 @@ class MetricsWriter:
         """Append one step's record; `step` counts from 1, and is in every record.
 
         A second record of a step replaces the first. The first record of all says where a resumed
-        run goes on: the file's records of that step and later ones are dropped. None stands for a number that is not finite.
+        run goes on: the file's records of that step and later ones are dropped. None stands for a
+        number that is not finite.
         """
         if self._bar is None:
             self._open(record["step"] - 1)
