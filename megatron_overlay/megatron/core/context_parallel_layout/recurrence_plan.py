@@ -77,13 +77,13 @@ class RecurrencePlan:
 
     @cached_property
     def continues(self) -> tuple[bool, ...]:
-        """For each rank, whether its first token continues the sample of the token before it."""
+        """Whether each rank's first token continues the sample of the token before it."""
         firsts = [rank * self.shard_size for rank in range(self.cp_size)]
         return tuple(t > 0 and self._sample(t - 1) == self._sample(t) for t in firsts)
 
     @cached_property
     def crosses(self) -> tuple[bool, ...]:
-        """For each rank, whether all its tokens are of one sample, so that states pass through."""
+        """Whether each rank's tokens are all of one sample, so that states pass through."""
         size = self.shard_size
         return tuple(
             self._sample(rank * size) == self._sample((rank + 1) * size - 1)
