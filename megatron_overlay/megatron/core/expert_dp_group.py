@@ -1,18 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""When expert parameters need groups other than the dense ones."""
+"""Choice of the expert-DP group for modules whose grid has no expert view."""
 
 import torch.distributed as dist
 
 
 def expert_dp_group_without_view(config, dp_cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What DDP takes for expert-DP when the collection says ``expt_dp=None``.
+    """Return ``dp_cp_group``, which DDP uses for expert-DP if the collection has no ``expt_dp``.
 
-    A dense model has no expert parameter, so only the group's size is read and no group has to be
-    made for it.
+    DDP only reads its size, as a dense model has no expert parameters, so no group need be made.
 
     Raises:
-        ValueError: a MoE model on more than one tensor or expert rank, which needs the groups.
+        ValueError: a MoE model on more than one tensor or expert rank, which needs expert groups.
     """
     sizes = (
         config.tensor_model_parallel_size,

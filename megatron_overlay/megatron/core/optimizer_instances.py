@@ -1,29 +1,29 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks form the groups of several distributed-optimizer instances: plain data, no processes.
+"""Ranks of each group of several distributed-optimizer instances; plain data, no processes.
 
-With n instances the optimizer's state is sharded over an n-th of the data-parallel ranks, and
-gradients are reduce-scattered within an instance, then all-reduced between the instances.
+With n instances the optimizer's state is sharded over 1/n of the data-parallel ranks; gradients are
+reduce-scattered within an instance, then all-reduced between instances.
 """
 
 Groups = list[list[int]]
 
 
 def instance_groups(dp_cp: Groups, expt_dp: Groups | None, instances: int) -> dict[str, Groups]:
-    """Rank lists by field of ``ProcessGroupCollection``.
+    """Ranks of the groups by field of ``ProcessGroupCollection``.
 
     Args:
-        dp_cp: the groups that hold the same dense parameters.
-        expt_dp: the groups that hold the same experts; None without experts.
+        dp_cp: groups of ranks that hold the same dense parameters.
+        expt_dp: groups of ranks that hold the same experts; None without experts.
         instances: n; each group is cut into n runs of equal length.
 
     Returns:
         ``intra_dp_cp`` and, with experts, ``intra_expt_dp``: the runs; ``inter_dist_opt``: ranks
-        at the same place of each run; ``intra_dist_opt``: all ranks of an instance.
+        at the same place in the runs of a group; ``intra_dist_opt``: all ranks of an instance.
 
     Raises:
-        ValueError: n does not divide the groups, or dense and expert groups
-            would put a rank into different instances.
+        ValueError: n does not divide the size of the groups, or dense and expert groups would put
+            a rank into different instances.
     """
     result = {"intra_dp_cp": _runs(dp_cp, instances, "dp·cp")}
     between = _between(dp_cp, instances)

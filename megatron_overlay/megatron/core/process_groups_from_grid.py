@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.optimizer_instances import instance_groups
 
-# Field of the collection -> dims of its group, in the order of creation.
+# Dims of the group of each field, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {
     "tp": ["tp"],
     "cp": ["cp"],
@@ -35,9 +35,10 @@ SAME_GROUPS = {
     "expt_dp_gtp_remat": "expt_dp",
     "tp_ep_pp_with_egtp_remat": "tp_ep_pp",
 }
-"""Fields that differ with several optimizer instances or weight rematerialization (GTP) only."""
+"""Fields that differ from another field only with several optimizer instances or with weight
+rematerialization (GTP)."""
 GRADIENT_FIELDS = frozenset({"dp_cp", "expt_dp"})
-"""Their collectives run beside all others, so that their groups serve no other field."""
+"""Fields with groups of their own, as their collectives overlap those of all other fields."""
 UNUSED_FIELDS = (
     "inter_dist_opt",
     "hcp",
@@ -48,12 +49,12 @@ UNUSED_FIELDS = (
 )
 DENSE_DIMS = frozenset(DENSE_FIELDS["intra_dist_opt"])
 REQUIRED_DIMS = DENSE_DIMS - {"cp"}
-"""A grid without ``cp`` has one CP rank."""
+"""Dims that a grid must have; one without ``cp`` has one CP rank."""
 EXPERT_VIEW = "expert"
 """Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
 Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""Groups by the ranks of all of them: fields with the same ones share a group."""
+"""This rank's group by the rank lists of all groups; fields with the same lists share it."""
 
 
 def groups_from_grid(
@@ -62,29 +63,29 @@ def groups_from_grid(
     """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
     Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
-    has already are taken as they are, so a second call returns the same ones and makes none. The
-    grid owns them all: after a failure midway, too, ``grid.destroy()`` frees what was made.
+    already has are reused, so a second call returns the same groups and makes none. The grid owns
+    all groups: ``grid.destroy()`` frees them, even after a failure midway.
 
-    Fields with the same ranks share a group, but for those of gradients, which are reduced beside
-    other collectives, and for dense fields and the experts', as tokens go to experts beside them
-    too.
+    Fields with the same ranks share a group, with two exceptions: gradient fields, whose reductions
+    overlap other collectives, share no group; and dense fields share none with expert fields, as
+    the dispatch of tokens to experts overlaps dense collectives.
 
-    The fields that only hierarchical CP, a second all-gather communicator or weight
-    rematerialization need (``hcp``, ``dp_cp_ag``, ``expt_dp_ag``, ``gtp_remat``,
-    ``expt_gtp_remat``) are ``None``, and so are ``inter_dist_opt`` with one optimizer
-    instance and the expert fields of a grid without a view ``expert``. ``embd`` and ``pos_embd``
-    are ``None`` on pipeline stages that hold no embedding.
+    Fields needed only by hierarchical CP, a second all-gather communicator or weight
+    rematerialization (``hcp``, ``dp_cp_ag``, ``expt_dp_ag``, ``gtp_remat``, ``expt_gtp_remat``) are
+    None. So are ``inter_dist_opt`` with one optimizer instance, and the expert fields of a grid
+    without a view ``expert``. ``embd`` and ``pos_embd`` are None on pipeline stages that hold no
+    embedding.
 
     Args:
-        grid: of the module.
-        num_distributed_optimizer_instances: of its DDP config.
+        grid: the module's grid.
+        num_distributed_optimizer_instances: value of that name in the module's DDP config.
 
     Returns:
-        Groups by field; ``None`` on a rank outside the grid, where there is no module.
+        Groups by field; None on a rank outside the grid, which does not hold the module.
 
     Raises:
-        ValueError: a dim of ``tp, dp, pp`` is missing, another base dim than those and ``cp`` has
-            a size other than 1, or the optimizer instances don't divide the data-parallel ranks.
+        ValueError: ``tp``, ``dp`` or ``pp`` is missing; a base dim other than these and ``cp`` has
+            a size other than 1; or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
     experts = _has_experts(grid)
@@ -151,12 +152,12 @@ def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:
 
 
 def embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First and last stage of each pipeline, which hold the two ends of a tied embedding."""
+    """First and last rank of each pipeline, which hold the two copies of a tied embedding."""
     return [sorted({ranks[0], ranks[-1]}) for ranks in pp_groups]
 
 
 def position_embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First stage of each pipeline."""
+    """First rank of each pipeline, which holds the position embedding."""
     return [ranks[:1] for ranks in pp_groups]
 
 
@@ -164,7 +165,7 @@ class _Maker:
     """Makes the groups that a grid lacks; the grid owns them.
 
     Args:
-        grid: of the module.
+        grid: the module's grid.
     """
 
     def __init__(self, grid: HyperCommGrid) -> None:
@@ -173,7 +174,7 @@ class _Maker:
     def over(
         self, dims: list[str], view: str | None, shared: Shared, field: str
     ) -> dist.ProcessGroup | None:
-        """The group over ``dims``; where none is left, this rank alone."""
+        """This rank's group over ``dims``; without dims, the group of this rank alone."""
         grid = self.grid
         if not dims:
             return self._alone()
@@ -195,7 +196,7 @@ class _Maker:
     def derived(
         self, name: str, rank_enum: list[list[int]], shared: Shared
     ) -> dist.ProcessGroup | None:
-        """Groups that are no whole dims, by a name of ours."""
+        """This rank's group among ``rank_enum``, which spans no whole dims; kept under ``name``."""
         grid, key, ranks = self.grid, ("derived", (name,)), _ranks(rank_enum)
         if key not in grid._pgs:
             if all(len(group) == 1 for group in ranks):
@@ -210,9 +211,11 @@ class _Maker:
     def _alone(self) -> dist.ProcessGroup | None:
         """This rank's group of one; None outside the grid.
 
-        Every rank names its own: PyTorch counts calls, which are one on all ranks, and a group of
-        one meets nobody. Others than these all ranks make alike: PyTorch finds one that only its
-        members make by how many groups they are in, which the ends of a pipeline have one more of.
+        Every rank passes its own rank in the same call: PyTorch numbers new groups by the count of
+        calls, which stays equal on all ranks, and a group of one has no peers to agree with. All
+        larger groups must be made by all ranks in the same way. PyTorch names a group made by its
+        members alone after the number of groups they are in, which differs between ranks, as the
+        ends of a pipeline are in one more group.
         """
         grid, key = self.grid, ("derived", ("alone",))
         if key not in grid._pgs:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which token under context parallelism, and how tokens move between token layouts.
+"""Token layouts under context parallelism, and the exchange of tokens between layouts.
 
 Plan on the host, once per batch::
 
@@ -11,7 +11,7 @@ Plan on the host, once per batch::
 Execute in the layers, without waiting for the device::
 
     hidden = exchange(hidden, route, cp_group)              # [total/cp, ...]
-    hidden = exchange(hidden, route.reversed(), cp_group)   # bit for bit what it was
+    hidden = exchange(hidden, route.reversed(), cp_group)   # restored bit for bit
 """
 
 from megatron.core.context_parallel_layout.attention_plan import (

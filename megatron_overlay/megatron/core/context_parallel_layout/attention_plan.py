@@ -20,9 +20,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Consecutive queries of one sample; they see its first ``keys`` keys.
+    """Consecutive queries of one sample, which see the sample's first ``keys`` keys.
 
-    ``bias`` aligns the last query with the last key, where causality asks for more than
+    ``bias`` aligns the last query with the last key, if a causal mask needs more than
     ``is_causal``. It is made here because a tensor subclass cannot be made in a dispatch mode.
     """
 
@@ -32,7 +32,7 @@ class AttentionBlock:
 
     @classmethod
     def causal(cls, queries: int, keys: int) -> AttentionBlock:
-        """Align ``queries`` to the end of ``keys``."""
+        """A block with a causal mask that aligns the last query with the last key."""
         if queries == keys:
             return cls(queries, keys)
         from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler
@@ -42,11 +42,11 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What one CP rank attends to; made on the host once per batch.
+    """Blocks of queries and keys in which one CP rank attends; made on the host once per batch.
 
     Attributes:
         layout: zigzag layout of the batch, on the device of the tensors.
-        is_causal: whether a query sees only the keys up to its own, or all of its sample.
+        is_causal: whether a query sees only the keys up to its own, instead of all of its sample.
         samples: blocks of each sample, in the rank's local order; none for an empty sample.
     """
 
@@ -69,7 +69,7 @@ class AttentionPlan:
             if not padded:
                 samples.append(())
             elif not is_causal:
-                # A sample of padding only attends to itself, for the sake of finite values.
+                # A sample that is all padding attends to itself, to keep its values finite.
                 samples.append((AttentionBlock(padded // cp_size, real or padded),))
             elif cp_size == 1:
                 samples.append((AttentionBlock.causal(padded, padded),))
@@ -81,7 +81,7 @@ class AttentionPlan:
 
     @property
     def blocks(self) -> list[AttentionBlock]:
-        """Blocks of all samples, which follow each other along the local queries."""
+        """Blocks of all samples, in the order of the local queries."""
         return [block for sample in self.samples for block in sample]
 
     @cached_property
@@ -98,7 +98,7 @@ class AttentionPlan:
     def key_tokens(self) -> Tensor:
         """Global tokens of the blocks' keys, laid end to end, int64 [cu_keys[-1]]."""
         starts = accumulate(self.layout.lengths.padded, initial=0)
-        # The last start is the end, which begins no sample.
+        # The last element of starts is the end of the last sample.
         runs = [
             torch.arange(start, start + block.keys)
             for start, sample in zip(starts, self.samples, strict=False)
@@ -115,7 +115,7 @@ class AttentionPlan:
 def sequence_attention_plan(
     length: int, cp_size: int, cp_rank: int, device: torch.device, is_causal: bool
 ) -> AttentionPlan:
-    """The plan of an ``[S, B]`` batch with S = ``length``, which divides by 2·cp_size."""
+    """Plan of an ``[S, B]`` batch with S = ``length``, a multiple of 2·cp_size."""
     lengths = PaddedLengths((length,), (length,))
     return AttentionPlan.make(lengths, cp_size, cp_rank, device, is_causal)
 
@@ -126,10 +126,10 @@ def packed_attention_plan(
     device: torch.device,
     is_causal: bool,
 ) -> AttentionPlan:
-    """The plan of a packed batch, kept on ``packed_seq_params`` once made.
+    """Plan of a packed batch, cached on ``packed_seq_params``.
 
-    The first call reads ``cu_seqlens`` back to the host. Make it before the layers run, and none
-    of them waits for the device.
+    The first call reads ``cu_seqlens`` back to the host. If it comes before the layers run, no
+    layer waits for the device.
     """
     size, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     plans = vars(packed_seq_params).setdefault("_attention_plans", {})

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of plans to a device, for which the host does not wait."""
+"""Copy plans to a device without making the host wait."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def copied_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """A host tensor on ``device``; the host goes on at once.
+    """Copy a host tensor to ``device`` without making the host wait.
 
-    From memory that is not pinned, CUDA copies 64 KiB or more only after all that the stream has
-    to do, and the host waits for that.
+    The copy is made from pinned memory: CUDA copies 64 KiB or more of unpinned memory only after
+    all earlier work of the stream, for which the host would wait.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

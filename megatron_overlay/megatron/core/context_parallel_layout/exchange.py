@@ -23,13 +23,13 @@ def exchange(
 ) -> Tensor:
     """Move rows ``[n, ...]`` along ``route`` to ``[route.size, ...]``, and their gradient back.
 
-    A collective over ``group`` unless the route is local for every rank, for ranks without a row
-    too; the backward as well, which all of them run or none. Routes lie on the tensor's device;
-    nothing here waits for the device. Addends of a row are summed in order, not as they arrive.
+    Collective over ``group``, including ranks without a row, unless the route is local. So is the
+    backward, which either all ranks run or none. Routes lie on the tensor's device; nothing here
+    waits for the device. Addends of a row are summed in a fixed order, not as they arrive.
 
     Args:
-        adjoint: the gradient's way. The default is ``route`` reversed, which restores every bit.
-        name: of both ways in a profiler's trace.
+        adjoint: route of the gradient. The default is ``route`` reversed, which restores every bit.
+        name: name of the exchange and of its backward in a profiler's trace.
     """
     return _Exchange.apply(tensor, route, adjoint or route.reversed(), group, name)
 
@@ -60,11 +60,11 @@ class _Exchange(torch.autograd.Function):
 
 
 class Moving:
-    """An exchange that has begun; holds what it reads and writes.
+    """An exchange under way, with its buffers; construction starts it. Not differentiable.
 
     Args:
-        tensor, route, group: as in :func:`exchange`; nothing here is differentiable.
-        overlap: go on without waiting for the others' rows.
+        tensor, route, group: as in :func:`exchange`.
+        overlap: return without waiting for the other ranks' rows.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Moving:
             )
 
     def finish(self) -> Tensor:
-        """The rows ``[route.size, ...]``; waits for them, on a GPU in its stream."""
+        """Wait for the rows, on a GPU only in its stream, and return ``[route.size, ...]``."""
         tensor, route = self._tensor, self._route
         if self._work is not None:
             self._work.wait()

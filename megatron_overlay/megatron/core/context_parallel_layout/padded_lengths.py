@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The padded token numbering that every layout of a batch shares."""
+"""Padded token numbering, which all layouts of a batch share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PaddedLengths:
 
     A uniform ``[S, B]`` batch is one sample of length S whose tokens are rows of B; a packed
     batch (``thd``) has as many samples as ``cu_seqlens`` has intervals. Padding follows the real
-    tokens of its sample, so a causal real token never sees it. Global token numbers, in layouts
-    and routes alike, count padded tokens.
+    tokens of its sample, so with a causal mask no real token sees it. Global token numbers, in
+    layouts and routes alike, count padded tokens.
     """
 
     real: tuple[int, ...]
@@ -41,9 +41,9 @@ class PaddedLengths:
 
     @classmethod
     def of_packed(cls, packed_seq_params: PackedSeqParams) -> PaddedLengths:
-        """Lengths of a packed batch, kept on ``packed_seq_params`` once read.
+        """Lengths of a packed batch, cached on ``packed_seq_params``.
 
-        The first call reads ``cu_seqlens`` back to the host, for all layers of the batch.
+        The first call reads ``cu_seqlens`` back to the host; all layers of the batch reuse them.
         """
         kept = vars(packed_seq_params)
         if "_padded_lengths" not in kept:
@@ -56,7 +56,7 @@ class PaddedLengths:
 
     @staticmethod
     def note(packed_seq_params: PackedSeqParams, lengths: Iterable[int]) -> None:
-        """Keep the lengths of unpadded samples, which spares :meth:`of_packed` its look."""
+        """Cache known lengths of unpadded samples, so that :meth:`of_packed` need not read them."""
         known = tuple(lengths)
         vars(packed_seq_params)["_padded_lengths"] = PaddedLengths(known, known)
 
@@ -97,7 +97,7 @@ class PaddedLengths:
         return self.positions < real.repeat_interleave(padded)
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
-        """Spread real tokens ``[..., sum(real), ...]`` to ``[..., total, ...]``, filling gaps."""
+        """Insert padding ``value``: ``[..., sum(real), ...]`` to ``[..., total, ...]``."""
         if tensor.size(dim) != sum(self.real):
             raise ValueError(
                 f"expected {sum(self.real)} real tokens in dim {dim}, got {tensor.size(dim)}"
@@ -108,9 +108,9 @@ class PaddedLengths:
         return tensor.new_full(shape, value).index_copy(dim, real_tokens, tensor)
 
     def packed_seq_params(self, device: torch.device | str) -> PackedSeqParams:
-        """The ``thd`` description of this batch for Megatron's layers, lengths global.
+        """The ``thd`` description of this batch, with global lengths, for Megatron's layers.
 
-        Nothing waits for the device, nor does :meth:`of_packed` of it.
+        Neither this method nor :meth:`of_packed` of its result waits for the device.
         """
         longest = max(self.padded, default=0)
         cu_seqlens = copied_to(device, self.cu_seqlens)
@@ -124,10 +124,10 @@ class PaddedLengths:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             seq_idx=copied_to(device, self.samples)[None],
-            # Whether samples begin elsewhere for their padding: TE would compare on the device.
+            # Whether padding shifts the start of a sample; TE would compare on the device.
             pad_between_seqs=self.real[:-1] != self.padded[:-1],
         )
-        params.total_tokens = self.total  # given above, it would make seq_idx on the device
+        params.total_tokens = self.total  # given above, it would compute seq_idx on the device
         vars(params)["_padded_lengths"] = self
         return params
 
@@ -137,9 +137,9 @@ def pad_lengths(
 ) -> PaddedLengths:
     """Pad each sample to a multiple of 2·cp_size, so that zigzag halves are equal.
 
-    With one CP rank there is nothing to halve and no sample is padded. The last sample is padded
-    further until every rank's shard also divides by ``sequence_parallel_size`` (TP size with
-    sequence parallelism, else 1).
+    With one CP rank there is nothing to halve, so samples are not padded for it. The last sample is
+    padded further until ``sequence_parallel_size`` (the TP size with sequence parallelism, else 1)
+    divides every rank's shard.
 
     Raises:
         ValueError: a length is negative, or a size is below 1.
@@ -158,9 +158,9 @@ def pad_lengths(
 
 
 def lengths_of_batch(packed_seq_params: PackedSeqParams | None, total: int) -> PaddedLengths:
-    """Lengths of the batch of which all CP ranks together hold ``total`` padded tokens.
+    """Lengths of the batch whose ``total`` padded tokens the CP ranks hold together.
 
-    Without boundaries it is one sample, a row of B tokens at each place.
+    Without boundaries the batch is one sample, with a row of B tokens at each place.
 
     Raises:
         ValueError: the boundaries describe another number of tokens.

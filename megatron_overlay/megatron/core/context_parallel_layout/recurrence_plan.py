@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of a recurrence over contiguous shards: whose state and whose last tokens reach a rank."""
+"""Plan of a recurrence over contiguous shards: which ranks' states and last tokens reach a rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 
 @dataclass(frozen=True, eq=False)
 class Halo:
-    """The tokens before a rank's first one that a causal window of ``reach`` + 1 tokens sees.
+    """The ``reach`` tokens before a rank's first, seen by a causal window of ``reach`` + 1 tokens.
 
-    Every rank offers its last ``kept`` tokens (``reach``, or its whole shard where that is less);
-    they lie one rank after the other in the gathered tensor ``[cp · kept, ...]``.
+    Every rank offers its last ``kept`` tokens (``reach``, or its whole shard if that is less); the
+    gathered tensor ``[cp · kept, ...]`` has them rank by rank.
 
     Attributes:
-        take: rows of the gathered tensor, int64 [reach]; 0 where there is no token.
+        take: row of the gathered tensor for each halo token, int64 [reach]; 0 if there is none.
         valid: 1 where the row is a token of the rank's first sample, else 0, int64 [reach].
         used_at: places, in the ranks' halos laid end to end ``[cp · reach]``, that hold a token
             of this rank, int64.
-        token: which of this rank's last ``kept`` tokens each of them is, int64.
-        is_empty: no rank needs any token, so that all of them skip the collective.
-        is_whole: all rows that this rank takes are valid.
+        token: index of each of these tokens among this rank's last ``kept`` tokens, int64.
+        is_empty: whether no rank needs any token, so that all ranks skip the collective.
+        is_whole: whether all rows that this rank takes are valid.
     """
 
     reach: int
@@ -53,8 +53,8 @@ class RecurrencePlan:
     Attributes:
         lengths: samples of the batch. Padding belongs to its sample and follows its tokens.
         cp_size: number of ranks that hold equal runs of the whole token stream.
-        rank: this one.
-        device: of the tensors of the batch.
+        rank: this rank.
+        device: device of the batch's tensors.
     """
 
     lengths: PaddedLengths
@@ -77,13 +77,13 @@ class RecurrencePlan:
 
     @cached_property
     def continues(self) -> tuple[bool, ...]:
-        """By rank: its first token goes on with the sample of the token before it."""
+        """Whether each rank's first token continues the sample of the token before it."""
         firsts = [rank * self.shard_size for rank in range(self.cp_size)]
         return tuple(t > 0 and self._sample(t - 1) == self._sample(t) for t in firsts)
 
     @cached_property
     def crosses(self) -> tuple[bool, ...]:
-        """By rank: its tokens are all of one sample, so a state that enters also leaves."""
+        """Whether each rank's tokens are all of one sample, so that states pass through."""
         size = self.shard_size
         return tuple(
             self._sample(rank * size) == self._sample((rank + 1) * size - 1)
@@ -92,7 +92,7 @@ class RecurrencePlan:
 
     @property
     def is_local(self) -> bool:
-        """No sample spans two ranks, so that all of them skip the collectives."""
+        """Whether no sample spans two ranks, so that all ranks skip the collectives."""
         return not any(self.continues)
 
     def ranks_before(self, rank: int | None = None) -> range:
@@ -105,7 +105,7 @@ class RecurrencePlan:
         return range(first, end)
 
     def ranks_after(self, rank: int | None = None) -> range:
-        """The ranks, ascending, that the state which leaves ``rank`` enters."""
+        """The ranks, ascending, that the state leaving ``rank`` reaches."""
         start = last = self.rank if rank is None else rank
         while last + 1 < self.cp_size and self.continues[last + 1]:
             last += 1
@@ -132,7 +132,7 @@ class RecurrencePlan:
 
     @cached_property
     def seq_idx(self) -> Tensor | None:
-        """Sample of each token, counted from 0 on each rank, int32 [1, S/cp]; None if one only."""
+        """Sample of each token, from 0 on each rank, int32 [1, S/cp]; None for a single sample."""
         if len(self.bounds) == 2:
             return None
         lengths = torch.tensor(self.bounds).diff()
@@ -140,7 +140,7 @@ class RecurrencePlan:
         return copied_to(self.device, index.unsqueeze(0))
 
     def halo(self, reach: int) -> Halo:
-        """What a causal convolution of width ``reach`` + 1 needs from the ranks before."""
+        """The halo of a causal convolution of width ``reach`` + 1; cached."""
         halos = vars(self).setdefault("_halos", {})
         if reach not in halos:
             halos[reach] = self._make_halo(reach)
@@ -169,11 +169,11 @@ class RecurrencePlan:
         return Halo(reach, kept, *indices, reach == 0 or self.is_local, is_whole)
 
     def head_seq_idx(self, reach: int) -> Tensor | None:
-        """Sample of a halo of ``reach`` tokens and of as many of this rank's first ones.
+        """Sample of each token of a halo of ``reach`` tokens and of this rank's first ``reach``.
 
         Returns:
-            int32 ``[1, 2 reach]`` (fewer for a smaller shard), the halo's being the first sample;
-            None if all are of one sample.
+            int32 ``[1, 2 reach]`` (shorter for a smaller shard), with the halo in sample 0; None if
+            all tokens are of one sample.
         """
         found = vars(self).setdefault("_head_seq_idx", {})
         if reach not in found:
@@ -186,10 +186,10 @@ class RecurrencePlan:
 def plan_recurrence(
     lengths: PaddedLengths, cp_size: int, rank: int, device: torch.device
 ) -> RecurrencePlan:
-    """Plan ``rank``'s part; the same batch gives the same plan, with its tensors.
+    """Plan ``rank``'s part; equal arguments return the same plan object, with its cached tensors.
 
     Raises:
-        ValueError: the tokens do not divide over the ranks, or leave a rank without any.
+        ValueError: ``cp_size`` does not divide the tokens, or a rank would have none.
     """
     if lengths.total % cp_size or lengths.total < cp_size:
         raise ValueError(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of an exchange: who sends which row to whom, e.g. tokens between two token layouts."""
+"""Plan of an exchange of rows between ranks, e.g. of tokens between two token layouts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class Route:
     are copied locally and never enter the collective.
 
     Attributes:
-        send_places: places of the rows that it sends, grouped by the group rank they go to.
+        send_places: places of the rows that the rank sends, grouped by destination group rank.
         send_splits: number of rows for each group rank; 0 for this one.
-        recv_places: places of the rows that it receives, grouped by the group rank they come from.
+        recv_places: places of the rows that the rank receives, grouped by source group rank.
         recv_splits: number of rows from each group rank; 0 for this one.
-        kept_from: places, before, of the rows that stay.
-        kept_to: places of the same rows, after.
-        size: rows that it ends with.
-        is_local: no rank sends anything, so that all of them skip the collective.
-        addends: of each row that it ends with; addend a of row r has the place ``a * size + r``.
+        kept_from: places, before the exchange, of the rows that stay.
+        kept_to: places of the same rows after the exchange.
+        size: number of rows that the rank ends with.
+        is_local: whether no rank sends anything, so that all ranks skip the collective.
+        addends: number of addends of each resulting row; addend a of row r has the place
+            ``a * size + r``.
     """
 
     send_places: Tensor
@@ -43,7 +44,7 @@ class Route:
     addends: int = 1
 
     def reversed(self) -> Route:
-        """The way back, which is also the adjoint, of a route that permutes equal shards."""
+        """The inverse, and so the adjoint, of a route that permutes equal shards."""
         return Route(
             send_places=self.recv_places,
             send_splits=self.recv_splits,
@@ -65,11 +66,10 @@ class Route:
 def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -> Route:
     """Plan ``group_rank``'s part of the exchange from ``source`` to ``destination``.
 
-    Made on the host once per batch. Sender and receiver agree on the order of a message: the
-    sender's local order.
+    Made on the host once per batch. A message has its rows in the sender's local order.
 
     Raises:
-        ValueError: the layouts place different batches, or on different numbers of ranks.
+        ValueError: the layouts are of different batches, or of different numbers of ranks.
     """
     if source.lengths != destination.lengths or source.cp_size != destination.cp_size:
         raise ValueError(
@@ -100,9 +100,9 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
 
 
 def received_tokens(source: TokenLayout, destination: TokenLayout) -> tuple[int, ...]:
-    """Tokens that each group rank receives along the route; times a token's bytes, its traffic.
+    """Number of tokens that each group rank receives along the route from ``source``.
 
-    A rank sends as many as it receives, since shards are equal.
+    A rank sends as many tokens as it receives, since shards are equal.
     """
     size = max(source.shard_size, 1)
     origin = source.places[destination.tokens] // size

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which global token each context-parallel (CP) rank holds."""
+"""Layouts: the global tokens that each context-parallel (CP) rank holds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Which padded tokens of one batch each CP rank holds; plain data, no process group.
+    """The padded tokens of one batch that each CP rank holds; plain data, no process group.
 
     Attributes:
         name: ``"zigzag"`` or ``"contiguous"``.
         lengths: samples of the batch, which number its tokens.
         tokens: global token at each place, int64 ``[cp, total/cp]``; row r is group rank r's
-            shard in its local order. Every token stands in it exactly once.
+            shard in its local order. Every token occurs exactly once.
     """
 
     name: str
@@ -32,17 +32,17 @@ class TokenLayout:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks the tokens are spread over."""
+        """Number of ranks that the tokens are split over."""
         return self.tokens.size(0)
 
     @property
     def shard_size(self) -> int:
-        """Tokens held by each rank."""
+        """Number of tokens that each rank holds."""
         return self.tokens.size(1)
 
     @cached_property
     def places(self) -> Tensor:
-        """Where each global token lies in the rank-ordered concatenation, int64 [total]."""
+        """Place of each global token in the rank-ordered concatenation, int64 [total]."""
         flat = self.tokens.flatten()
         return torch.empty_like(flat).scatter_(0, flat, torch.arange(len(flat), device=flat.device))
 
@@ -63,7 +63,7 @@ class TokenLayout:
     def over_tensor_ranks(self, tp_size: int) -> TokenLayout:
         """The layout under sequence parallelism: each shard cut into ``tp_size`` equal runs.
 
-        Rows are in the order of a tp·cp group whose tp is the fastest: row cp_rank · tp + tp_rank.
+        Rows are in the order of a tp·cp group with tp fastest: row cp_rank · tp + tp_rank.
 
         Raises:
             ValueError: ``tp_size`` does not divide the shards.
@@ -79,8 +79,8 @@ class TokenLayout:
     def shard(self, tensor: Tensor, group_rank: int, dim: int = 0) -> Tensor:
         """Take ``group_rank``'s tokens: ``[..., total, ...]`` to ``[..., total/cp, ...]``.
 
-        Serves embeddings, labels, loss mask and position ids alike; the gradient of the result is
-        zero outside the rank's own tokens.
+        Embeddings, labels, loss mask and position ids all fit. The gradient of ``tensor`` is zero
+        outside the rank's own tokens.
 
         Raises:
             ValueError: ``tensor`` does not hold the padded tokens along ``dim``.
@@ -95,9 +95,10 @@ class TokenLayout:
 
 @lru_cache(maxsize=64)
 def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
-    """Rank r holds half-chunks r and 2·cp-1-r of every sample, which balances causal attention.
+    """Layout in which rank r holds half-chunks r and 2·cp-1-r of every sample.
 
-    Local order is per sample: first half-chunk, then second, sample after sample.
+    It balances causal attention. The local order is sample after sample, and in each the first
+    half-chunk before the second.
 
     Raises:
         ValueError: a padded length does not divide by 2·cp_size.
@@ -114,7 +115,7 @@ def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
     """Rank that holds each real token of :func:`zigzag_layout`, int64 ``[sum(lengths.real)]``.
 
     Raises:
-        ValueError: as there.
+        ValueError: a padded length does not divide by 2·cp_size.
     """
     check_zigzag_lengths(lengths, cp_size)
     real, padded = (np.asarray(n, dtype=np.int64) for n in (lengths.real, lengths.padded))
@@ -124,7 +125,7 @@ def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
 
 
 def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
-    """Refuse lengths that do not halve on ``cp_size`` ranks.
+    """Refuse lengths that do not fit the zigzag layout on ``cp_size`` ranks.
 
     Raises:
         ValueError: a padded length does not divide by 2·cp_size.
@@ -137,7 +138,7 @@ def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
 
 
 def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
-    """Rank r holds the r-th of cp equal runs of the whole token stream, as recurrences want.
+    """Layout for recurrences: rank r holds the r-th of cp equal runs of the whole token stream.
 
     Raises:
         ValueError: the padded total does not divide by cp_size.
@@ -156,12 +157,12 @@ def thd_partitioned_indices(
 ) -> Tensor:
     """Zigzag token numbers of one rank; replaces TE's ``tex.thd_get_partitioned_indices``.
 
-    Runs on the device of ``cu_seqlens`` and never waits for it.
+    Runs on the device of ``cu_seqlens`` without waiting for it.
 
     Args:
         cu_seqlens: global boundaries [samples + 1]; intervals are multiples of 2·cp_size
             (any length with one rank).
-        total_tokens: ``cu_seqlens[-1]``, as the host knows it.
+        total_tokens: ``cu_seqlens[-1]``, known on the host.
 
     Returns:
         int32 [total_tokens / cp_size], in the rank's local order.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups: gloo for NCCL, without device arguments, and what its collectives lack."""
+"""Process groups: gloo in place of NCCL, without device arguments, plus features gloo lacks."""
 
 import functools
 import os
@@ -22,14 +22,14 @@ def gloo_for(backend: Any) -> Any:
 
 @functools.cache
 def _device_of(process: int) -> dist.ProcessGroupGloo.Device:
-    """The connections of a process, of which a fork inherits no threads."""
+    """The gloo device of a process; keyed by process, as a fork does not inherit its thread."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
 class _OneDevice(type(dist.ProcessGroupGloo)):
-    """Has all gloo groups of a process share a device, and so the thread that serves it.
+    """Metaclass by which all gloo groups of a process share one device and its thread.
 
-    Else each has a thread of its own, which looks a hundred times a second whether there is work.
+    Otherwise each group has a thread of its own, which polls for work a hundred times a second.
     """
 
     def __call__(cls, store, rank, size, timeout):
@@ -56,11 +56,11 @@ def _new_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
         kwargs.pop("device_id", None)
-        if timeout is None:  # gloo's transfers keep it, whatever the group's limit is changed to
+        if timeout is None:  # gloo's transfers keep the timeout of their group's creation
             timeout = _time_limit_of_world()
-        # Options belong to a backend: those given for NCCL mean nothing to gloo.
+        # Options are specific to a backend: NCCL's mean nothing to gloo.
         group = original(ranks, timeout, gloo_for(backend), None, *args, **kwargs)
-        # A member that leaves the group at once would close connections that others still make.
+        # A member that left at once would close connections that others are still making.
         if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo":
             distributed_c10d.barrier(group)
         return group
@@ -78,9 +78,9 @@ def _time_limit_of_world() -> timedelta | None:
 def _process_group_name(original: Callable) -> Callable:
     @functools.wraps(original)
     def process_group_name(ranks, use_hashed_name):
-        # The name is a count, and prefixes the keys of the group in the store. Gloo connects the
-        # ranks of a group when it is made, NCCL when it is used: two groups of other ranks, each
-        # made only by its own members, have the same count and would read each other's addresses.
+        # The name is a count, and prefixes the group's keys in the store. Gloo connects the ranks
+        # of a group when it is made, NCCL when it is used. Two groups of different ranks, each made
+        # by its own members only, have the same count and would read each other's addresses.
         name = original(ranks, use_hashed_name)
         return name if use_hashed_name or not ranks else f"{name}:{'-'.join(map(str, ranks))}"
 
@@ -104,13 +104,13 @@ def _barrier(original: Callable) -> Callable:
 
 
 class _DividedWork:
-    """The handle of a sum that becomes an average when it is waited for."""
+    """Handle of an asynchronous sum; waiting for it turns the sum into an average."""
 
     def __init__(self, work: Any, tensor: torch.Tensor, size: int):
         self._work, self._tensor, self._size = work, tensor, size
 
     def wait(self, *args) -> bool:
-        """Wait for the sum, then divide it, truncating, once."""
+        """Wait for the sum; the first call also divides it by the group's size, truncating."""
         done = self._work.wait(*args)
         self._tensor.div_(self._size, rounding_mode="trunc")
         self._size = 1

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.cuda` on the CPU: a table of the calls that have an honest answer; the rest refuse.
+"""`torch.cuda` on the CPU: a table of calls that have a true answer on a CPU; all others raise.
 
-To add a call, add it to `ANSWERS` if its answer on a CPU is a fact; else leave it refused.
+To support another call, add it to `ANSWERS`, but only if its answer on a CPU is a fact.
 """
 
 import os
@@ -42,7 +42,7 @@ def _index(device: Any) -> int:
 
 
 def current_device() -> int:
-    """The index that `set_device` was given last, at first 0."""
+    """The index last passed to `set_device`; initially 0."""
     return _device_index
 
 
@@ -53,7 +53,7 @@ def set_device(device) -> None:
 
 
 def device_count() -> int:
-    """One device for each rank on this host."""
+    """Number of ranks on this host, each of which has one device."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -80,7 +80,7 @@ class device_of(device):
 
 
 class DeviceProperties(NamedTuple):
-    """What is known of the "device": no compute capability, the host's cores and its memory."""
+    """Properties of the "device": the host's cores and memory, and compute capability 0.0."""
 
     name: str
     major: int
@@ -96,23 +96,23 @@ def get_device_properties(device=None) -> DeviceProperties:
 
 
 def get_device_capability(device=None) -> tuple[int, int]:
-    """(0, 0): below every requirement."""
+    """Return (0, 0), which is below every requirement."""
     return (0, 0)
 
 
 def get_device_name(device=None) -> str:
-    """`"cpu"`."""
+    """Return `"cpu"`."""
     return "cpu"
 
 
 def memory_allocated(device=None) -> int:
-    """Bytes of this process that are resident now."""
+    """Resident memory of this process now, in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def max_memory_allocated(device=None) -> int:
-    """The most bytes of this process that were ever resident."""
+    """Peak resident memory of this process so far, in bytes."""
     # The kernel updates its peak with a delay.
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, memory_allocated())
 
@@ -123,7 +123,7 @@ class _MemoryStats(dict):
 
 
 def memory_stats(device=None) -> dict[str, int]:
-    """The process's resident bytes under the allocator's names; other names refuse."""
+    """Resident bytes of this process under the CUDA allocator's names; other names raise."""
     now, peak = memory_allocated(), max_memory_allocated()
     return _MemoryStats(
         (f"{kind}_bytes.all.{when}", value)
@@ -140,7 +140,7 @@ def _returns(value: Any) -> Callable:
 
 
 class _NvtxRange:
-    """`with torch.cuda.nvtx.range(…)`: marks nothing."""
+    """Stand-in for `torch.cuda.nvtx.range`; marks nothing."""
 
     def __init__(self, msg: str, *args, **kwargs):
         self.msg = msg
@@ -208,7 +208,7 @@ def _refuse(name: str, original: Any) -> Any:
 
 
 def _public_callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """The callables of `module` that are CUDA's own; exceptions and storages stay as they are."""
+    """CUDA's own public callables in `module`, without exceptions, storages and tensor types."""
     for name, value in list(vars(module).items()):
         own = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.cuda")
         if not own or name.startswith("_") or name.endswith(("Storage", "Tensor")):
@@ -219,7 +219,7 @@ def _public_callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def replacements() -> list[Replacement]:
-    """Every public callable of `torch.cuda`, and of its submodules, answered or refused."""
+    """Replacements, by answers or errors, of all public callables of `torch.cuda`."""
     plan, stand_ins = [], {}
     for module in (torch.cuda, *_SUBMODULES):
         prefix = "nvtx." if module is torch.cuda.nvtx else ""
@@ -234,9 +234,9 @@ def replacements() -> list[Replacement]:
     ]
     plan += [
         Replacement(torch.cuda, "default_generators", random.Generators()),
-        # PyTorch calls this when an op really reaches CUDA: an argument that was not redirected.
+        # PyTorch calls this when an op really reaches CUDA, through an argument not redirected.
         Replacement(torch.cuda, "_lazy_init", _refuse("_lazy_init", None)),
-        # PyTorch built for CUDA names it here without asking `torch.cuda`; tensors are on the CPU.
+        # A CUDA build of PyTorch would return CUDA without asking `torch.cuda`.
         Replacement(torch.accelerator, "current_accelerator", _returns(None)),
     ]
     return plan

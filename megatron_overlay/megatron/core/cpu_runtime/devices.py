@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Device arguments: whatever names a CUDA device means the CPU.
+"""Redirect device arguments that name a CUDA device to the CPU.
 
 The functions that take a device are wrapped one by one, instead of watching all ops with a
 `TorchFunctionMode`: a mode is not active inside autograd's backward, and it slows down every op.
@@ -46,9 +46,9 @@ def _with_cpu_device(factory: Callable) -> Callable:
 
 
 def _factories() -> Iterator[tuple[Any, str]]:
-    """`(owner, name)` of every function that creates a tensor on the device in a keyword."""
-    # PyTorch keeps the constructors that `with torch.device(…)` redirects in a cached set. It must
-    # be filled before they are wrapped: it is compared with the unwrapped functions.
+    """`(owner, name)` of every function that creates a tensor and takes a keyword `device`."""
+    # PyTorch keeps the constructors that `with torch.device(…)` redirects in a cached set. The set
+    # must be filled before they are wrapped, as PyTorch looks up the unwrapped functions in it.
     constructors = _device_constructors()
     for module in _FACTORY_MODULES:
         for name, value in list(vars(module).items()):
@@ -61,7 +61,7 @@ def _factories() -> Iterator[tuple[Any, str]]:
 
 
 def _to(original: Callable) -> Callable:
-    """`to(device, …)`, `to(dtype)`, `to(other)` of tensors and modules."""
+    """Wrap `to(device, …)`, `to(dtype)` and `to(other)` of tensors and modules."""
 
     @functools.wraps(original)
     def to(self, *args, **kwargs):
@@ -87,7 +87,7 @@ def _tensor_methods() -> dict[str, Callable]:
             dtype = dtype.replace("torch.cuda.", "torch.")
         if dtype is not None:
             return original_type(self, dtype, *args, **kwargs)
-        # Megatron's optimizers tell parameters of 16 and 32 bits apart by CUDA's names.
+        # Megatron's optimizers tell 16-bit from 32-bit parameters by CUDA's type names.
         name = original_type(self)
         return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan all replacements, make them, and rebind the names that modules imported before."""
+"""Plan and make all replacements, and rebind names that modules have already imported."""
 
 import functools
 import sys
@@ -16,10 +16,10 @@ _installed = False
 
 
 def install() -> None:
-    """Make CUDA and NCCL mean the CPU and gloo, for this process and for good.
+    """Make CUDA and NCCL mean the CPU and gloo in this process, permanently.
 
-    A second call changes nothing. Raises RuntimeError when CUDA is already in use: tensors and
-    groups that live on the GPU would be left behind.
+    A second call changes nothing. Raises RuntimeError if CUDA is already initialized, as existing
+    tensors and groups would stay on the GPU.
     """
     global _installed
     if _installed:
@@ -38,19 +38,19 @@ def install() -> None:
     ]
     replaced = {id(old): (old, new) for old, new in map(_replace, plan) if callable(old)}
     _rebind_imported_names(replaced)
-    if "torch._dynamo" in sys.modules:  # functions were decorated with torch.compile before
+    if "torch._dynamo" in sys.modules:  # functions may already be decorated with torch.compile
         torch.compiler.set_stance("force_eager")
     random.silence_tracker_warning()
     _installed = True
 
 
 def _eager(model: Callable | None = None, **options) -> Callable:
-    """`torch.compile` that returns what it is given: compiling takes longer than it saves here."""
+    """Stand-in for `torch.compile` that compiles nothing, as that costs more than it saves here."""
     return model if model is not None else functools.partial(_eager, **options)
 
 
 def _replace(replacement: Replacement) -> tuple[object, object]:
-    """Make one replacement; returns what was there and what is there now."""
+    """Make one replacement; return the old and the new object."""
     owner, name, value = replacement
     old = getattr(owner, name)
     setattr(owner, name, value)
@@ -58,7 +58,7 @@ def _replace(replacement: Replacement) -> tuple[object, object]:
 
 
 def _rebind_imported_names(replaced: dict[int, tuple[object, object]]) -> None:
-    """Give modules that hold a replaced object under any name of theirs the new object.
+    """Rebind every name by which a module holds a replaced object to the new object.
 
     `replaced` maps the id of the old object to (old, new).
     """

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random state of the "device": PyTorch's CPU generator, which ops on CPU tensors draw from.
 
-Megatron's `CudaRNGStatesTracker` forks the CUDA state and then draws, so its forks must move the
-generator that CPU ops use. The host's and the device's generator are thus one here. Two things
-follow, and both are taken care of:
-- a data loader draws from the host's generator, often on one rank of a tensor-parallel group only;
-  here that would move the device's state, and the ranks' dropout masks would diverge. Data loading
-  therefore gets a stream of its own.
-- the tracker warns whenever the CPU state changes inside a fork, as here it always does.
+Megatron's `CudaRNGStatesTracker` forks the CUDA state and then draws, so its forks must set the
+generator that CPU ops use: here the host and the device share one generator. This module handles
+two consequences:
+- A data loader draws from the host's generator, often on only one rank of a tensor-parallel group.
+  That would advance the device's state, and the ranks' dropout masks would diverge, so data loading
+  gets a stream of its own.
+- The tracker warns whenever the CPU state changes inside a fork, which here it always does.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ def set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all devices: of the one that this rank has."""
+    """The states of all devices, of which a rank has one."""
     return [get_rng_state()]
 
 
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the states of all devices: of the one that this rank has."""
+    """Set the states of all devices, of which a rank has one."""
     (state,) = new_states
     set_rng_state(state)
 
@@ -58,12 +58,12 @@ def seed() -> None:
 
 
 def initial_seed() -> int:
-    """The seed that the generator was given last."""
+    """The seed that the generator was last given."""
     return _GENERATOR.initial_seed()
 
 
 class Generators(Sequence):
-    """Stands for `torch.cuda.default_generators`: the one generator, for each device index."""
+    """Stand-in for `torch.cuda.default_generators` with one generator for all device indices."""
 
     def __len__(self) -> int:
         return torch.cuda.device_count()
@@ -80,7 +80,7 @@ class _DataLoadingStream:
 
     @contextlib.contextmanager
     def active(self):
-        """Draws inside come from this stream; the generator is as before afterwards."""
+        """Inside, draws come from this stream; afterwards the generator's state is restored."""
         outer = _GENERATOR.get_state()
         if self.state is None:
             _GENERATOR.manual_seed(_GENERATOR.initial_seed())

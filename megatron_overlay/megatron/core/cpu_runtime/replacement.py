@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""One attribute to replace: what the parts of the CPU runtime plan and the installer executes."""
+"""One attribute to replace, planned by a module of the CPU runtime and set by the installer."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ class Replacement(NamedTuple):
 
 
 def refusal(name: str) -> NotImplementedError:
-    """The error for a CUDA call that the CPU runtime has no honest answer to."""
+    """The error for a CUDA call that has no true answer on a CPU."""
     return NotImplementedError(
         f"{name} has no equivalent in the CPU runtime: run this on a GPU, switch off the option "
         f"that needs it, or add it to megatron/core/cpu_runtime/cuda_api.py"

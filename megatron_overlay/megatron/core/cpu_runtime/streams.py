@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams and events of a device on which every op has finished when its call returns.
 
-Ordering between streams therefore always holds, and waiting never waits. Events record the time at
-which they are recorded, so that intervals between them are measured ones.
+Ordering between streams therefore always holds, and waits return at once. Events store the time at
+which they are recorded, so intervals between them are real measurements.
 """
 
 import threading
@@ -15,7 +15,7 @@ _CURRENT = threading.local()
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`; distinct streams are distinct objects, all of them idle."""
+    """Stand-in for `torch.cuda.Stream`; distinct streams are distinct objects, all of them idle."""
 
     def __init__(self, device=None, priority: int = 0, **kwargs):
         self.device = torch.device("cpu")
@@ -25,7 +25,7 @@ class Stream:
         """Return at once: the work of `stream` is done."""
 
     def wait_event(self, event: "Event") -> None:
-        """Return at once: what `event` marks is done."""
+        """Return at once: the work before `event` is done."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record `event`, or a new one, now."""
@@ -50,7 +50,7 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.cuda.Event`: a point in (host) time."""
+    """Stand-in for `torch.cuda.Event`: a point in host time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **kwargs):
         self.time_s: float | None = None
@@ -85,7 +85,7 @@ def default_stream(device=None) -> Stream:
 
 
 def current_stream(device=None) -> Stream:
-    """The stream that this thread has set last, or the default one."""
+    """The stream that this thread set last, or the default stream."""
     return getattr(_CURRENT, "stream", _DEFAULT)
 
 
@@ -96,7 +96,10 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """`with torch.cuda.stream(s)`: `s` is this thread's current stream inside; None: no change."""
+    """Stand-in for `torch.cuda.StreamContext`.
+
+    Inside, `stream` is this thread's current stream; None changes nothing.
+    """
 
     def __init__(self, stream: Stream | None):
         self.stream = stream

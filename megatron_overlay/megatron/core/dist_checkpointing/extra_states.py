@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Extra states of modules that a checkpoint lacks.
+"""Load checkpoints that lack extra states of modules.
 
-Each layer of Transformer Engine has an extra state beside its weights, what FP8 needs to go on.
-Layers of other implementations have none, and a converted checkpoint has weights alone.
+Each Transformer Engine layer has an extra state beside its weights, for resuming FP8. Layers of
+other implementations have none, and a converted checkpoint has only weights.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 def keep_unsaved_extra_states(
     sharded_state_dict: ShardedStateDict, checkpoint_dir: str
 ) -> ShardedStateDict:
-    """Ask a checkpoint for no extra state that it lacks: the module keeps its own.
+    """Drop extra states that a checkpoint lacks from a load request; modules keep their own.
 
-    Weights that it lacks are still asked for, and missed when they are read.
+    Weights that the checkpoint lacks are still requested, so loading them fails.
 
     Args:
-        sharded_state_dict: what is to be loaded.
-        checkpoint_dir: of one iteration.
+        sharded_state_dict: state to load.
+        checkpoint_dir: folder of one iteration.
 
     Returns:
-        The same, with the module's own value in place of each such state.
+        The state dict with the module's own value in place of each extra state not saved.
     """
     saved = load_sharded_metadata(checkpoint_dir)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of an asynchronous save, which outlive no rank, and the queue for its results."""
+"""Processes of an asynchronous save, which end with their rank, and the queue of its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 """
-"""Code as text: the manager's process, which is spawned, then need not import Megatron."""
+"""Code of the watcher thread, as text so that the spawned manager need not import Megatron."""
 
 
 def end_with_rank() -> None:
@@ -52,10 +52,10 @@ def start_deaf(process: Process) -> None:
 
 
 def managed_queue(context: BaseContext) -> Queue:
-    """A queue whose process ends when this one does, even if it is killed.
+    """A queue whose manager process ends when this process does, even if this one is killed.
 
     Args:
-        context: how to start the process.
+        context: multiprocessing context that starts the process.
     """
     manager = SyncManager(ctx=context)
     manager.start(exec, (_END_WITH_RANK, {}))
@@ -64,10 +64,10 @@ def managed_queue(context: BaseContext) -> Queue:
 
 @contextlib.contextmanager
 def results_in_this_process(writing: ModuleType) -> Iterator[None]:
-    """Writers made meanwhile write in this process, and need no other for their results.
+    """Inside, new writers write in this process, and put their results into a plain queue in it.
 
     Args:
-        writing: the module that makes the writers, and keeps the queue of their results.
+        writing: module that makes the writers and holds the queue of their results.
     """
     before = writing._results_queue
     writing._results_queue = Queue()

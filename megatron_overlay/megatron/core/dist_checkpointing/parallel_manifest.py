@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of a checkpoint's files, with the work divided over the ranks.
 
-The manifest is upstream's; there one rank hashes everything that all ranks wrote, and at loading
-every rank does. Here a rank reads its share: of a checkpoint of S bytes on n ranks about S/n. What
-is saved beside the training is hashed beside it, by the process that has written it.
+The manifest has upstream's format. In upstream, one rank hashes the files of all ranks after a
+save, and every rank hashes all of them before a load. Here each rank reads only its share, about
+S/n of a checkpoint of S bytes on n ranks. An asynchronous save is hashed in the background too, by
+the process that writes it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 TRIES = 5
-"""A second apart, to read what other ranks have just written."""
+"""Attempts, a second apart, to read files that other ranks have just written."""
 
 
 def hash_in_writer(request: Any, checkpoint_dir: str) -> Any:
-    """An asynchronous save whose writer hashes its files, and whose end writes the manifest.
+    """Make an asynchronous save hash its files in the writer, and write the manifest at its end.
 
     Args:
-        request: an ``AsyncRequest`` of either strategy. The arguments of its function begin with
-            the rank, and end with the queue for the results.
-        checkpoint_dir: where it writes.
+        request: an ``AsyncRequest`` of either strategy. The first argument of its function is the
+            rank, the last one the queue for the results.
+        checkpoint_dir: folder that the save writes to.
+
+    Returns:
+        The changed request.
     """
     hashed = None
     if request.async_fn is not None:
@@ -48,24 +52,25 @@ def hash_in_writer(request: Any, checkpoint_dir: str) -> Any:
 
 
 def _write_and_hash(write: Callable, checkpoint_dir: str, rank: int, *rest: Any, **named) -> None:
-    """Runs in the writer. The hashes follow the results of writing in their queue."""
+    """Write and hash, in the writer; the queue gets the hashes after the results of writing."""
     write(rank, *rest, **named)
     try:
         written = [name for name in _files(checkpoint_dir) if f"__{rank}_" in name]
         hashes = {name: _digest(checkpoint_dir, name) for name in written}
     except OSError:
-        hashes = {}  # the ranks try again, and say what is wrong
+        hashes = {}  # the ranks try again, and report the error
     rest[-1].put(hashes)
 
 
 def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
-    """Hash every file there and write the manifest; collective over the world.
+    """Hash every file of a checkpoint and write the manifest; collective over the world.
 
     Args:
-        hashed: has the hashes of files that this rank's writer has hashed already.
+        checkpoint_dir: folder of the checkpoint.
+        hashed: queue that holds the hashes of files already hashed by this rank's writer.
 
     Raises:
-        CheckpointingException: on every rank alike, for a file that its rank cannot read.
+        CheckpointingException: a rank cannot read a file of its share; raised on all ranks.
     """
     files = _on_all_ranks({} if hashed is None else hashed.get_nowait())
     chosen = [_files(checkpoint_dir)]
@@ -90,8 +95,8 @@ def verify_manifest(checkpoint_dir: str) -> None:
     """Check the hash of every file that the manifest lists; collective over the world.
 
     Raises:
-        CheckpointingException: on every rank alike: without a manifest, or for files that are
-            missing or have another content.
+        CheckpointingException: there is no manifest, or files are missing or have changed; raised
+            on all ranks.
     """
     read = [_read_manifest(checkpoint_dir) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(read)
@@ -109,7 +114,7 @@ def verify_manifest(checkpoint_dir: str) -> None:
 
 
 def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
-    """The hash of each file, or what is wrong."""
+    """Hash by file name, or a message that says why the manifest cannot be read."""
     path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)
     try:
         with open(path) as file:
@@ -124,7 +129,7 @@ def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
 
 
 def _digests(checkpoint_dir: str, names: list[str]) -> dict[str, str | None]:
-    """Of all files, on every rank; None for one that cannot be read."""
+    """Hashes of all named files, on every rank; None for a file that cannot be read."""
     share = names[dist.get_rank() :: dist.get_world_size()]
     return _on_all_ranks({name: _digest(checkpoint_dir, name) for name in share})
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a distributed checkpoint without running code from it.
 
-PyTorch's reader unpickles the metadata, and its planner the objects, whatever they are; a pickle
-can name any function to call. Here the metadata may name its own classes only, and objects what
-``torch.load`` takes for weights.
+PyTorch's reader unpickles the metadata, and its planner the objects, without restriction; a pickle
+can name any function to call. Here the metadata may only name its own classes, and objects only
+what ``torch.load`` accepts with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class _Unpickler(pickle.Unpickler):
 def no_code_from_checkpoints() -> Iterator[None]:
     """Inside, reading a distributed checkpoint runs no code from it, however it is read.
 
-    Objects and the common state are read as ``torch.load`` reads weights, which PyTorch's own
-    switch enforces; other classes can be allowed by ``torch.serialization.add_safe_globals``.
+    PyTorch's own switch makes ``torch.load`` read objects and the common state with
+    ``weights_only``; ``torch.serialization.add_safe_globals`` allows further classes.
 
     Raises:
-        CheckpointingException: inside, where something else is asked for.
+        CheckpointingException: a checkpoint read inside names anything else.
     """
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before, read_metadata = os.environ.get(switch), FileSystemReader.read_metadata

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline communicator that lets a rank work where it would wait for its neighbours."""
+"""Pipeline communicator that runs other work before a rank waits for its neighbours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 def open_links(pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
     """Use each link between neighbours once; collective over the pipeline.
 
-    The first use of a link makes a rank wait until its other end is used, also by a send.
+    The first use of a link, even a send, blocks a rank until the other end uses it too.
     """
     links = FilledWaits(pp_group, config, lambda _: None)
     token = torch.zeros(1, dtype=config.pipeline_dtype, device=torch.cuda.current_device())
@@ -28,17 +28,17 @@ def open_links(pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None
 
 
 class FilledWaits(P2PCommunicator):
-    """Upstream's, with other work between the start of a receive and the wait for it.
+    """Upstream's communicator, with other work between the start of a receive and the wait for it.
 
-    What a call sends and receives, it starts at once, as upstream does, and in upstream's order
-    without batches, in which the two ends of a link agree. It then waits for what it receives
-    only: a send goes on beside what the rank does next, also where its receiver is late.
+    A call starts all its sends and receives at once, as upstream does, in upstream's order without
+    batching, on which both ends of a link agree. It then waits for its receives only: a send
+    continues during the rank's next work, even if its receiver is late.
 
     Args:
-        pp_group: the pipeline's ranks.
-        config: the language model's; without ``variable_seq_lengths``, for which neighbours wait
-            for each other's shapes first.
-        work: called before each wait, with ``recv_prev`` or ``recv_next``.
+        pp_group: process group of the pipeline.
+        config: the language model's configuration, without ``variable_seq_lengths``, which makes
+            neighbours wait for each other's shapes first.
+        work: function called before each wait, with ``"recv_prev"`` or ``"recv_next"``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FilledWaits(P2PCommunicator):
         self._most = 4 * pp_group.size() * (config.virtual_pipeline_model_parallel_size or 1)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, wait_on_reqs=True, **others):
-        # The schedule frees the data of what it has sent, and a CUDA graph writes it again.
+        # The schedule frees the data of tensors it has sent, and a CUDA graph overwrites its own.
         sent = {
             name: tensor.detach().clone() if self._has_graphs else tensor.detach()
             for name, tensor in (("send_next", tensor_send_next), ("send_prev", tensor_send_prev))
@@ -75,13 +75,13 @@ class FilledWaits(P2PCommunicator):
         return from_prev, from_next, None
 
     def finish(self) -> None:
-        """Wait for what is still being sent."""
+        """Wait for the sends that are still under way."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
 
 class _Wait:
-    """The handle of a receive, as the schedule knows it."""
+    """Handle of a receive for the schedule; ``wait`` runs other work first."""
 
     def __init__(self, request: dist.Work, name: str, work: Callable[[str], None]) -> None:
         self._request, self._name, self._work = request, name, work

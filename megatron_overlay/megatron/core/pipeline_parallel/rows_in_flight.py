@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows each source sent of a microbatch, until their gradients have gone back."""
+"""Number of rows that each source sent of a microbatch, kept until its gradient is split."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ import torch
 
 
 class RowsInFlight:
-    """A queue over the microbatches of a pipeline stage, which go forward and back in one order.
+    """Queue of a pipeline stage's microbatches, whose forwards and backwards run in one order.
 
     Sources with different numbers of image tokens send different numbers of rows. The receiver
-    joins them to one tensor; its gradient has to be cut where they were joined, not into equal
-    parts.
+    concatenates them; the gradient has to be split where they were joined, not into equal parts.
     """
 
     def __init__(self) -> None:
         self._sizes: deque[list[int]] = deque()
 
     def note(self, shapes: Sequence[Sequence[int]], dim: int) -> None:
-        """Remember a microbatch that was received; nothing where no backward will follow.
+        """Add a received microbatch to the queue, unless no backward will follow.
 
         Args:
-            shapes: of the tensors, one a source.
-            dim: along which they are joined.
+            shapes: shape of each source's tensor.
+            dim: dim along which the tensors are concatenated.
         """
         if torch.is_grad_enabled():
             self._sizes.append([int(shape[dim]) for shape in shapes])
 
     def split(self, gradient: torch.Tensor, sources: int, dim: int) -> list[torch.Tensor]:
-        """Cut the gradient of the earliest microbatch for its sources, and forget it.
+        """Split the gradient of the earliest microbatch by source, and drop it from the queue.
 
-        A gradient without a microbatch in flight is cut into equal parts, as upstream does.
+        A gradient without a microbatch in the queue is split into equal parts, as upstream does.
         """
         sizes = self._sizes.popleft() if self._sizes else gradient.shape[dim] // sources
         return [part.contiguous() for part in gradient.split(sizes, dim)]

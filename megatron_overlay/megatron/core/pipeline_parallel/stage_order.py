@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which a pipeline stage runs forwards and backwards; needs no process group."""
+"""Order in which a pipeline stage runs forwards and backwards; needs no process group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from megatron.core.pipeline_parallel.schedules import (
 def order_of_stage(
     stage: int, size: int, microbatches: int, vpp: int, group: int | None = None
 ) -> list[tuple[str, int, int]]:
-    """Way, virtual stage and microbatch of all that a stage does in Megatron's 1F1B.
+    """Operations of a stage in Megatron's 1F1B, in order.
 
     Args:
-        stage, size: which of how many.
+        stage, size: index and number of pipeline stages.
+        microbatches: microbatches of the step.
         vpp: virtual stages of each stage; with more than one, the schedule is interleaved.
-        group: neighbouring microbatches of a virtual stage; as many as stages by default.
+        group: consecutive microbatches that a virtual stage runs before the next one does; by
+            default as many as there are stages.
+
+    Returns:
+        ``"forward"`` or ``"backward"``, virtual stage and microbatch of each operation.
     """
     fake = SimpleNamespace(size=lambda: size, rank=lambda: stage)
     place = SimpleNamespace(

@@ -1,17 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Over which tensor- and context-parallel sizes a recurrent layer's heads can be spread."""
+"""Tensor- and context-parallel sizes over which a recurrent layer's heads can be split."""
 
 from math import gcd
 
 
 def mamba_cp_sizes(heads: int, groups: int, tp_size: int) -> list[int]:
-    """CP sizes, ascending, over which the heads of one TP rank of a Mamba layer can be spread.
+    """CP sizes, ascending, over which the heads of one TP rank of a Mamba layer can be split.
 
     ``heads`` and ``groups`` are those of the whole layer; ``groups`` divides ``heads``. Each CP
-    rank takes equally many heads, and either whole groups or heads of one group only, whose
-    state (B and C) is then repeated on the ranks that share it. Empty where TP alone does not
-    divide heads and groups.
+    rank takes equally many heads, and either whole groups or heads of a single group, whose B and C
+    are then repeated on the ranks that share it. The list is empty if ``tp_size`` does not divide
+    heads and groups.
     """
     if heads % tp_size or groups % tp_size:
         return []
@@ -25,13 +25,14 @@ def mamba_cp_sizes(heads: int, groups: int, tp_size: int) -> list[int]:
 
 
 def check_mamba(heads: int, groups: int, tp_size: int, cp_size: int) -> None:
-    """Refuse sizes over which a Mamba layer's heads cannot be spread; needs no process group.
+    """Refuse sizes over which a Mamba layer's heads cannot be split; needs no process group.
 
     Args:
-        cp_size: over how many CP ranks the heads of a TP rank are spread: 1 with state passing.
+        cp_size: number of CP ranks over which the heads of a TP rank are split; 1 with state
+            passing.
 
     Raises:
-        ValueError: naming the numbers, the broken rule, and the sizes that would fit.
+        ValueError: the sizes do not fit; the message names the rule and the sizes that would fit.
     """
     if heads % (tp_size * cp_size):
         rule = f"tp·cp = {tp_size * cp_size} must divide the heads"
@@ -44,7 +45,10 @@ def check_mamba(heads: int, groups: int, tp_size: int, cp_size: int) -> None:
 
 
 def check_gated_delta_net(key_heads: int, value_heads: int, tp_size: int, cp_size: int) -> None:
-    """The same for a gated delta net: each CP rank takes equally many heads of either kind."""
+    """Refuse sizes over which a gated delta net's heads cannot be split.
+
+    Each CP rank takes equally many key heads, and equally many value heads.
+    """
     layer = f"a gated delta net of {key_heads} key and {value_heads} value heads"
     rule = f"tp·cp = {tp_size * cp_size} must divide both"
     common = gcd(key_heads, value_heads)

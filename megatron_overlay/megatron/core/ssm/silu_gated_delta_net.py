@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A gated delta net beside MLPs of another activation."""
+"""Gated delta net whose activation does not depend on that of the MLPs."""
 
 import torch.nn.functional as F
 
@@ -8,10 +8,10 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 
 class SiluGatedDeltaNet(GatedDeltaNet):
-    """Convolution and gate are SiLU, as the layer is defined (arXiv 2412.06464).
+    """Gated delta net with SiLU in convolution and gate, as defined in arXiv 2412.06464.
 
-    Upstream's layer has the ``activation_func`` of the config, which the MLPs have too, and its
-    kernels take SiLU only.
+    Upstream's layer uses the config's ``activation_func``, as the MLPs do. Its kernels take only
+    SiLU.
     """
 
     def __init__(self, *args, **kwargs) -> None:

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Order of tokens around a recurrence that holds the whole sequence of some of the heads.
+"""Order of tokens around a recurrence that has the whole sequence of some of the heads.
 
-The all-to-all from sequence shards to head shards lays the CP ranks' tokens end to end (*rank
-order*: zigzag, as attention has them). A recurrence needs them as the samples run (*sequence
-order*), and its output goes back the same way.
+The all-to-all from sequence shards to head shards concatenates the CP ranks' tokens (*rank order*:
+each rank's are in attention's zigzag layout). A recurrence needs tokens in the order of the samples
+(*sequence order*); its output is permuted back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 def to_sequence_order(
     tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
 ) -> Tensor:
-    """Rank order to sequence order, along dim 0 of ``[total, ...]``.
+    """Permute rank order to sequence order, along dim 0 of ``[total, ...]``.
 
     Raises:
-        ValueError: a length (of a sample, if packed) is no multiple of 2·cp_size, or the tensor
+        ValueError: a length (of a sample, if packed) is not a multiple of 2·cp_size, or the tensor
             does not hold the tokens that ``packed_seq_params`` describes.
     """
     layout = _zigzag(tensor, cp_size, packed_seq_params)
@@ -40,20 +40,20 @@ def to_sequence_order(
 def to_rank_order(
     tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
 ) -> Tensor:
-    """Sequence order to rank order: the inverse of :func:`to_sequence_order`, bit for bit."""
+    """Permute back to rank order: the inverse of :func:`to_sequence_order`, bit for bit."""
     layout = _zigzag(tensor, cp_size, packed_seq_params)
     return _Permute.apply(tensor, layout.tokens.flatten(), layout.places)
 
 
 def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor | None:
-    """The sample index at which a scan forgets its state, int32 ``[1, tokens]``; None for one.
+    """Sample of each token, int32 ``[1, tokens]``; a scan resets its state where it changes.
 
-    ``tokens`` counts the whole packed row, over all CP ranks and with padding. In a run with global
-    groups, which is upstream's, samples that are not told apart share their state, as before.
+    ``tokens`` counts the whole packed row, over all CP ranks and with padding. None for a row of
+    one sample. In a run of upstream's, with global groups, None also if ``seq_idx`` is missing:
+    samples then share their state, as they do upstream.
 
     Raises:
-        ValueError: ``packed_seq_params`` does not say which sample a token is of, or describes
-            another row.
+        ValueError: ``packed_seq_params`` lacks ``seq_idx``, or describes another row.
     """
     seq_idx = packed_seq_params.seq_idx
     if seq_idx is None:
@@ -74,14 +74,14 @@ def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Ten
 def sample_starts(
     packed_seq_params: PackedSeqParams | None, tokens: int, cp_size: int, device: torch.device
 ) -> Tensor | None:
-    """Where the samples of a packed row begin, and its end, int32; None for a plain batch.
+    """Start of each sample of a packed row, then the row's end, int32; None for a plain batch.
 
-    Empty samples are left out: ``fla`` takes those after them for each other. In a run with global
-    groups, which is upstream's, they stay. ``tokens`` counts as in :func:`sample_of_each_token`.
+    Empty samples are left out, as ``fla`` confuses the samples after an empty one. In a run of
+    upstream's, with global groups, they stay. ``tokens`` is as in :func:`sample_of_each_token`.
 
     Raises:
         ValueError: ``packed_seq_params`` describes another row, or a length (of a sample, if
-            packed) is no multiple of 2·cp_size.
+            packed) is not a multiple of 2·cp_size.
     """
     is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
     lengths = lengths_of_batch(packed_seq_params if is_packed else None, tokens)
@@ -99,7 +99,7 @@ def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | N
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient is taken by the inverse, never scattered."""
+    """Permutation of rows; the gradient is gathered by the inverse order, never scattered."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

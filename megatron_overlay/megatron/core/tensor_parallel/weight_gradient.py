@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients that a GEMM adds to the main gradients itself: APEX's kernels, or cuBLAS's.
+"""GEMMs that add weight gradients directly to the main gradients: APEX's or Transformer Engine's.
 
-Megatron's own linear layers know APEX's extension only. Transformer Engine, which nearly every GPU
-installation has, brings a GEMM that does the same.
+Megatron's own linear layers only know APEX's extension. Transformer Engine, which nearly every GPU
+installation has, has a (cuBLAS) GEMM that does the same.
 
 Raises:
     ImportError: neither is installed.

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention for local specs: any context-parallel (CP) size, packed or not, no TE needed.
 
-Keys and values are all-gathered along CP, which grouped-query attention keeps small, and each rank
-attends from its own two half-chunks of every sample to their causal prefixes. The zigzag layout
-gives every rank the same work. Kernels are ``scaled_dot_product_attention``'s fused ones: on a GPU
-no score matrix is stored.
+Keys and values, which grouped-query attention keeps small, are all-gathered along CP. Each rank
+attends from its own two half-chunks of every sample to their causal prefixes; the zigzag layout
+gives every rank the same work. The kernels are the fused ones of ``scaled_dot_product_attention``,
+so a GPU stores no score matrix.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 
 
-# Mean length, in tokens, of samples that one kernel for the whole pack serves faster than one
-# kernel each, with one CP rank. With more it is always faster. Forward and backward of 32768 bf16
-# tokens on an H200, 32 heads, 2 groups, dim 128, kernel each over one kernel: 256 samples 11 and
-# (rank 1 of cp=4) 28; 64 samples 2.0 and 7.8; 32 samples 1.1 and 4.8; 8 samples 0.7 and 1.2.
+# Mean length of samples, in tokens, up to which one kernel for the whole pack is faster than one
+# kernel per sample, with one CP rank. With more CP ranks it always is. Measured on an H200, forward
+# and backward of 32768 bf16 tokens, 32 heads, 2 groups, dim 128: time of one kernel per sample over
+# time of one kernel, for cp=1 and for rank 1 of cp=4: 256 samples 11 and 28; 64 samples 2.0 and
+# 7.8; 32 samples 1.1 and 4.8; 8 samples 0.7 and 1.2.
 _SHORT_SAMPLES = 1024
 
 
 class ContextParallelAttention(MegatronModule):
     """Drop-in core attention for Megatron's local ``SelfAttention`` specs.
 
-    The tokens of a rank follow the zigzag layout of ``megatron.core.context_parallel_layout``,
-    over ``pg_collection.cp``. With one CP rank there is no communication.
+    Tokens are in the zigzag layout of ``megatron.core.context_parallel_layout`` over
+    ``pg_collection.cp``. With one CP rank there is no communication.
 
     Raises:
-        ValueError: dropout, a sliding window or a softmax variant is asked for, or the CP size of
-            the config is not that of the group.
+        ValueError: the config asks for dropout, a sliding window or a softmax variant; the layer is
+            not self-attention; or the config's CP size differs from the group's.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class ContextParallelAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend from this rank's queries to every token they may see.
+        """Attend from this rank's queries to all tokens that they may see.
 
         Args:
             query: ``[S/cp, B, heads/tp, dim]``, or ``[T/cp, heads/tp, dim]`` when packed.
             key: as ``query``, with ``groups/tp`` heads.
             value: as ``key``.
-            attention_mask: ignored when causal, as the mask type says it all; else None.
+            attention_mask: ignored when causal, as the mask type determines the mask; else None.
             attn_mask_type: overrides the layer's.
             attention_bias: not supported.
             packed_seq_params: global ``cu_seqlens`` of a packed (``thd``) batch.
@@ -138,7 +139,7 @@ class ContextParallelAttention(MegatronModule):
     def _attend_planned(
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """All blocks of the plan, on ``[tokens, B, heads, dim]`` with keys still sharded."""
+        """Attend in all blocks of the plan, on ``[tokens, B, heads, dim]`` with sharded keys."""
         lengths = plan.layout.lengths
         if query.size(0) != plan.layout.shard_size:
             raise ValueError(
@@ -176,7 +177,7 @@ class ContextParallelAttention(MegatronModule):
         block: AttentionBlock,
         causal: bool,
     ) -> Tensor:
-        """One block by SDPA, on ``[tokens, B, heads, dim]``."""
+        """Attend in one block by SDPA, on ``[tokens, B, heads, dim]``."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         grouped = query.size(1) != key.size(1)
         if grouped and query.is_cuda and query.dtype not in (torch.bfloat16, torch.float16):
@@ -198,8 +199,8 @@ class ContextParallelAttention(MegatronModule):
     def _attend_pack(
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """All blocks by one variable-length flash kernel, on ``[tokens, 1, heads, dim]``."""
-        # A key stands in at most two blocks, so that its gradient's sum has one order.
+        """Attend in all blocks by one variable-length flash kernel, ``[tokens, 1, heads, dim]``."""
+        # A key is in at most two blocks, so the sum of its gradients has only one order.
         key, value = (x.squeeze(1).index_select(0, plan.key_tokens) for x in (key, value))
         context = torch.ops.aten._flash_attention_forward(
             query.squeeze(1),

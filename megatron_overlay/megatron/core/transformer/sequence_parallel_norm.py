@@ -4,7 +4,7 @@
 
 Under sequence parallelism each tensor-parallel rank normalises only its own tokens, so the gradient
 of the norm's weight is a partial sum. Megatron completes it over the tensor-parallel group for each
-parameter whose `sequence_parallel` attribute is true; setting it is all that these norms add.
+parameter whose `sequence_parallel` attribute is true; these norms only add that attribute.
 """
 
 import torch
@@ -15,15 +15,15 @@ _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
 class SequenceParallelNorm:
-    """Builds the norm that `config.normalization` names; a class, as layer specs want one.
+    """Builds the norm that `config.normalization` names; a class because layer specs need one.
 
     Args:
-        hidden_size: features of the last dimension, the one that is normalised.
+        hidden_size: size of the last dimension, which is normalised.
         eps: added to the variance (LayerNorm) or mean square (RMSNorm); `config.layernorm_epsilon`
-            when left out.
+            if None.
 
     Raises:
-        ValueError: another normalization, or weights centred on zero, are asked for.
+        ValueError: the config asks for another normalization, or for weights centred on zero.
     """
 
     def __new__(

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer specs of the hybrid language model and of its ViT encoder without Transformer Engine.
 
-The layers are Megatron's own. Transformer Engine fuses the norm before a projection into it; here
-each norm is a module of its own. In checkpoints both have Transformer Engine's names:
-`mixer.in_proj.layer_norm_weight` is the parameter `norm.weight` here.
+The layers are Megatron's own. Transformer Engine fuses a norm into the projection that follows it;
+here each norm is a module of its own. Checkpoints of both use Transformer Engine's names: the
+parameter `norm.weight` here is saved as `mixer.in_proj.layer_norm_weight`.
 """
 
 from functools import partial
@@ -38,12 +38,12 @@ FUSED_NORMS = {
     "attention": {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     "mlp": {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
 }
-"""Names in checkpoints of the norms that Transformer Engine fuses; that before experts is none."""
+"""Checkpoint names of the norms that Transformer Engine fuses; it does not fuse that of experts."""
 
 
 def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
-    """The stack for the layer symbols `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-`
-    (MLP) and `E` (experts).
+    """Spec of a stack of layers `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-` (MLP)
+    and `E` (experts).
 
     Args:
         core_attention: the module between the attention projections.
@@ -90,7 +90,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 module=MoETransformerLayer,
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=SequenceParallelNorm,
-                    # The spec is the same for any number of experts; the config has the number.
+                    # The spec is the same for any number of experts, which the config gives.
                     mlp=with_grouped_experts(
                         with_layout_free_router(get_moe_module_spec(use_te=False, num_experts=1))
                     ),
@@ -103,7 +103,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
 
 
 def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
-    """One layer of a vision transformer: attention over all tokens of a row, then an MLP."""
+    """Spec of a vision transformer's layer: attention over all tokens of a row, then an MLP."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -1,17 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which piece of the encoders' work a rank does before which operation of its pipeline.
+"""Plan which piece of the encoders' work each rank does before which operation of its pipeline.
 
-Plain data, the same on every rank, from a simulation of Megatron's own order of operations. The
-pieces of macro-batch k, on every stage: ``encode`` runs the encoders and starts the bridge's way
-to the first stage; ``return`` starts the gradients' way back, after the first stage has them all;
-``backward`` waits for these gradients and runs the encoders' backward.
+Plans are plain data, the same on every rank, simulated from Megatron's own order of operations.
+Every stage does three pieces for macro-batch k: ``encode`` runs the encoders and starts sending
+their rows over the bridge to the first stage; ``return`` starts sending the gradients back, once
+the first stage has them all; ``backward`` waits for these gradients and runs the encoders'
+backward.
 
-No run of a plan can end in a circle of ranks that wait for each other. All that a rank waits for
-(tensors of its neighbours in the pipeline, rows, gradients) was begun by others at a smaller
-simulated time, in the order of which every rank does its part; and what a rank begins, it does not
-wait for. Each kind of piece comes in the order of macro-batches on every rank, and the two ways of
-the bridge have a group each, so that all ranks begin a group's collectives in one order.
+A plan cannot deadlock. Everything a rank waits for (its pipeline neighbours' tensors, rows,
+gradients) was started by other ranks at an earlier simulated time; every rank does its part in the
+order of that time, and does not wait for what it starts itself. Each kind of piece comes in the
+order of the macro-batches on every rank, and each direction of the bridge has its own process
+group, so all ranks start a group's collectives in one order.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from megatron.core.pipeline_parallel.stage_order import order_of_stage
 ENCODE, RETURN, BACKWARD = "encode", "return", "backward"
 
 LEADS, FITS = (0, 2), (0.0, 0.05, 0.5, 1.0)
-"""What is tried: operations that encoding is ahead of the first stage's need at least, and the
-share of a piece that must fit into a gap whose end is known; a little, for gaps of rounding."""
+"""Values that :func:`bubble_plan` tries.
+
+A lead is the least number of operations by which encoding precedes the operation that needs it on
+the first stage. A fit is the share of a piece that a gap must hold, where the end of the gap is
+known, for the piece to start in it; 0.05 rules out gaps that are only rounding errors.
+"""
 
 
 class Piece(NamedTuple):
@@ -38,11 +43,11 @@ class Piece(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Times in one unit, any: they decide where pieces go, never whether a plan is right.
+    """Times in one common unit; they decide where pieces go, never whether a plan is correct.
 
     Args:
-        forward, backward: of a microbatch in one virtual stage.
-        encode, encoder_backward: of a microbatch's images, shared by all ranks.
+        forward, backward: time of one microbatch in one virtual stage.
+        encode, encoder_backward: time of one microbatch's images, spread over all ranks.
     """
 
     forward: float
@@ -52,10 +57,10 @@ class Costs(NamedTuple):
 
     @classmethod
     def of_share(cls, share: float, vpp: int = 1) -> Costs:
-        """Costs of which the encoders have a share, with backwards of two forwards.
+        """Costs from the encoders' share of the work; a backward costs two forwards.
 
         Args:
-            share: of the encoders, in a step in which no rank waits.
+            share: the encoders' share of the time of a step in which no rank waits.
             vpp: virtual stages of each stage.
         """
         encode = share / (1 - share)
@@ -63,11 +68,11 @@ class Costs(NamedTuple):
 
 
 EQUAL_SHARES = Costs.of_share(0.5)
-"""As much work for the encoders as for the language model, without virtual stages."""
+"""Costs of encoders with as much work as the language model, without virtual stages."""
 
 
 class Span(NamedTuple):
-    """An operation or a piece, and the macro-batch or microbatch that it is of."""
+    """Simulated interval of an operation (on a microbatch) or a piece (of a macro-batch)."""
 
     name: str
     number: int
@@ -76,13 +81,13 @@ class Span(NamedTuple):
 
 
 class BubblePlan(NamedTuple):
-    """A step.
+    """Placement of all pieces in one step, and its simulated timeline.
 
     Args:
-        before: pieces before the i-th operation of each stage, ``before[stage][i]``; the last
-            entry of a stage is what comes after all of them.
-        spans: what each stage does when, as simulated.
-        seconds: of the step, as simulated, in the unit of the costs.
+        before: ``before[stage][i]`` lists the pieces before the stage's i-th operation; a stage's
+            last entry lists the pieces after its last operation.
+        spans: simulated timeline of each stage.
+        seconds: simulated duration of the step, in the unit of the costs.
     """
 
     before: tuple[tuple[tuple[Piece, ...], ...], ...]
@@ -91,7 +96,10 @@ class BubblePlan(NamedTuple):
 
 
 def most_kept(stages: int, macro_batch: int) -> int:
-    """Macro-batches of which a rank keeps the encoders' activations; of odd costs one more."""
+    """Most macro-batches whose encoder activations a rank keeps.
+
+    With costs other than :data:`EQUAL_SHARES` a rank may keep one more.
+    """
     return math.ceil(2 * stages / macro_batch) + 1
 
 
@@ -105,18 +113,18 @@ def bubble_plan(
     costs: Costs = EQUAL_SHARES,
     group: int | None = None,
 ) -> BubblePlan:
-    """The fastest, as simulated, of the plans that differ in when a gap is filled.
+    """The plan with the shortest simulated step among those for all :data:`LEADS` and :data:`FITS`.
 
     A rank keeps activations of :func:`most_kept` macro-batches, however many a step has: as many as
     the pipeline has in flight, and as many again that are encoded ahead.
 
     Args:
-        stages: of the pipeline, two or more.
-        microbatches: of the step.
+        stages: pipeline stages, two or more.
+        microbatches: microbatches of the step.
         macro_batch: microbatches that are encoded at once.
         vpp: virtual stages of each stage.
-        trained: whether any encoder takes gradients; else there is only ``encode``.
-        costs: of the pieces.
+        trained: whether any encoder takes gradients; if none does, ``encode`` is the only piece.
+        costs: costs of operations and pieces.
         group: as in :func:`order_of_stage`.
     """
     orders = [order_of_stage(stage, stages, microbatches, vpp, group) for stage in range(stages)]
@@ -131,10 +139,10 @@ def bubble_plan(
 def pieces_around_the_pipeline(
     operations: int, macro_batches: int, trained: bool
 ) -> tuple[tuple[Piece, ...], ...]:
-    """A stage's pieces, as in ``BubblePlan.before``, where all are before or after the pipeline.
+    """A stage's entry of ``BubblePlan.before`` if no piece runs between pipeline operations.
 
     Args:
-        operations: of the stage.
+        operations: number of pipeline operations of the stage.
         macro_batches, trained: as in :func:`bubble_plan`.
     """
 
@@ -146,7 +154,7 @@ def pieces_around_the_pipeline(
 
 
 class _Simulation:
-    """A step in which each stage fills its gaps as it meets them."""
+    """Simulation of a step in which each stage fills its gaps in the order it meets them."""
 
     def __init__(
         self,
@@ -179,7 +187,7 @@ class _Simulation:
         while events:
             time, stage = heapq.heappop(events)
             if time < self.now[stage]:
-                continue  # busy; it is looked at again when it ends
+                continue  # the stage is busy; another event follows when it is free
             if self._act(stage, time, lead, fit):
                 for other in range(self.size):
                     heapq.heappush(events, (max(self.now[other], self.now[stage]), other))
@@ -194,14 +202,14 @@ class _Simulation:
         )
 
     def _act(self, stage: int, time: float, lead: int, fit: float) -> bool:
-        """Do one thing at a stage that is free, if there is one to do."""
+        """Start one operation or piece on a free stage; False if it can only wait."""
         order, place = self.orders[stage], self.place[stage]
         if place == len(order):
             return self._begin_return(stage, time) or self._backward(stage, time, math.inf, 0)
         way, chunk, number = order[place]
         virtual = chunk * self.size + stage
         if way == "backward" and virtual == self.size * self.vpp - 1:
-            return self._operate(stage, time)  # its forward was just before: no wait to fill
+            return self._operate(stage, time)  # its forward came just before: no wait to fill
         if self._begin_return(stage, time):
             return True
         following = self.next[stage][ENCODE]
@@ -220,7 +228,7 @@ class _Simulation:
         return self._backward(stage, time, gap, fit)
 
     def _arrival(self, stage: int) -> float:
-        """When the next operation's inputs are there; ``inf`` if that is not known yet."""
+        """Time at which the next operation's inputs arrive; ``inf`` if not known yet."""
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         if way == "forward" and virtual == 0:
@@ -278,7 +286,7 @@ class _Simulation:
         self.spans[stage].append(Span(name, number, begin, begin + length))
 
     def _kept(self, stage: int) -> int:
-        """Macro-batches whose images, or whose rows if nothing is trained, the stage holds."""
+        """Number of macro-batches whose activations (or rows, if untrained) the stage holds."""
         freed = self.next[stage][BACKWARD]
         if not self.trained:
             steps = self.orders[stage][: self.place[stage]]

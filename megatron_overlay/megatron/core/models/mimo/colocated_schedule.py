@@ -9,12 +9,12 @@
    backward.
 
 Where the language model is a pipeline (1F1B, interleaved with virtual stages), the macro-batch is
-the whole batch: three phases a step, which with p stages, m microbatches and E and L the ideal
-times of encoders and language model takes about E + L·(1 + (p − 1)/m). Without one, a macro-batch
-is as many microbatches as is asked for, else one.
+the whole batch, so a step has three phases. With p stages, m microbatches, and ideal times E of the
+encoders and L of the language model, a step takes about E + L·(1 + (p − 1)/m). Without a pipeline,
+a macro-batch has ``encoder_macro_batch`` microbatches, one by default.
 
-Where reductions overlap the backward, the language model's begin in its last one and go on beside
-the last third phase, in which the encoders' begin; gradients are final after that phase.
+Where gradient reductions overlap the backward, the language model's start in its last backward and
+continue during the last third phase, in which the encoders' start. Gradients are final after it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def colocated_forward_backward(
     decoder_seq_length: int | None = None,
     **arguments,
 ) -> list:
-    """:func:`colocated_forward_backward_with_pp` as Megatron's training loop calls it.
+    """Run :func:`colocated_forward_backward_with_pp` with the arguments of Megatron's loop.
 
     Args:
-        data_iterator: of microbatches; of a list, one for each virtual stage, the first is read.
+        data_iterator: yields microbatches; of a list with one for each virtual stage, only the
+            first is read.
         model, arguments: as in Megatron's schedules.
-        pg_collection: of the modules of this rank.
+        pg_collection: groups of this rank's modules.
         p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
     """
     if isinstance(data_iterator, list):
@@ -80,28 +81,29 @@ def colocated_forward_backward_with_pp(
     first_val_step: bool | None = None,
     force_all_reduce: bool = False,
 ) -> list:
-    """Forward and backward over one batch; gradients are final on return.
+    """Run forward and backward over one batch; gradients are final on return.
 
-    ``forward_step_func`` gets an iterator of microbatches without ``modality_inputs``: their place
-    is taken by ``encoder_embeddings``. It hands them to the model as keyword arguments.
+    ``forward_step_func`` gets an iterator of microbatches that have ``encoder_embeddings`` in place
+    of ``modality_inputs``, and passes each to the model as keyword arguments.
 
     Args:
         forward_step_func, collect_non_loss_data, first_val_step, forward_only, force_all_reduce: as
             in Megatron's schedules.
-        data_iterator: of ``num_microbatches`` dicts with MimoModel's keyword arguments. A
-            microbatch is what this rank's language model makes of it, on every stage;
-            its ``modality_inputs`` are the i-th part of what this rank *encodes* of its
-            macro-batch: a DP rank encodes and consumes consecutive samples of it, so that rows lie
-            in the order of microbatches on both sides. With ``host_tokens`` (a
-            :class:`HostTokens`) in each of them, nothing here waits for the device.
+        data_iterator: yields ``num_microbatches`` dicts of MimoModel's keyword arguments. Tokens
+            and labels are those that this rank's language model consumes, on every stage; the
+            ``modality_inputs`` of a macro-batch's i-th microbatch are the i-th part of what this
+            rank *encodes* of the macro-batch. A DP rank encodes and consumes consecutive samples,
+            so rows lie in the order of the microbatches on both sides. If each microbatch brings
+            ``host_tokens`` (a :class:`HostTokens`), nothing here waits for the device.
         model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
-        num_microbatches: of a step; with virtual stages a multiple of the pipeline's size.
+        num_microbatches: microbatches of a step; with virtual stages a multiple of the pipeline's
+            size.
         seq_length: tokens of a sequence, padded to what CP and SP divide.
         micro_batch_size: sequences of a microbatch.
         pg_collection: the language model's groups.
 
     Returns:
-        What the loss function reported of each microbatch on the last stage; else empty.
+        The loss function's report of each microbatch on the last stage; empty on other stages.
     """
     stages = model if isinstance(model, list) else [model]
     config = get_model_config(stages[0])
@@ -115,7 +117,7 @@ def colocated_forward_backward_with_pp(
         size = num_microbatches
     communicator = P2PCommunicator(pg_collection.pp, config)
     fills_bubbles = in_bubbles and not forward_only
-    # There, the first step on GPUs has another order than those to come.
+    # The first step in bubbles on GPUs runs in another order than later steps.
     recorded = not (fills_bubbles and stages[0].has_kernels_to_load)
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
@@ -125,7 +127,7 @@ def colocated_forward_backward_with_pp(
             communicator = FilledWaits(pg_collection.pp, config, encoded.work)
         else:
             encoded = MacroBatches(stages, data_iterator, num_microbatches, size)
-            # All ranks encode together, and later stages would draw their microbatches later.
+            # Encoding is collective, but later stages would draw their first microbatch later.
             microbatches = list(encoded) if pipelined else encoded
             iterators = [iter(microbatches) for _ in stages]
         with _grad_finalization_deferred(config) as deferred, capture_deferred():
@@ -160,7 +162,7 @@ def colocated_forward_backward_with_pp(
 
 @dataclass
 class _Deferred:
-    """What the pipeline would have finalized the gradients with."""
+    """The pipeline's deferred call to finalize gradients: whether made, and its token count."""
 
     called: bool = False
     num_tokens: torch.Tensor | None = None
@@ -168,7 +170,7 @@ class _Deferred:
 
 @contextlib.contextmanager
 def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferred]:
-    """Note the token count instead of finalizing."""
+    """Inside, the schedule records the token count instead of finalizing the gradients."""
     deferred = _Deferred()
 
     def note(model, num_tokens=None, **_):

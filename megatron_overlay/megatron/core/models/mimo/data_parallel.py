@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism of a MimoModel: each module over its own groups."""
+"""Data parallelism of a MimoModel, in which each module has its own process groups."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ def prepare_for_training(
     recompute_encoder_shares: int | None = None,
     encoder_macro_batch: int = 1,
 ) -> None:
-    """Wrap each module in DDP, in place, and give the schedules and the loop what they ask for.
+    """Wrap each module in DDP, in place, and set what the schedules and the training loop read.
 
     Frozen modules are wrapped as well, so that names in checkpoints do not depend on what is
-    frozen. The schedules find how to hold back and to finish gradients in the model's config; the
-    training loop finds the groups of what it reduces and saves in ``pg_collection``.
+    frozen. The schedules read ``no_sync_func`` and ``finalize_model_grads_func`` from the model's
+    config; the training loop reads the groups over which it reduces and saves from
+    ``pg_collection``.
 
     Args:
         stages: the bare model, one for each virtual stage; the first holds the modalities.
         modules: groups of the model's modules.
-        ddp_config: of all modules.
+        ddp_config: configuration of DDP for all modules.
         recompute_encoder_shares: keep no encoder activations; in the backward run the encoders
             again, this many microbatches' worth at a time. ``None`` keeps all.
-        encoder_macro_batch: microbatches that are encoded at once where the language model has no
-            pipeline, or in its bubbles; in three phases, all of a step are.
+        encoder_macro_batch: microbatches that are encoded at once without a pipeline of the
+            language model, or in its bubbles; the schedule of three phases encodes all of a step
+            at once.
     """
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
@@ -58,8 +60,8 @@ def _wrapped(
     ddp_config: DistributedDataParallelConfig,
     vp_stage: int,
 ) -> DistributedDataParallel:
-    # A copy: DDP writes the size of a bucket into it. The schedules start no parameter gathers for
-    # all stages at once, so that each module's layers start the next one themselves.
+    # A copy, as DDP writes the bucket size into its config. The schedules do not start parameter
+    # gathers for all stages at once (align_param_gather); each module's layers start the next one.
     ddp_config = replace(ddp_config, align_param_gather=False)
     if ddp_config.num_buckets is not None:
         count = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The language model's input: text embeddings, with modalities' rows at their tokens' places."""
+"""Merge text embeddings and modality rows into the language model's input."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def embed_tokens(
     position_ids: Tensor | None,
     modality_embeddings: Mapping[str, Tensor],
 ) -> Tensor:
-    """Embeddings ``[S, B, H]`` of a batch.
+    """Embeddings ``[S, B, H]`` of a batch, with modality rows in place of their tokens.
 
-    A bridge hands over as many rows as there are tokens for them, so that the host need not wait
-    for their count. Without one, upstream's methods count them.
+    A bridge delivers exactly as many rows as a modality has tokens, so the host need not wait for
+    their count. Without a bridge, upstream's methods count them.
 
     Args:
         model: the MimoModel.
@@ -30,7 +30,7 @@ def embed_tokens(
         modality_embeddings: ``[rows, H]`` of each modality, in the order of its tokens.
 
     Raises:
-        ValueError: without a bridge, there are more tokens of a modality than rows, or fewer.
+        ValueError: without a bridge, a modality has more tokens than rows, or fewer.
     """
     special = model.special_token_ids
     if not model.colocated_comms:
@@ -46,12 +46,12 @@ def embed_tokens(
 
 
 def _text(model: MegatronModule, embed: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """``embed(*inputs)``, with a dropout mask that the language model's TP ranks have in common.
+    """``embed(*inputs)`` with one dropout mask for all TP ranks of the language model.
 
-    Each of them embeds all tokens and keeps its own only afterwards. Under sequence parallelism,
-    upstream's embedding would draw another mask on each rank, and the gradients of the other ranks'
-    tokens would come back through a mask that their forward did not have. A model without grids,
-    which is upstream's, draws as upstream's.
+    Each TP rank embeds all tokens and drops the other ranks' tokens only afterwards. Under sequence
+    parallelism, upstream's embedding would draw a different mask on each rank, and the gradients of
+    the other ranks' tokens would come back through a mask that their forward did not use. A model
+    without grids (upstream's own) keeps upstream's masks.
     """
     adapter = model.partition_adapter
     has_grids = bool(model.mimo_config.module_to_grid_map)
@@ -70,16 +70,16 @@ def place_rows(
     modality_embeddings: Mapping[str, Tensor],
     special_token_ids: Mapping[str, int],
 ) -> Tensor:
-    """``text`` [S, B, H] with modalities' rows in place of their tokens' embeddings.
+    """``text`` [S, B, H] with the modalities' rows in place of their tokens' embeddings.
 
-    Rows take the dtype of ``text``. They stay in the graph where there are none, so that the
-    backward runs on all ranks alike.
+    Rows take the dtype of ``text``. A tensor of 0 rows stays in the graph, so that the backward
+    runs on all ranks alike.
     """
     seq_length, batch_size, hidden = text.shape
     flat = text.transpose(0, 1).reshape(-1, hidden)
     for name, rows in modality_embeddings.items():
         is_token = (input_ids == special_token_ids[name]).flatten()
-        # The number is known on the host, and with it the size of the result.
+        # The host knows the number of places, so nonzero need not wait for the device.
         places = torch.nonzero_static(is_token, size=len(rows)).squeeze(1)
         flat = flat.index_copy(0, places, rows.to(flat.dtype))
     return flat.view(batch_size, seq_length, hidden).transpose(0, 1).contiguous()

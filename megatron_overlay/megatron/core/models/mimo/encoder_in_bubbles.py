@@ -31,18 +31,18 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 
 def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
-    """Have the schedule encode where the pipeline's stages would wait; else it has three phases.
+    """Make the schedule encode where pipeline stages would wait, instead of in a phase before it.
 
-    Collective over the world: makes the groups that it takes. On GPUs, the first step has all
-    pieces before and after the pipeline: when a kernel is loaded, CUDA may wait for all that the
-    device does, and so for another rank that waits for this one.
+    Collective over the world, as it makes process groups. On GPUs, the first step runs all pieces
+    before and after the pipeline: loading a kernel may make CUDA wait for all work on the device,
+    and so for another rank that waits for this one.
 
     Args:
         stages: one MimoModel for each virtual stage, ready for training.
-        costs: that plans are made with.
+        costs: costs from which the plans are made.
 
     Raises:
-        ValueError: the model or its layout does not allow it.
+        ValueError: the model or its layout does not allow encoding in bubbles.
     """
     config = get_model_config(stages[0])
     pp_group = unwrap_model(stages[0].language_model).pg_collection.pp
@@ -76,15 +76,15 @@ def _is_on_gpu(model: MimoModel) -> bool:
 
 
 class EncoderInBubbles:
-    """One rank's part of a step; construction does what comes before the pipeline.
+    """One rank's encoder pieces of a step; construction runs those that precede the pipeline.
 
     Args:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
-        microbatches: of the step, with ``modality_inputs`` and ``host_tokens``; drawn macro-batch
-            by macro-batch.
-        count: of them.
+        microbatches: the step's microbatches, with ``modality_inputs`` and ``host_tokens``; drawn
+            macro-batch by macro-batch.
+        count: number of microbatches of the step.
         size: microbatches of a macro-batch.
-        groups: the language model's.
+        groups: the language model's groups.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EncoderInBubbles:
         if model.has_kernels_to_load:
             model.has_kernels_to_load = False
             self._before = pieces_around_the_pipeline(len(order), -(-count // size), trained)
-            self._recompute = size  # to keep no more activations than in the steps to come
+            self._recompute = size  # so that no more activations are kept than in later steps
         else:
             plan = bubble_plan(pp, count, size, vpp, trained, model.bubble_costs, group)
             self._before = plan.before[stage]
@@ -127,12 +127,12 @@ class EncoderInBubbles:
         self._advance(0)
 
     def work(self, wait: str) -> None:
-        """What is to be done before a wait, as `FilledWaits` calls it."""
+        """Run the pieces due before the wait ``wait``; the callback of `FilledWaits`."""
         place = self._receives[wait].popleft()
         self._advance(min(place, self._forwards[0]) if self._forwards else place)
 
     def microbatches(self, chunk: int) -> Iterator[Microbatch]:
-        """What virtual stage ``chunk`` takes; drawing one is the beginning of its forward."""
+        """Microbatches of virtual stage ``chunk``; drawing one marks the start of its forward."""
         for number in range(self._count):
             self._advance(self._forwards.popleft())
             macro_batch, place = divmod(number, self._size)
@@ -144,7 +144,7 @@ class EncoderInBubbles:
                 held.microbatches[place] = None
 
     def finish(self) -> None:
-        """What comes after the pipeline's last operation."""
+        """Run the pieces that follow the pipeline's last operation."""
         self._advance(len(self._before) - 1)
 
     def _advance(self, place: int) -> None:
@@ -169,9 +169,9 @@ class EncoderInBubbles:
 
 
 class _MacroBatch:
-    """Encoded images of some microbatches, from their forward to their backward.
+    """Encoder outputs of one macro-batch, from their forward to their backward.
 
-    Construction runs the encoders, and begins to hand the rows over.
+    Construction runs the encoders and starts sending their rows over the bridge.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _MacroBatch:
         self._received: list[Rows] = []
 
     def receive(self) -> None:
-        """Give the microbatches their rows, on the first stage; waits for them."""
+        """Wait for the rows and give each microbatch its own, on the first stage."""
         for name, moving in self._moving.items():
             whole = moving.finish().requires_grad_(self._made[name].requires_grad)
             self._received.append(cut(self._model, name, whole, self._tokens))
@@ -204,14 +204,14 @@ class _MacroBatch:
         self._moving = {}
 
     def begin_return(self) -> None:
-        """Begin to send the rows' gradients back; all microbatches must have had theirs."""
+        """Start sending the rows' gradients back, after the backward of all its microbatches."""
         for rows in self._received:
             bridge, routes = self._bridge(rows.name), self._routes[rows.name]
             self._moving[rows.name] = bridge.begin_return(rows.grad, routes)
         self._received = []
 
     def backward(self) -> None:
-        """The encoders' backward, once the gradients have come."""
+        """Wait for the gradients and run the encoders' backward."""
         gradients = [moving.finish() for moving in self._moving.values()]
         self._moving = {}
         if gradients:

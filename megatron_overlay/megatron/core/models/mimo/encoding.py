@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run a colocated MimoModel's encoders, and hand their output over to the language model's ranks.
+"""Run a colocated MimoModel's encoders, and send their output to the language model's ranks.
 
-Both halves take one microbatch or many, which the language model then consumes one by one.
+Both steps take one or more microbatches, which the language model then consumes one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
-"""Per modality and encoder, the encoder's keyword arguments; None for a modality without input."""
+"""Keyword arguments by modality and encoder; None for a modality without input."""
 
 
 def encode(
@@ -33,18 +33,18 @@ def encode(
 
     Args:
         model: the MimoModel.
-        shares: inputs, in batch order; tensors of several are concatenated along their first dim.
+        shares: inputs in batch order; their tensors are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
 
     Returns:
-        Per modality ``[rows, H]``, for a bridge in the dtype of the language model's parameters.
-        One without input has 0 rows if a bridge waits for them, and is left out otherwise. Rows
-        require grad on all ranks or on none.
+        Rows ``[rows, H]`` by modality, for a bridge in the dtype of the language model's
+        parameters. A modality without input has 0 rows if it has a bridge, and is left out
+        otherwise. Rows require grad on all ranks or on none.
 
     Raises:
-        ValueError: shares give an encoder different arguments, or different values of one that is
-            no tensor.
+        ValueError: shares give an encoder different arguments, or different values of an argument
+            that is not a tensor.
     """
     step = recompute or max(len(shares), 1)
     merged = [_merged(shares[i : i + step]) for i in range(0, len(shares), step)]
@@ -72,19 +72,19 @@ def encode(
 def communicate(
     model: MegatronModule, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
 ) -> dict[str, Tensor]:
-    """Hand rows over to the ranks whose first pipeline stage consumes them.
+    """Send rows to the first-stage ranks of the language model that consume them.
 
-    Collective over all ranks of the model, also those without a row.
+    Collective over all ranks of the model, including those without a row.
 
     Args:
         model: the MimoModel.
-        rows: what :func:`encode` returned for the ranks' whole shares.
-        microbatches: all that this rank's language model makes of them, in order. If all bring
-            their ids in host memory, nothing waits for the device.
+        rows: the result of :func:`encode` for this rank's whole share.
+        microbatches: all microbatches in which this rank's language model consumes such rows, in
+            order. If all bring their ids in host memory, nothing waits for the device.
 
     Returns:
-        Per modality ``[rows consumed, H]``, in the order of ``microbatches``; 0 rows on later
-        stages. Without a bridge for the modality, what came in.
+        Rows ``[rows consumed, H]`` by modality, in the order of ``microbatches``; 0 rows on later
+        stages. Rows of a modality without a bridge are returned as they are.
     """
     return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
 
@@ -92,16 +92,16 @@ def communicate(
 def run_microbatch(
     model: MegatronModule, microbatch: dict[str, object]
 ) -> tuple[Tensor | dict[str, Tensor], Tensor | None]:
-    """The forward of one microbatch in any placement and schedule.
+    """Run the forward of one microbatch, in any placement and schedule.
 
     Returns:
-        What MimoModel returns: losses or logits, or what the next stage takes, and the loss mask.
+        MimoModel's output (losses or logits, or the next stage's input) and the loss mask.
     """
     output, loss_mask = model(**microbatch)
     if torch.is_grad_enabled() and isinstance(output, dict):
         for rows in output.values():
             if not rows.requires_grad:
-                rows.requires_grad_()  # the pipeline brings a gradient to a frozen encoder as well
+                rows.requires_grad_()  # the pipeline sends a gradient to a frozen encoder too
     return output, loss_mask
 
 
@@ -120,7 +120,10 @@ def _communicate(
 
 
 def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractContextManager:
-    """What a modality with a bridge draws from; else, and without a seeded tracker, as all do."""
+    """Context in which a modality with a bridge draws from random states of its own.
+
+    Without a bridge, or without a seeded RNG tracker, it changes nothing.
+    """
     bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
     if not (bridged and get_cuda_rng_tracker().is_initialized()):
         return contextlib.nullcontext()
@@ -134,7 +137,7 @@ def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractC
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:
     if not (recompute and torch.is_grad_enabled()):
         return submodule(encoder_inputs=inputs)
-    anchor = torch.empty(0, requires_grad=True)  # without an input to differentiate: no backward
+    anchor = torch.empty(0, requires_grad=True)  # without a differentiable input: no backward
     return tensor_parallel.checkpoint(partial(_run, submodule, inputs), False, anchor)
 
 
@@ -143,7 +146,7 @@ def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
 
 
 def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
-    """One input for all shares; those without a modality add nothing to it."""
+    """Inputs of all shares joined into one; shares without a modality add nothing to it."""
     found: dict[str, list] = {}
     for share in shares:
         for name, inputs in (share or {}).items():
@@ -153,7 +156,7 @@ def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
 
 
 def _joined(values: list, what: str):
-    """Concatenate tensors, join dicts key by key, and keep what is the same everywhere."""
+    """Concatenate tensors, join dicts key by key, and keep any other value if all are equal."""
     first = values[0]
     if len(values) == 1:
         return first

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of encoders, beside the language model's that Megatron counts."""
+"""Floating-point operations of encoders, to add to Megatron's count for the language model."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def with_modality_flops(count: Callable[..., float]) -> Callable[..., float]:
 def vit_flops(
     patches: int, tokens: int, layers: int, hidden: int, ffn: int, patch_features: int
 ) -> float:
-    """Forward and backward of a ViT on one image, counted as Megatron counts (3 × the forward).
+    """Operations of a ViT's forward and backward on one image (3 × the forward, as in Megatron).
 
     Args:
-        patches: that are embedded.
-        tokens: of the sequence: patches and class tokens; attention is not causal.
-        patch_features: numbers of one patch.
+        patches: patches that are embedded.
+        tokens: tokens of the sequence (patches and class tokens); attention is not causal.
+        patch_features: input features of one patch.
     """
     layer = 2 * tokens * (4 * hidden**2 + 2 * hidden * ffn) + 4 * tokens**2 * hidden
     return 3.0 * (layers * layer + 2 * patches * patch_features * hidden)
 
 
 def mlp_flops(tokens: int, sizes: tuple[int, ...]) -> float:
-    """Forward and backward of linear layers between these widths on some tokens."""
+    """Operations of the forward and backward of linear layers between widths ``sizes``."""
     return 3.0 * sum(2 * tokens * a * b for a, b in zip(sizes, sizes[1:], strict=False))

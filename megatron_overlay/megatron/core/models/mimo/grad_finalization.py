@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Finish a step's gradients of all modules of a MimoModel, with one token count for all of them."""
+"""Finalize the gradients of all modules of a MimoModel, scaled by one token count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ddp_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel
 
 
 def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
-    """Each module's stages that DDP wraps, maybe none; the language model is the last."""
+    """Each module's list of DDP-wrapped stages, possibly empty; the language model comes last."""
     modalities = [[module] for stage in model for module in stage.modality_submodules.values()]
     held = [*modalities, [stage.language_model for stage in model]]
     return [[s for s in stages if isinstance(s, DistributedDataParallel)] for stages in held]
@@ -40,7 +40,7 @@ def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParall
 
 @contextlib.contextmanager
 def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
-    """Hold back every module's gradient reduction: the schedule's ``no_sync_func``."""
+    """Inside, every module's gradient reduction is held back; the schedule's ``no_sync_func``."""
     *_, language = _held_modules(model)
     with no_encoder_grad_sync(model), contextlib.ExitStack() as stack:
         for module in language:
@@ -50,12 +50,13 @@ def no_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
-    """Hold back the encoders' gradient reduction.
+    """Inside, the encoders' gradient reductions are held back.
 
-    That of an encoder stays held back, until it is finished, unless the encoder says that it
-    ``runs_on_every_rank``: on a rank without images the backward of another one does not run, and
-    it would start the reductions in another order than on its siblings. So does that of an encoder
-    that is run again, in as many parts as the batch has, of which DDP knows no last one.
+    After the block, an encoder's reductions may start during its backward only if the encoder
+    declares that it ``runs_on_every_rank``. Any other encoder has no backward on a rank without
+    images, and would start its reductions in another order there than on its siblings; its
+    reductions start when its gradients are finalized. So do those of an encoder that is recomputed
+    in several parts, as DDP does not know which part is the last.
     """
     recomputed = getattr(model[0], "recompute_encoder_shares", None)
     *encoders, _ = _held_modules(model)
@@ -70,11 +71,11 @@ def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
 
 
 def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
-    """Tokens with a loss in the whole global batch.
+    """Number of tokens with a loss in the whole global batch.
 
     Args:
         num_tokens: scalar, this rank's count; only the last pipeline stage's is read.
-        groups: the language model's.
+        groups: the language model's groups.
 
     Returns:
         A scalar, the same on every rank of the language model.
@@ -90,12 +91,12 @@ def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection)
 def language_total(
     values: torch.Tensor, model: MimoModel, groups: ProcessGroupCollection | None
 ) -> torch.Tensor:
-    """Sum of what the language model's last stages counted, on every rank. Collective.
+    """Sum of ``values`` over the language model's last-stage ranks, on every rank. Collective.
 
     Args:
-        values: any shape; read on the last stages, on all their DP and CP ranks.
-        model: for where the language model is.
-        groups: the language model's; None on ranks without it.
+        values: any shape; read on all DP and CP ranks of the last stage.
+        model: tells which ranks hold the language model.
+        groups: the language model's groups; None on ranks without it.
     """
     total = torch.zeros_like(values) if groups is None else global_token_count(values, groups)
     if model.role.mode is ModuleLayout.NON_COLOCATED:
@@ -112,14 +113,14 @@ def finalize_mimo_grads(
 ) -> None:
     """Reduce each module's gradients over its own groups, then divide all by one token count.
 
-    A drop-in ``finalize_model_grads_func``. Upstream's would count the tokens over the encoder's
-    DP ranks for the encoder, which is not the number the loss was summed over. Collective over all
-    ranks of the model.
+    A drop-in ``finalize_model_grads_func``. Upstream's would sum the token count over an encoder's
+    own DP ranks, which is not the number of tokens that the loss was summed over. Collective over
+    all ranks of the model.
 
     Args:
         model: the MimoModel, one for each virtual pipeline stage.
-        num_tokens: scalar, tokens with a loss on this rank; None leaves sums of token gradients.
-        pg_collection: the language model's groups, or this rank's modules'.
+        num_tokens: scalar, tokens with a loss on this rank; None skips the division.
+        pg_collection: groups of the language model, or of all this rank's modules.
         force_all_reduce: as in DDP's ``finish_grad_sync``.
     """
     reduce_module_grads(model, force_all_reduce)
@@ -141,8 +142,8 @@ def _language_groups(
 def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) -> None:
     """Reduce the gradients of each module that this rank holds over the module's own groups.
 
-    Where the loss is a mean of the ranks' means, so are the gradients: of the ranks that have the
-    loss, which are the language model's, while DDP divides by the module's own.
+    Where the loss is a mean of the ranks' means, the gradients are rescaled to a mean over the
+    language model's DP and CP ranks, which have the loss; DDP divides by the module's own number.
     """
     grids = model[0].mimo_config.module_to_grid_map
     for stages in ddp_modules(model):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of encoder rows that the language model's first stage received, summed over CP.
+"""Sum over CP ranks of the gradient of encoder rows received by the language model's first stage.
 
-All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient. A
-CP rank uses the rows of its own tokens only, so that the gradients of all CP ranks are to be added.
+All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient back.
+A CP rank uses only the rows of its own tokens, so the gradients of all CP ranks must be added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.utils import unwrap_model
 
 
 class _GradientToFirst(torch.autograd.Function):
-    """Identity; the gradient is summed over a group, for its first rank."""
+    """Identity whose gradient is summed over a group onto the group's first rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -35,9 +35,9 @@ class _GradientToFirst(torch.autograd.Function):
 
 
 def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
-    """The same rows; on the rank that sends it back, their gradient is that of all CP ranks.
+    """The same rows; the rank that sends their gradient back gets the sum over all CP ranks.
 
-    The rows of colocated modules are left as they are: their bridge adds the gradients up.
+    Rows of colocated modules are returned unchanged: their bridge adds the gradients up.
 
     Args:
         model: the MimoModel.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""In which steps of colocated modules Megatron's CUDA graphs are recorded, and when captured."""
+"""Control when Megatron's CUDA graphs of colocated modules are recorded and captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 
 @contextlib.contextmanager
 def capture_deferred() -> Iterator[None]:
-    """Have Megatron's schedule capture no graphs: the encoders' backward comes after it."""
+    """Inside, Megatron's schedule captures no graphs, as the encoders' backward comes after it."""
     capture, schedules.create_cudagraphs = schedules.create_cudagraphs, lambda: None
     try:
         yield
@@ -26,7 +26,7 @@ def capture_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_recorded() -> Iterator[None]:
-    """Run modules as if they had no graphs: a step in another order than those to come."""
+    """Inside, modules run without graphs: for a step in another order than later steps."""
     call, CudaGraphManager.__call__ = CudaGraphManager.__call__, _run_module
     try:
         yield
@@ -43,10 +43,10 @@ def _run_module(
 
 
 def capture_each_use(module: torch.nn.Module) -> None:
-    """Give each forward of a step graphs of its own, before any is recorded.
+    """Give each forward of a step its own CUDA graph; call it before any graph is recorded.
 
-    Graphs share memory that is free where they were captured. One that is used again is used at
-    other times, when others may use that memory.
+    Graphs share memory that was free when they were captured. A graph that is replayed at another
+    point of the step could overwrite memory that another graph uses there.
     """
     for child in module.modules():
         if isinstance(child, CudaGraphManager):

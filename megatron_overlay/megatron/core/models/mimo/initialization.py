@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights as a function of (seed, parameter name, global index), whatever the layout.
 
-A parameter is made of tiles, each drawn from a generator that its name and the tile's place seed; a
-rank draws the tiles that its own part touches, several at a time. The distributed checkpoint's view
-of the model says which part that is, so tensor, expert and pipeline sharding need no rules of their
-own. It is done on the CPU also for GPUs, whose generators draw other numbers. Distributions:
-matrices N(0, 1/fan in) (LeCun et al., "Efficient BackProp", 1998), those that write to the residual
-stream scaled by 1/sqrt(2 · layers) (GPT-2); Mamba-2's own as in its paper (arXiv 2405.21060).
+A parameter is divided into tiles. Each tile is drawn from a generator seeded by the parameter's
+name and the tile's place; a rank draws the tiles that its shard touches, several at a time. The
+model's sharded state dict tells which part of a parameter the rank holds, so tensor, expert and
+pipeline sharding need no rules of their own. Weights are drawn on the CPU for GPUs too, as a GPU's
+generator draws other numbers. Distributions: matrices N(0, 1/fan in) (LeCun et al., "Efficient
+BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers) (GPT-2);
+Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.mimo.model.base import MimoModel
 
 Draw = Callable[[torch.Tensor, torch.Generator, int], torch.Tensor]
-"""Fill a tile, from a generator; of a parameter with so many inputs (its last dim)."""
+"""Function ``(out, rng, inputs)`` that fills a tile; ``inputs`` is the parameter's last dim."""
 
 DT_RANGE = (1e-3, 1e-1)
 A_RANGE = (1.0, 16.0)
 
 TILE = 2**16
-"""Elements of a tile; more than one thread's start costs, few beside what a rank does not hold."""
+"""Elements of a tile, about: enough to outweigh the start of a thread, few enough that a rank draws
+little beyond its shard."""
 
 TILE_SIDE = 2**8
-"""Of each dim but the first."""
+"""Longest side of a tile along each dim but the first."""
 
 
 def _ones(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
@@ -73,7 +75,12 @@ def _normal(std: float) -> Draw:
 
 
 def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
-    """Name patterns, the first that matches decides; ``layers`` of the module's own stack."""
+    """Name patterns and their draws; the first match decides.
+
+    Args:
+        layers: depth of the module's own stack.
+        std: standard deviation of matrices; None for 1/sqrt(fan in).
+    """
     matrix = _fan_in_normal if std is None else _normal(std)
 
     def residual(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
@@ -116,15 +123,15 @@ def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
 def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
     """Fill every parameter and buffer of ``model``, in place.
 
-    Call it before the model is wrapped in DDP: names are those of the bare modules.
+    Call it before the model is wrapped in DDP: the rules match names of the bare modules.
 
     Args:
-        model: on the CPU or a GPU.
-        seed: of all weights.
-        std: of the language model's matrices; None for what their inputs give.
+        model: a model on the CPU or a GPU.
+        seed: seed of all weights.
+        std: standard deviation of the language model's matrices; None for 1/sqrt(fan in).
 
     Raises:
-        ValueError: for a parameter that no rule names.
+        ValueError: no rule matches a parameter's name.
     """
     state = model.sharded_state_dict()
     apply_factories(state)
@@ -135,12 +142,12 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
 
 
 def initial_weights(model: MimoModel, part: ShardedTensor, seed: int) -> torch.Tensor:
-    """What ``initialize_weights`` fills a part with, in fp32, for a ``std`` of None.
+    """Values of one shard as ``initialize_weights`` draws them with ``std=None``, in fp32.
 
     The model may be on the meta device.
 
     Args:
-        part: of the bare model's state, its factories applied.
+        part: a shard of the bare model's sharded state dict, with factories applied.
     """
     with _threads() as pool:
         return _drawn(part, seed, _rules_of(model, part.key, None), pool)
@@ -156,7 +163,7 @@ def _rules_of(model: MimoModel, key: str, std: float | None) -> list[tuple[str, 
 
 
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a parameter's tiles: about ``TILE`` elements, whole rows of it where those are short."""
+    """Shape of a parameter's tiles: about ``TILE`` elements, whole rows where rows are short."""
     sides, left = [], TILE
     for dim, size in reversed(list(enumerate(shape))):
         side = max(1, min(size, TILE_SIDE if dim else left))

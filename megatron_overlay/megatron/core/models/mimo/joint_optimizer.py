@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer over all modules of a MimoModel, whichever ranks they are on.
 
-Each module is optimized over its own process groups. What the modules decide together (inf or NaN
-found, the gradient norm, the outcome of the step) is agreed on by all ranks of the world, so that
-they clip alike, and step or skip alike.
+Each module is optimized over its own process groups. All ranks of the world agree on whether there
+is an inf or NaN, on the gradient norm and on the outcome of the step, so that all modules clip
+alike, and step or skip alike.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ if TYPE_CHECKING:
 
 
 class MimoOptimizer(upstream.MimoOptimizer):
-    """The optimizers of all modules, as one, in place of upstream's.
+    """The optimizers of all modules as one; replaces upstream's class of the same name.
 
-    It adds to that: one verdict on inf or NaN and on the success of a step, frozen modules, loss
-    scales, and a checkpoint that fits every layout.
+    It adds one verdict on inf or NaN and on the success of a step, frozen modules, loss scales, and
+    a checkpoint that fits every layout.
 
     Methods that say "collective" are called by every rank of the world, also by ranks on which all
     modules are frozen.
 
     Args:
-        module_infos: by module name, with the same names in the same order on every rank.
-        config: what holds for all modules; a module's own learning rate, clipping limit etc. are
-            in its optimizer's config.
-        expert_biases: of the routers on this rank. The schedule updates them, by the loads of the
-            experts; a step that is skipped puts back what they were at the last ``zero_grad``.
+        module_infos: optimizer and groups by module name, the same names in the same order on
+            every rank.
+        config: settings shared by all modules; a module's own learning rate, clipping limit etc.
+            are in its optimizer's config.
+        expert_biases: expert biases of the routers on this rank. The schedule updates them from
+            the experts' loads; a skipped step restores their values at the last ``zero_grad``.
 
     Attributes:
-        takes_saved_rates: a checkpoint's learning rates and weight decay take the place of those
-            of this run, which stay by default.
+        takes_saved_rates: whether a checkpoint's learning rates and weight decay replace this
+            run's; False by default.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class MimoOptimizer(upstream.MimoOptimizer):
         self._agree_on_loss_scale()
 
     def get_loss_scale(self) -> torch.Tensor:
-        """What the loss is multiplied by, also on ranks where nothing is trained."""
+        """The loss scale, fp32 ``[1]`` on the device, also on ranks where nothing is trained."""
         # Filled on the device: the loop asks after each microbatch, and a copy would make it wait.
         return torch.full((1,), self._loss_scale, device=torch.cuda.current_device())
 
     def _agree_on_loss_scale(self) -> None:
-        """Collective, where there is a scale. It is one: the scalers see the same verdicts."""
+        """Take the loss scale from a rank that has one; collective if loss scaling is on.
+
+        All scalers have the same scale, as they are updated by the same verdicts.
+        """
         if self.config.fp16 or self.config.loss_scale:
             scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
             own = [float(scaler.scale) for scaler in scalers if scaler is not None]
@@ -93,14 +97,14 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
     @property
     def _leaves(self) -> list[MegatronOptimizer]:
-        """The same, one for each set of groups: dense and expert parameters have one each."""
+        """Members of :attr:`_optimizers`' chains: one each for dense and expert parameters."""
         return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Unscale the gradients; whether any rank found an inf or NaN. Collective.
+        """Unscale the gradients and return whether any rank found an inf or NaN. Collective.
 
-        Loss scales are updated by the common verdict, so that they stay the same in all modules.
+        The common verdict updates the loss scales, so they stay the same in all modules.
         """
         found = [_unscale(leaf) for leaf in self._leaves]
         (found_inf,) = _max_over_ranks([any(found)])
@@ -114,8 +118,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
     def get_grad_norm(self) -> float:
         """L2 norm of all gradients, each counted once, the same on every rank. Collective.
 
-        Every rank of a module knows the module's norm; the maximum tells the others. The sum is
-        rounded as upstream's, so that its runs clip alike to the last bit.
+        Every rank of a module knows the module's norm; a maximum over ranks gives it to the others.
+        The sum is rounded as in upstream's class, so that runs of both clip alike to the last bit.
         """
         own = {name: float(opt.get_grad_norm()) for name, opt in self._optimizers.items()}
         squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in sorted(self.module_infos)])
@@ -123,7 +127,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
     @torch.no_grad()
     def count_zeros(self) -> int:
-        """Gradient elements that are zero, over all modules, each counted once. Collective."""
+        """Number of zero gradient elements over all modules, each counted once. Collective."""
         own = {
             name: sum(int(leaf.count_zeros()) for leaf in leaves(opt))
             for name, opt in self._optimizers.items()
@@ -132,7 +136,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Clip by the global norm and step every module, or none. Collective.
+        """Clip by the global gradient norm and step every module, or none. Collective.
 
         Returns:
             Whether all modules stepped; the gradient norm before clipping, None if it is not
@@ -159,14 +163,14 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return not any_failed, grad_norm, zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget this rank's gradients: a step begins."""
+        """Clear this rank's gradients, and note the expert biases that a skipped step restores."""
         for bias, before in self._expert_biases:
             before.copy_(bias)
         super().zero_grad(set_to_none)
 
     @property
     def state(self) -> dict[str, Mapping]:
-        """State of the parameters, by module name."""
+        """Optimizer state of the parameters, by module name."""
         return {name: opt.state for name, opt in self._optimizers.items()}
 
     def sharded_state_dict(
@@ -174,8 +178,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
     ) -> dict[str, dict]:
         """Optimizer states of this rank's modules by name, for a distributed checkpoint.
 
-        Whatever a module's ranks share is saved as sharded objects of the module. The common part
-        of a checkpoint is rank 0's, which does not hold every module.
+        State that a module's ranks share is saved as sharded objects of the module. Rank 0 writes
+        the common part of a checkpoint, and does not hold every module.
         """
         return {
             name: sharded_optimizer_state(
@@ -190,11 +194,11 @@ class MimoOptimizer(upstream.MimoOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
-        """Load what :meth:`state_dict` or a checkpoint of :meth:`sharded_state_dict` gave.
+        """Load the result of :meth:`state_dict`, or a checkpoint of :meth:`sharded_state_dict`.
 
         Raises:
-            ValueError: before anything is loaded, if the state of a module that this rank trains
-                is missing, or has other parameter groups.
+            ValueError: the state of a module that this rank trains is missing or has other
+                parameter groups; raised before anything is loaded.
         """
         missing = [name for name in self._optimizers if not state_dict.get(name)]
         if missing:
@@ -207,7 +211,8 @@ class MimoOptimizer(upstream.MimoOptimizer):
         for name, opt in self._optimizers.items():
             opt.load_state_dict(state_dict[name])
             for leaf in leaves(opt):
-                # Without Transformer Engine all parameters got one step, and would each count it.
+                # Without Transformer Engine all parameters share one loaded step tensor, which
+                # each of them would increment.
                 for state in leaf.optimizer.state.values():
                     if "step" in state:
                         state["step"] = state["step"].clone()
@@ -222,17 +227,17 @@ def get_mimo_optimizer(
 ) -> MimoOptimizer:
     """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
 
-    Collective over the world; a module's groups are those it was built with.
-    Parameters that don't require grad are frozen. With several distributed-optimizer instances in
-    a module's DDP config, its collection needs the groups of as many.
+    Collective over the world; each module's groups are those it was built with. Parameters that
+    don't require grad are frozen. A module whose DDP config asks for several distributed-optimizer
+    instances needs a collection with the groups of as many.
 
     Args:
         mimo_model: the model, or its list of virtual pipeline stages.
-        config: of all modules.
-        module_configs: of single modules, by name, in place of ``config``: learning rates, weight
-            decay, betas.
-        config_overrides: of single parameters, as in ``get_megatron_optimizer``; the first stage's
-            ``optimizer_overrides``, where it has them, come on top. Names are those of a module's.
+        config: settings of every module that ``module_configs`` does not name.
+        module_configs: settings by module name, such as learning rates, weight decay and betas.
+        config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the first
+            stage's ``optimizer_overrides``, if any, take precedence. Parameter names are those
+            within a module.
 
     Raises:
         ValueError: ``module_configs`` names no module of the model.
@@ -274,7 +279,7 @@ def _module_optimizer(
 ) -> MegatronOptimizer | None:
     """The optimizer of one module on its ranks; None if all of them have it frozen.
 
-    A module of which nothing is trained need not be wrapped in DDP.
+    A fully frozen module need not be wrapped in DDP.
     """
     if not isinstance(stages[0], DistributedDataParallel):
         return None
@@ -286,10 +291,10 @@ def _module_optimizer(
 
 
 def _unscale(leaf: MegatronOptimizer) -> bool:
-    """``prepare_grads`` of one optimizer, except that its loss scale stays.
+    """Run ``prepare_grads`` of one optimizer without updating its loss scale; True for inf or NaN.
 
-    Without a scale the norm shows whatever is not finite, but for what TP repeats: there it looks
-    at the first rank's gradients only.
+    Without a loss scaler, an inf or NaN shows in the gradient norm, except in parameters that TP
+    ranks repeat: the norm reads those on the first TP rank only, so they are checked here.
     """
     if getattr(leaf, "grad_scaler", None) is None:
         found_inf = leaf.prepare_grads()
@@ -318,7 +323,7 @@ def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _max_over_ranks(values: list[float]) -> list[float]:
-    """The largest of each number over all ranks; NaN counts as inf, which a maximum keeps."""
+    """Elementwise maximum over all ranks; NaN counts as inf, as a maximum may drop a NaN."""
     known = [math.inf if math.isnan(value) else float(value) for value in values]
     largest = torch.tensor(known, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -1,11 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encode some microbatches' worth of images at once, and go back through the encoders likewise.
+"""Run the encoders' forward and backward on several microbatches at once.
 
-A *macro-batch* is a run of microbatches whose inputs one forward of the encoders takes, and whose
-rows cross the bridge at once. The language model consumes the rows microbatch by microbatch: views
-of them are leaves of its graph, whose gradients gather in one buffer. When the gradients of a whole
-macro-batch are there, they cross the bridge back and the encoders run their backward.
+A *macro-batch* is a run of microbatches whose inputs go through one forward of the encoders, and
+whose rows cross the bridge at once. The language model consumes the rows microbatch by microbatch:
+views of them are leaves of its graph, whose gradients accumulate in one buffer. When the buffer has
+the gradients of the whole macro-batch, it crosses the bridge back and the encoders run their
+backward.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Microbatch = dict[str, object]
 class MacroBatches:
     """The microbatches of a step, with ``encoder_embeddings`` in place of ``modality_inputs``.
 
-    An iterator. With the first microbatch of a macro-batch it encodes that macro-batch, after the
-    encoders' backward of the one before, whose microbatches must have had theirs.
-    Collective over all ranks of the model.
+    An iterator, collective over all ranks of the model. Drawing the first microbatch of a
+    macro-batch runs the encoders' backward of the previous macro-batch, whose microbatches must
+    have run theirs, and then encodes the new macro-batch.
 
     Args:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
@@ -63,7 +64,7 @@ class MacroBatches:
         return self._ready.pop(0)
 
     def finish(self) -> None:
-        """The encoders' backward of the last macro-batch; its microbatches must have had theirs."""
+        """Run the encoders' backward of the last macro-batch, after that of its microbatches."""
         trained = [(rows.whole, rows.grad) for rows in self._encoded if rows.grad is not None]
         self._encoded = []
         if trained:
@@ -83,7 +84,11 @@ class MacroBatches:
 
 
 def take_inputs(microbatches: list[Microbatch]) -> tuple[list[ModalityInputs | None], list[Tokens]]:
-    """Take out of the microbatches what only encoders and the bridge need."""
+    """Remove the encoders' inputs and the host tokens from the microbatches, and return them.
+
+    Returns:
+        For each microbatch the encoders' inputs, and the tokens by which the bridge plans.
+    """
     shares, tokens = [], []
     for microbatch in microbatches:
         shares.append(microbatch.pop("modality_inputs", None))
@@ -96,14 +101,15 @@ def take_inputs(microbatches: list[Microbatch]) -> tuple[list[ModalityInputs | N
 
 @dataclass
 class Rows:
-    """One modality's rows of a macro-batch, cut into microbatches.
+    """One modality's rows of a macro-batch, split by microbatch.
 
     Attributes:
-        name: of the modality.
-        whole: ``[rows, H]``, with their history.
-        leaves: ``[rows of the microbatch, H]`` each, a view of the rows without their history;
-            empty on later stages.
-        grad: ``[rows, H]``, where the leaves' gradients gather; None if the rows need none.
+        name: name of the modality.
+        whole: all rows ``[rows, H]``, with their autograd history.
+        leaves: for each microbatch a view ``[its rows, H]`` without the history; empty on later
+            stages.
+        grad: buffer ``[rows, H]`` in which the leaves' gradients accumulate; None if the rows need
+            no gradient.
     """
 
     name: str
@@ -113,11 +119,11 @@ class Rows:
 
 
 def cut(model: MimoModel, name: str, whole: Tensor, microbatches: list[Tokens]) -> Rows:
-    """Rows ``[rows, H]`` that the bridge has handed over, by microbatch."""
+    """Split rows ``[rows, H]`` that the bridge has delivered by microbatch."""
     grad = torch.zeros_like(whole) if whole.requires_grad else None
     if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
         return Rows(name, whole, [], grad)
-    counts = row_counts(microbatches, model.special_token_ids[name])  # the bridge gave as many
+    counts = row_counts(microbatches, model.special_token_ids[name])  # they add up to len(whole)
     leaves = list(whole.detach().split(counts))
     if grad is not None:
         for leaf, part in zip(leaves, grad.split(counts), strict=True):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a modality's embeddings a batch has, and which ranks use them; all on the host.
+"""Count a batch's rows of each modality and find the ranks that use them, on the host.
 
-Token ids say so. A batch that brings them in host memory too is planned without waiting for a
-device.
+Both follow from the token ids. A batch that also brings its ids in host memory is planned without
+waiting for a device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class HostTokens(NamedTuple):
-    """Token ids of one microbatch in host memory, int64 ``[S]`` of each sample.
+    """Token ids of one microbatch in host memory, int64 ``[S]`` for each sample.
 
     Args:
-        encoded: by modality, the samples of what its encoder takes on this rank.
-        consumed: samples that this rank's language model takes, in order. Packed ones are given one
-            by one, with the padding that the loader has put behind each.
-        atoms: by modality, rows of each of the bridge's atoms that this rank encodes, and of each
-            that it consumes, in this microbatch; None: atoms are equal runs of samples. With them
-            a rank may encode a part of a sample's rows: ``encoded`` then has the whole sample,
-            with another token in place of those that others encode.
+        encoded: by modality, the samples whose inputs this rank encodes.
+        consumed: the samples that this rank's language model consumes, in order. Packed samples are
+            given one by one, each with the padding that the loader has appended.
+        atoms: by modality, row counts in this microbatch of the bridge's atoms that this rank
+            encodes, and of those that it consumes; None if atoms are equal runs of samples. With
+            ``atoms`` a rank may encode a part of a sample's rows: ``encoded`` then has the whole
+            sample, with another token id in place of those that other ranks encode.
     """
 
     encoded: Mapping[str, Sequence[Tensor]]
@@ -38,13 +38,13 @@ class HostTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A microbatch as the language model on this rank sees it: which rows go where.
+    """Token ids of a microbatch, from which the bridge plans which rows go where.
 
     Args:
-        input_ids: int64 ``[B, S]``.
-        packed_seq_params: of a packed microbatch, with global ``cu_seqlens``; B is 1.
-        host: the same ids, and those of the samples that this rank encodes; None where the batch
-            did not bring them.
+        input_ids: int64 ``[B, S]``, as this rank's language model takes them.
+        packed_seq_params: parameters of a packed microbatch, with global ``cu_seqlens``; B is 1.
+        host: the same ids in host memory, and those of the samples that this rank encodes; None if
+            the batch did not bring them.
     """
 
     input_ids: Tensor
@@ -52,14 +52,14 @@ class Tokens(NamedTuple):
     host: HostTokens | None = None
 
     def consumed_ids(self) -> list[np.ndarray]:
-        """Ids of each sample, or of each row; without ``host`` it waits for the device."""
+        """Ids of each sample; without ``host`` those of each row, read back from the device."""
         if self.host is None:
             return list(self.input_ids.cpu().numpy())
         return [ids.numpy() for ids in self.host.consumed]
 
 
 def row_counts(microbatches: Sequence[Tokens], token_id: int) -> list[int]:
-    """Rows that the language model takes for each microbatch."""
+    """Number of rows that the language model consumes in each microbatch."""
     return [
         sum(np.count_nonzero(ids == token_id) for ids in tokens.consumed_ids())
         for tokens in microbatches
@@ -69,13 +69,13 @@ def row_counts(microbatches: Sequence[Tokens], token_id: int) -> list[int]:
 def consumed_rows(
     microbatches: Sequence[Tokens], name: str, token_id: int, adapter: PartitionAdapter | None
 ) -> SampleRows:
-    """Rows of the samples that this rank's language model takes, or of the atoms.
+    """Row counts of the samples, or of the atoms, that this rank's language model consumes.
 
     Args:
-        microbatches: all that are handed over at once, in order.
-        name: of the modality.
-        token_id: of the modality; its rows replace these tokens in their order.
-        adapter: of the language model; None where nothing is sharded.
+        microbatches: all microbatches whose rows cross the bridge at once, in order.
+        name: name of the modality.
+        token_id: the modality's special token; its rows replace these tokens in their order.
+        adapter: the language model's adapter; None where nothing is sharded.
     """
     counts, rows = [], []
     for tokens in microbatches:
@@ -90,13 +90,17 @@ def consumed_rows(
 def encoded_rows(
     microbatches: Sequence[Tokens], name: str, token_id: int, adapter: PartitionAdapter | None
 ) -> SampleRows | None:
-    """Rows of modality ``name`` that this rank encodes; None where the batch does not tell.
+    """Row counts of the samples, or of the atoms, that this rank encodes of modality ``name``.
 
-    Their owners are those of unpacked samples of the same length, which packed ones have too where
-    the loader has padded each to what CP and SP divide, as a batch with atoms does. Else, what
-    others pack in a row is not known here, and there are no owners.
+    Owners are computed as for unpacked samples of the same length. Packed samples have the same
+    owners if the loader has padded each to a multiple that CP and SP divide, as in a batch with
+    ``atoms``. For other packed batches the result has no owners, as this rank does not know which
+    samples another rank packs into a row.
 
-    The other arguments are those of :func:`consumed_rows`.
+    Arguments are those of :func:`consumed_rows`.
+
+    Returns:
+        The counts; None if a microbatch brings no host tokens.
     """
     if any(tokens.host is None for tokens in microbatches):
         return None
@@ -109,7 +113,7 @@ def encoded_rows(
 
 
 def _in_atoms(microbatches: Sequence[Tokens], name: str, side: int) -> list[int] | None:
-    """Rows of each atom that the rank encodes (``side`` 0) or consumes (1), of all microbatches."""
+    """Row count of each atom over all microbatches; ``side`` 0: encoded, 1: consumed."""
     told = [tokens.host and tokens.host.atoms for tokens in microbatches]
     if None in told:
         return None
@@ -121,7 +125,7 @@ def _owners(
     token_id: int,
     adapter: PartitionAdapter | None,
 ) -> np.ndarray | None:
-    """CP rank that holds each of the rows' tokens of a modality; None without CP."""
+    """CP rank that holds the token of each of a modality's rows, int64 [rows]; None without CP."""
     if adapter is None or not adapter.cfg.use_cp:
         return None
     owners = [np.zeros(0, dtype=np.int64)]

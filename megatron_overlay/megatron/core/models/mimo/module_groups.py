@@ -28,11 +28,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 DIMS = ["tp", "cp", "dp", "pp"]
-"""Fastest first, as ``parallel_state`` orders ranks: what talks most lies closest together."""
+"""Dims of a grid, fastest first, in the order of ``parallel_state``: TP ranks lie closest."""
 
 
 class AxisSizes(Protocol):
-    """Sizes of one module's axes; ``ep``, ``etp``, ``expt_dp`` factor the ranks of tp·cp·dp."""
+    """Sizes of one module's axes; ``etp · ep · expt_dp`` equals ``tp · cp · dp``."""
 
     tp: int
     cp: int
@@ -45,18 +45,19 @@ class AxisSizes(Protocol):
 
 @dataclass(frozen=True)
 class ModuleGroups:
-    """One module's grid and the process groups made from it; None on ranks outside the grid."""
+    """One module's grid and the process groups made from it; no groups on ranks outside it."""
 
     grid: HyperCommGrid
     groups: ProcessGroupCollection | None
 
 
 Modules = Mapping[str, ModuleGroups]
-"""By module name, in one order on all ranks; the language model's is MIMO_LANGUAGE_MODULE_KEY."""
+"""Groups by module name, in one order on all ranks; the language model has the key
+MIMO_LANGUAGE_MODULE_KEY."""
 
 
 def make_grid(layout: AxisSizes, backend: str, rank_offset: int = 0) -> HyperCommGrid:
-    """The grid of one module from ``rank_offset`` on; a view has the experts' factorization."""
+    """The grid of one module on ranks from ``rank_offset`` on, with a view for its experts."""
     grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
     grid.register_view(
         "expert",
@@ -74,8 +75,8 @@ def make_modules(
 
     Args:
         layouts: sizes and first rank of each module, in the same order on every rank.
-        backend: of the groups.
-        optimizer_instances: of the distributed optimizer.
+        backend: backend of the groups.
+        optimizer_instances: number of distributed-optimizer instances.
     """
     modules = {}
     for name, (layout, first) in layouts.items():
@@ -86,7 +87,7 @@ def make_modules(
 
 
 def schedule_collection(modules: Modules) -> MultiModuleProcessGroupCollection:
-    """What ``pretrain`` and the schedules take: the groups of the modules that this rank holds.
+    """Groups of the modules that this rank holds, for ``pretrain`` and the schedules.
 
     A collection of several modules means that they are colocated.
     """
@@ -96,7 +97,7 @@ def schedule_collection(modules: Modules) -> MultiModuleProcessGroupCollection:
 
 
 def own_groups(modules: Modules) -> ProcessGroupCollection:
-    """Groups of this rank's language model, or else of the module that it holds."""
+    """Groups of the language model, or of the only module that a rank without it holds."""
     collection = schedule_collection(modules)
     if collection.has_language_model():
         return collection.get_language_model_collection()
@@ -104,9 +105,10 @@ def own_groups(modules: Modules) -> ProcessGroupCollection:
 
 
 def encoder_part(modules: Modules, name: str) -> int | None:
-    """Which of the encoder's dp equal parts of a batch this rank encodes; None if it does not.
+    """Index of the part of a batch, of the encoder's dp equal ones, that this rank encodes.
 
-    Colocated, the bridge decides; non-colocated, it is the encoder's DP rank.
+    The bridge of colocated modules assigns the parts; without one it is the encoder's DP rank.
+    None on a rank without the encoder.
     """
     encoder, language = modules[name], modules[MIMO_LANGUAGE_MODULE_KEY]
     if encoder.groups is None or language.groups is None:
@@ -115,9 +117,9 @@ def encoder_part(modules: Modules, name: str) -> int | None:
 
 
 def limit_waiting(timeout: timedelta) -> None:
-    """Let a collective of any group of this rank fail after so long, and Megatron change that.
+    """Set the timeout of all of this rank's groups, and let Megatron change it later.
 
-    Groups that are made from a grid have PyTorch's limit, and Megatron knows its own groups only.
+    Groups made from a grid have PyTorch's default, and Megatron only knows the groups it made.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     for group in groups:
@@ -126,11 +128,11 @@ def limit_waiting(timeout: timedelta) -> None:
 
 
 def stages_of(hooks: list[Callable], limit: timedelta) -> list[MegatronModule]:
-    """The virtual stages of a model that Megatron builds: none before it has.
+    """List that gets a model's virtual stages once Megatron has built them; empty before.
 
     Args:
-        hooks: ``post_wrap_hooks`` of the model's configuration, which get one more.
-        limit: of waiting, also in the groups of the bridge, which the model makes.
+        hooks: ``post_wrap_hooks`` of the model's configuration; one is appended.
+        limit: timeout of all groups, including those of the bridge, which the model makes.
     """
     stages: list[MegatronModule] = []
 
@@ -144,22 +146,22 @@ def stages_of(hooks: list[Callable], limit: timedelta) -> list[MegatronModule]:
 
 
 def prepare_process(modules: Modules, args: Namespace) -> None:
-    """Seed all that draws numbers, and set up what Megatron keeps per process.
+    """Seed all random generators, and set up Megatron's state per process.
 
-    That is a scratch buffer, MoE metrics and the RNG tracker.
+    That state is a scratch buffer, MoE metrics and the RNG tracker.
 
     Args:
-        modules: of the model that is built next.
-        args: Megatron's ``seed``, from which all streams follow, others on each pipeline stage (the
-            numbers drawn depend on the layout, as Megatron's do), and which tracker.
+        modules: groups of the model that is built next.
+        args: Megatron's arguments: ``seed``, from which every pipeline stage derives its own (so
+            the numbers drawn depend on the layout, as Megatron's do), and the choice of tracker.
     """
     groups = own_groups(modules)
-    seed = args.seed + 100 * groups.pp.rank()  # as Megatron's
+    seed = args.seed + 100 * groups.pp.rank()  # as in Megatron
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    destroy_moe_metrics_tracker()  # of a model before, which may have had fewer layers
+    destroy_moe_metrics_tracker()  # those of an earlier model may have fewer layers
     model_parallel_cuda_manual_seed(
         seed,
         te_rng_tracker=args.te_rng_tracker,

@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of the distributed optimizer's state as parts of the parameters, for any layout.
+"""Save a rank's shard of the distributed optimizer's state as boxes of the parameters.
 
-A rank holds a range of each flattened parameter. Megatron's fully reshardable format gathers the
-whole parameters of all data-parallel ranks on every one of them before it saves; its checkpoints
-take no ranges. But they take boxes, of which a range has few: the part of a row that it begins in,
-whole rows, the part of a row that it ends in. So a rank saves, and later reads, what it holds, and
-the files are those of the same format.
+A rank holds a range of each flattened parameter, and Megatron's checkpoints cannot store ranges. To
+save in its fully reshardable format, Megatron therefore gathers whole parameters on every
+data-parallel rank. But checkpoints can store boxes, and a range consists of few: the end of its
+first row, whole rows, the start of its last row. So each rank saves, and later reads, exactly what
+it holds, for any layout, and the files have the same format.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ MODEL_SPACE = "fully_sharded_model_space"
 
 
 class Box(NamedTuple):
-    """A block of a tensor: where it begins, and its sizes, along each dim."""
+    """A block of a tensor: its offset and its size along each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 Placed = tuple[ShardedTensor, Box, slice | Tensor]
-"""A box of a range: of which tensor of the checkpoint, and which elements of the range it has."""
+"""A box of a range: the checkpoint's tensor it is in, the box, and its elements of the range."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
 
-    There are at most two for each dim but one.
+    A tensor of n dims needs at most 2n - 1 boxes.
     """
     if start >= stop:
         return
@@ -74,20 +74,22 @@ def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def use_own_shards(optimizer: DistributedOptimizer) -> None:
-    """Let its states of the format `MODEL_SPACE` be boxes; Megatron's are of a format it dropped.
+    """Make the optimizer save its state as boxes under the format name `MODEL_SPACE`.
+
+    They replace the states that Megatron makes under that name, in a format that it has dropped.
 
     Args:
-        optimizer: changed in place.
+        optimizer: the optimizer, changed in place.
     """
     _number_parameters(optimizer)
     optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
 
 
 def _number_parameters(optimizer: DistributedOptimizer) -> None:
-    """Say where each parameter's state is: a group has those in fp32 first, then the others.
+    """Set each parameter's index in its group: fp32 parameters come first, then 16-bit ones.
 
-    Megatron counts them in the order of its buffers, which is another one where a group has both,
-    such as the rates of Mamba-2 and the norms of a model in bf16.
+    Megatron numbers them in the order of its buffers, which differs in a group that has both, as
+    with Mamba-2's decay rates in fp32 and the norms of a model in bf16.
     """
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
     for group, (full, half) in enumerate(groups):
@@ -101,9 +103,9 @@ def _param_state(
     is_loading: bool = False,
     _metadata: dict | None = None,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
-    """By number of the parameter that this rank has a part of, in the order of its buffers.
+    """Sharded state of each parameter of which this rank has a part, numbered in buffer order.
 
-    Loading reads into new tensors: the state is as it was until all is read.
+    Loading reads into new tensors, so the state stays unchanged until everything is read.
     """
     kinds = (ShardedTensor, ShardedTensorFactory)
     found, _ = extract_matching_values(model_sharded_state_dict, lambda x: isinstance(x, kinds))
@@ -120,14 +122,14 @@ def _param_state(
         if param not in views:
             raise ValueError(f"the model's state lacks a parameter of {tuple(param.shape)}")
         view, instance = views[param], optimizer.distributed_optimizer_instance_id
-        replica = (*view.replica_id[:2], instance)  # data-parallel ranks have one part each
+        replica = (*view.replica_id[:2], instance)  # each data-parallel rank has its own part
         flats = optimizer._get_main_param_and_optimizer_states(param)
         part, device = ranges["param"], flats["param"].device
         placed = list(_placed(view, part.start, part.end, device))
         state[number] = {
             kind: _factory(placed, f"optimizer.state.{kind}", flat, replica, is_loading)
             for kind, flat in flats.items()
-            if kind != "step"  # of a parameter group, with which it is saved
+            if kind != "step"  # belongs to a parameter group, and is saved with it
         }
     return state
 
@@ -139,20 +141,20 @@ def _factory(
     replica: ReplicaId,
     is_loading: bool,
 ) -> ShardedTensorFactory:
-    """A rank's range of a parameter, as boxes in the checkpoint and as one tensor in the optimizer.
+    """Factory that stores a range as boxes in the checkpoint, and as one tensor in the optimizer.
 
     Args:
         placed: the boxes of the range.
-        prefix: of the keys.
-        flat: the range.
-        replica: of the range.
-        is_loading: boxes have no data yet.
+        prefix: prefix of the checkpoint's keys.
+        flat: the range, a 1-dim tensor.
+        replica: replica id of the range.
+        is_loading: whether boxes have no data yet.
     """
 
     def build(key: str, flat: Tensor, replica: ReplicaId, _: None) -> list[ShardedTensor]:
         shards = []
         for part, box, places in placed:
-            # Boxes have all axes of the checkpoint: it prepends none to those of no regular grid.
+            # Boxes form no regular grid, to which the checkpoint could prepend axes: they have all.
             shape = (1,) * part.prepend_axis_num + box.shape
             shard = replace(
                 part,
@@ -189,9 +191,9 @@ def _placed(
     stop: int,
     device: torch.device,
 ) -> Iterator[Placed]:
-    """The boxes of the elements ``start`` to ``stop`` of a rank's whole parameter.
+    """The boxes of the elements ``start`` to ``stop`` of this rank's (model-parallel) parameter.
 
-    Indices are on ``device``, where the optimizer has its state.
+    Index tensors are on ``device``, where the optimizer has its state.
 
     Raises:
         ValueError: a factory makes tensors that have the parameter's elements in another order.
@@ -200,7 +202,7 @@ def _placed(
         for box, places in _with_places(view.local_shape, start, stop):
             yield view, box, slice(places.start - start, places.stop - start)
         return
-    # What the factory makes of the numbers of the elements says which go where.
+    # Applied to element numbers, the factory shows which elements go where.
     numbers = torch.arange(view.data.numel(), device=device).view(view.data.shape)
     for part in nested_values(view.build_fn(view.key, numbers, view.replica_id, None)):
         own = part.data.flatten()

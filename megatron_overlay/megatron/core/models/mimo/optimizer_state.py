@@ -1,11 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A module's optimizer in a distributed checkpoint.
+"""Save and load one module's optimizer in a distributed checkpoint.
 
 Megatron keeps the settings of parameter groups, the loss scale and the format's name in the common
 part of a checkpoint, which rank 0 writes. Here they are sharded objects of the module, written by
-the first of its ranks, whichever that is; and they are the module's, not those of its dense and
-expert optimizers: whether experts have one of their own depends on the layout.
+the module's first rank. There is one set for the module instead of one each for its dense and
+expert optimizers, as the layout decides whether experts have an optimizer of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_ide
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 COMMON = ("param_groups", "param_state_sharding_type", "grad_scaler")
-"""What is the same on all ranks of a module."""
+"""Fields of the state that are the same on all ranks of a module."""
 
 SHARDING, GATHERED = "distrib_optim_sharding_type", "fully_reshardable"
-"""Megatron's name for a format's name, and for the one that fits every layout, which it gathers."""
+"""Metadata key of the format's name, and the name of the format that fits every layout, for which
+Megatron gathers whole parameters."""
 
 OWN_OF_LAYOUT = ("params", "is_expert_parallel")
 """Fields of a parameter group that depend on the layout."""
@@ -44,10 +45,10 @@ def sharded_optimizer_state(
     is_loading: bool,
     **kwargs,
 ) -> dict:
-    """The state of the module ``name`` with its common part as sharded objects.
+    """Optimizer state of module ``name``, with its common part as sharded objects.
 
     Args:
-        optimizer, groups: of the module, which this rank trains.
+        optimizer, groups: optimizer and groups of the module, which this rank trains.
         model_sharded_state_dict, is_loading, kwargs: as for Megatron's optimizers.
     """
     if not is_loading:
@@ -72,14 +73,14 @@ def sharded_optimizer_state(
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain, or the one itself."""
+    """The optimizers of a chain, or ``optimizer`` itself if it is not a chain."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Make the state that Adam makes at its first step, where a save comes before that step.
+    """Allocate the state that Adam makes at its first step, for a save before that step.
 
-    It takes a step of length 0: weights stay as they are.
+    A step with learning rate and weight decay 0 allocates it; weights stay as they are.
     """
     for leaf in leaves(optimizer):
         if not isinstance(leaf, DistributedOptimizer) or leaf.optimizer.state:
@@ -99,7 +100,10 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _agree_on_step(param_groups: list[Group], groups: ProcessGroupCollection) -> None:
-    """Ranks without parameters in a group have not counted its steps: others tell. Collective."""
+    """Give every group the number of steps taken: the maximum over ``intra_dist_opt``. Collective.
+
+    Ranks without parameters in a group have not counted its steps.
+    """
     counted = max((group.get("step") or 0 for group in param_groups), default=0)
     step = torch.tensor(int(counted), device=torch.cuda.current_device())
     dist.all_reduce(step, op=dist.ReduceOp.MAX, group=groups.intra_dist_opt)
@@ -114,8 +118,8 @@ def restore_common_state(
     """Put the common part back where the module's optimizers look for it, in place.
 
     Args:
-        takes_rates: of the state; else this run's stay. Groups that differ in their rates alone
-            are the same ones in the same order.
+        takes_rates: take learning rates and weight decay from the state instead of keeping this
+            run's. Groups that differ only in their rates are matched in the order of their rates.
 
     Raises:
         ValueError: the optimizer has a parameter group that the state lacks.
@@ -126,7 +130,7 @@ def restore_common_state(
     groups = found.pop("param_groups", None)
     for part, leaf in parts:
         part.update(deepcopy(found))
-        if part.get("param_state_sharding_type") == GATHERED:  # the files do not differ
+        if part.get("param_state_sharding_type") == GATHERED:  # files of both formats are the same
             part["param_state_sharding_type"] = MODEL_SPACE
         if groups is not None:
             current = leaf.optimizer.state_dict()["param_groups"]
@@ -134,7 +138,7 @@ def restore_common_state(
             restored = _restored(name, groups, current, own)
             part.setdefault("optimizer", {})["param_groups"] = restored
             for group, loaded in zip(leaf.optimizer.param_groups, restored, strict=True):
-                # Megatron looks for each group by its rates too.
+                # Megatron identifies groups by their rates too.
                 group.update({key: loaded[key] for key in OWN_OF_RUN if key in loaded})
 
 
@@ -147,7 +151,7 @@ def _parts(
         return [(state, chain[0])]
     if isinstance(state, dict):
         for number in range(len(chain)):
-            state.setdefault(number, {})  # one without parameters here has left no trace
+            state.setdefault(number, {})  # a member without parameters here has saved nothing
     return [(state[number], leaf) for number, leaf in enumerate(chain)]
 
 
@@ -163,9 +167,9 @@ def _take_common(part: dict) -> dict:
 
 
 def _identities(groups: list[Group]) -> list[tuple]:
-    """What identifies each group, whatever the layout and the run's rates.
+    """Keys that identify each group, independent of the layout and of the run's rates.
 
-    Groups that differ in their rates alone are numbered from the lowest rates on.
+    Groups that differ only in their rates are numbered in the order of their rates.
     """
     keys = [k for k in param_group_identifier_keys if k not in OWN_OF_LAYOUT + OWN_OF_RUN]
     lasting = [tuple(group.get(key) for key in keys) for group in groups]
@@ -179,7 +183,7 @@ def _identities(groups: list[Group]) -> list[tuple]:
 
 
 def _distinct(chain: list[list[Group]]) -> list[Group]:
-    """The settings of all groups of a chain, each once, in an order that no layout changes."""
+    """Settings of the distinct groups of a chain, in an order independent of the layout."""
     merged: dict[tuple, Group] = {}
     for groups in chain:
         for identity, group in zip(_identities(groups), groups, strict=True):
@@ -193,7 +197,7 @@ def _distinct(chain: list[list[Group]]) -> list[Group]:
 def _restored(
     name: str, saved: list[Group], current: list[Group], kept: tuple[str, ...]
 ) -> list[Group]:
-    """The optimizer's groups with the saved settings, but for those of ``kept``."""
+    """The optimizer's current groups with the saved settings, except for the keys in ``kept``."""
     known = dict(zip(_identities(saved), saved, strict=True))
     own = _identities(current)
     missing = [identity for identity in own if identity not in known]
@@ -213,5 +217,5 @@ def _placeholder(field: str) -> str:
 
 
 def _replica_id(groups: ProcessGroupCollection) -> tuple[int, int, int]:
-    """All zero on one rank of the module."""
+    """Replica id of a module's shared state; (0, 0, 0) on one rank of the module."""
     return groups.tp.rank(), groups.pp.rank(), groups.dp_cp.rank()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank of a colocated MimoModel stands in the language model's pipeline."""
+"""Position of a colocated MimoModel's rank in the language model's pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core.models.mimo.config.role import (
 
 
 class StagePosition(NamedTuple):
-    """Whether a stage takes the embeddings, and whether it makes the loss; virtual ones counted."""
+    """Whether a (virtual) stage is the first, which embeds, or the last, which has the loss."""
 
     is_first_stage: bool
     is_last_stage: bool
@@ -31,9 +31,9 @@ def stage_position(
     """Position of one rank's (virtual) stage in a module's pipeline; needs no process group.
 
     Args:
-        grid: of the module; without ``pp`` it is one stage.
+        grid: the module's grid; without ``pp`` the pipeline has one stage.
         rank: global rank, in the grid.
-        vp_stage, vp_size: which of how many virtual stages of the rank.
+        vp_stage, vp_size: index and number of the rank's virtual stages.
     """
     stage, stages = 0, 1
     if "pp" in grid.dim_names:
@@ -46,13 +46,13 @@ def stage_position(
 
 
 def role_with_pipeline(role: RankRole, config: MimoModelConfig) -> RankRole:
-    """The role of a rank, with its position in the language model's pipeline.
+    """Add this rank's position in the language model's pipeline to its role.
 
-    Upstream's role of a colocated rank holds every module whole.
+    Upstream's role of a colocated rank assumes that the rank holds every module whole.
 
     Args:
-        role: as ``RankRole.build`` gives it; changed in place where the modules are colocated.
-        config: of the model.
+        role: result of ``RankRole.build``; changed in place if the modules are colocated.
+        config: the model's configuration.
     """
     if role.mode is ModuleLayout.COLOCATED and config.module_to_grid_map:
         language = config.language_model_spec.params

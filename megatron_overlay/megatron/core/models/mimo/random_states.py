@@ -1,11 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Random states of a module that shares its ranks with the language model, for dropout.
+"""Random states, for dropout, of a module that shares its ranks with the language model.
 
-The device's generator and the RNG tracker are the language model's: seeded by its TP ranks, and in
-step on them. An encoder that drew from them would drop the same on all its own TP ranks where they
-hold different parts, and put the language model's TP ranks out of step where they encode different
-images.
+The device's generator and the RNG tracker belong to the language model: they are seeded by its TP
+ranks and stay in step on them. An encoder must not draw from them: its own TP ranks, which hold
+different parts, could get the same dropout mask, and the language model's TP ranks would get out of
+step where they encode different images.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ try:
 except ImportError:
 
     def set_all_rng_states(_states: dict[str, object]) -> None:
-        """Megatron's tracker alone knows the states."""
+        """Do nothing: without Transformer Engine only Megatron's tracker holds states."""
 
 
 class RandomStates:
-    """The states that one module draws from, by its own TP, EP and expert-TP ranks.
+    """The random states that one module draws from, seeded by its own TP, EP and expert-TP ranks.
 
-    Construction is collective over the module's TP group, and waits for the device. The seed is
-    that of the device's generator on the group's first rank, with the module's name.
+    Construction is collective over the module's TP group, and waits for the device. The seed
+    combines that of the device's generator on the group's first rank with the module's name.
 
     Args:
-        name: of the module.
-        groups: its process groups; the expert ones may be None.
+        name: name of the module.
+        groups: the module's process groups; the expert groups may be None.
     """
 
     def __init__(self, name: str, groups: ProcessGroupCollection) -> None:
@@ -57,9 +57,9 @@ class RandomStates:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Draws inside come from these states; those outside go on as if there were none.
+        """Inside, draws come from these states; draws outside are not affected.
 
-        A recomputation in the backward needs no such block: it sets all states as they were.
+        Recomputation in the backward needs no such block, as it restores all states by itself.
         """
         outer = _get()
         _set(self._states)
@@ -78,4 +78,4 @@ def _set(states: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> None:
     generator, tracked = states
     torch.cuda.set_rng_state(generator)
     get_cuda_rng_tracker().set_states(tracked)
-    set_all_rng_states(tracked)  # those that CUDA graphs know; else the ones added last
+    set_all_rng_states(tracked)  # else CUDA graphs would use the states added last

@@ -20,14 +20,16 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 def destroy(stages: list[MimoModel], modules: Modules) -> None:
     """Free every process group of the model; the default group stays.
 
-    Collective over all ranks: none closes a group that another still uses. Experts' dispatchers
-    keep the last forward's graph, and with it the groups, out of the garbage collector's sight; so
-    does the cache of rotary embeddings, and so does the optimizer, of which the training loop puts
-    a method into the config, with its views of parameters; and a model is a cycle of references.
+    Collective over all ranks, so that none closes a group that another still uses. Some references
+    would keep the groups alive, and are dropped here: the experts' dispatchers keep the last
+    forward's autograd graph where the garbage collector does not see it, the cache of rotary
+    embeddings keeps entries, and ``grad_scale_func``, which the training loop puts into the config,
+    keeps the optimizer with its views of parameters. The model itself is a cycle of references,
+    which the collector frees.
 
     Args:
         stages: the model's virtual stages, maybe none; the caller drops its own references first.
-        modules: whose grids own the groups.
+        modules: the modules, whose grids own the groups.
     """
     dist.barrier()
     _delete_graphs(stages)
@@ -50,7 +52,7 @@ def destroy(stages: list[MimoModel], modules: Modules) -> None:
 
 
 def _delete_graphs(stages: list[MimoModel]) -> None:
-    """A communicator is not closed while a graph has captured its use."""
+    """Delete the CUDA graphs: NCCL does not close a communicator that a graph has captured."""
     modules = [module for stage in stages for module in stage.modules()]
     managers = [module for module in modules if isinstance(module, CudaGraphManager)]
     for manager in managers:

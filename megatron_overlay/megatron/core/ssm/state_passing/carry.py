@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The scan over ranks of a linear recurrence whose tokens lie contiguously on them.
+"""Scan over ranks of a linear recurrence whose tokens lie contiguously on them.
 
-What rank r does to a state is affine, ``leaving_r = T_r entering_r + S_r``: S_r is what its tokens
-leave when nothing enters, T_r the transition of all of them. One all-gather of (S, T), whose size
-does not depend on the sequence length, lets every rank work out the state that enters it. The
-adjoint is the same scan the other way: with g_r the gradient of ``entering_r`` by the rank's own
-outputs alone, that of ``leaving_r`` is ``g_{r+1} + T_{r+1}^T (that of leaving_{r+1})``.
+Rank r maps a state affinely: ``leaving_r = T_r entering_r + S_r``. S_r is the state that its tokens
+leave if a zero state enters, T_r the transition of all its tokens. One all-gather of (S, T), whose
+size does not depend on the sequence length, lets every rank compute the state that enters it. The
+adjoint is the same scan in reverse: with g_r the gradient of ``entering_r`` through the rank's own
+outputs alone, ``grad(leaving_r) = g_{r+1} + T_{r+1}^T grad(leaving_{r+1})``.
 
 States are ``[B, H, K, V]``. A transition is a matrix ``[B, H, K, K]`` that acts from the left, or
 one decay a head, ``[B, H, 1, 1]``.
@@ -25,13 +25,14 @@ from megatron.core.context_parallel_layout import RecurrencePlan
 
 
 class StateGather:
-    """An all-gather of states, and of transitions where given, under way over the CP ranks.
+    """An all-gather under way over the CP ranks of states, and of transitions if given.
 
-    Start it, launch whatever does not need the result, then ``wait``.
+    Construction starts it; launch work that does not need the result, then call ``wait``.
 
     Args:
-        own: this rank's state, and its transition where there is one, one after the other, flat.
-        shapes: of the state, ``[B, H, K, V]``, and the transition, ``[B, H, K, K | 1]``.
+        own: this rank's state, flattened, followed by its transition if there is one.
+        shapes: shapes of the state, ``[B, H, K, V]``, and of the transition, ``[B, H, K, K]`` or
+            ``[B, H, 1, 1]``.
     """
 
     def __init__(self, own: Tensor, shapes: Sequence[torch.Size], group: dist.ProcessGroup) -> None:
@@ -40,7 +41,7 @@ class StateGather:
         self._work = dist.all_gather_into_tensor(self._gathered, own, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
-        """The same of all ranks, ``[cp, B, H, …]`` each. Blocks the stream, not the host."""
+        """States (and transitions) of all ranks, ``[cp, B, H, …]`` each; blocks only the stream."""
         self._work.wait()
         parts = self._gathered.view(self._size, -1).split(
             [shape.numel() for shape in self._shapes], dim=1
@@ -50,7 +51,7 @@ class StateGather:
 
 
 def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) -> Tensor | None:
-    """The state that enters this rank, ``[B, H, K, V]``; None where its first sample begins here.
+    """The state that enters this rank, ``[B, H, K, V]``; None if its first sample begins here.
 
     Args:
         states: S of all ranks, ``[cp, B, H, K, V]``.
@@ -63,20 +64,21 @@ def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) ->
 
 
 def transitions_after(transitions: Tensor, plan: RecurrencePlan) -> Tensor:
-    """A copy of those of ``transitions [cp, B, H, …]`` that :func:`leaving_gradient` needs.
+    """A copy of the part of ``transitions [cp, B, H, …]`` that :func:`leaving_gradient` needs.
 
-    The tensor that they were gathered in, cp times a state, need not outlive the forward.
+    A copy, so that the gathered tensor, as large as cp states, need not outlive the forward.
     """
     after = plan.ranks_after()
     return transitions[after.start : after.stop].clone()
 
 
 def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tensor | None:
-    """Gradient of the state that leaves this rank; None where it enters no other.
+    """Gradient of the state that leaves this rank; None if the state enters no other rank.
 
     Args:
-        grads: g of all ranks, ``[cp, B, H, K, V]``: of the entering state, by own outputs alone.
-        after: by :func:`transitions_after`.
+        grads: g of all ranks, ``[cp, B, H, K, V]``: the gradient of the entering state through the
+            rank's own outputs alone.
+        after: result of :func:`transitions_after`.
     """
     leaving = None
     for rank, transition in reversed([*zip(plan.ranks_after(), after, strict=True)]):
@@ -87,11 +89,13 @@ def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tens
 def carry_state(
     state: Tensor, transition: Tensor, plan: RecurrencePlan, group: dist.ProcessGroup
 ) -> Tensor:
-    """The state that enters this rank, zero where none does; a collective over ``group``.
+    """The state that enters this rank, or zero if its first sample begins here.
+
+    Collective over ``group``.
 
     Args:
-        state: what this rank's tokens leave when nothing enters, ``[B, H, K, V]``.
-        transition: of all its tokens, ``[B, H, K, K]`` or ``[B, H, 1, 1]``.
+        state: the state that this rank's tokens leave if zero enters, ``[B, H, K, V]``.
+        transition: transition of all its tokens, ``[B, H, K, K]`` or ``[B, H, 1, 1]``.
     """
     if plan.is_local:
         return torch.zeros_like(state)
@@ -126,7 +130,7 @@ class _CarryState(torch.autograd.Function):
 
 
 def _leaving(state: Tensor, transition: Tensor, entering: Tensor | None) -> Tensor:
-    """``transition entering + state``; a copy of ``state`` where nothing enters."""
+    """Compute ``transition · entering + state``; a copy of ``state`` if ``entering`` is None."""
     if entering is None:
         return state.clone()
     if transition.shape[-2:] == (1, 1):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens before a rank's first one, for a causal convolution over contiguous shards."""
+"""Exchange of the tokens before a rank's first one, for a causal convolution over shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.context_parallel_layout import Halo
 
 
 class HaloGather:
-    """An all-gather of the ranks' last tokens under way; the halo is a few of them.
+    """An all-gather under way of the ranks' last tokens, from which each takes its halo.
 
     Args:
         x: this rank's tokens, ``[B, S/cp, D]``.
@@ -25,7 +25,7 @@ class HaloGather:
         self._gathered, self._work = _all_gather(own, group)
 
     def wait(self) -> Tensor:
-        """``[B, reach, D]``, zero where the sample has no such token."""
+        """Wait for the halo ``[B, reach, D]``, zero where the sample has no such token."""
         self._work.wait()
         rows = self._gathered.index_select(0, self._halo.take)
         if not self._halo.is_whole:
@@ -34,10 +34,10 @@ class HaloGather:
 
 
 class HaloGradient:
-    """The adjoint under way: gradients of halos go back to the ranks whose tokens they held.
+    """The adjoint of :class:`HaloGather` under way: halo gradients return to the tokens' ranks.
 
     Args:
-        grad: of this rank's halo, ``[B, reach, D]``.
+        grad: gradient of this rank's halo, ``[B, reach, D]``.
     """
 
     def __init__(self, grad: Tensor, halo: Halo, group: dist.ProcessGroup) -> None:
@@ -45,7 +45,7 @@ class HaloGradient:
         self._gathered, self._work = _all_gather(grad.transpose(0, 1).contiguous(), group)
 
     def add_to(self, grad: Tensor) -> None:
-        """Add, in place, what other ranks send to the gradient ``[B, S/cp, D]`` of the tokens."""
+        """Add gradients from other ranks' halos to the tokens' ``grad [B, S/cp, D]``, in place."""
         self._work.wait()
         halo = self._halo
         rows = self._gathered.index_select(0, halo.used_at).transpose(0, 1)
@@ -74,6 +74,6 @@ class _ExchangeHalo(torch.autograd.Function):
 
 
 def _all_gather(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """``[n, …]`` of each rank to ``[cp · n, …]``."""
+    """Start an all-gather of each rank's ``[n, …]`` into ``[cp · n, …]``."""
     gathered = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
     return gathered, dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule over contiguous shards on the kernels of ``fla`` 0.4.
 
-The kernels of the rule's steps (arXiv 2412.06464, section 3.3) are called one by one. The rank's
-state and transition follow from its chunks' solved systems, and are gathered before the states pass
-from chunk to chunk; gradients likewise, by the transitions of the forward. ``gated_delta_states``
-goes over the chunks for them.
+The kernels of the rule's steps (arXiv 2412.06464, section 3.3) are called one by one. A rank's
+state and transition are computed from its chunks' solved systems by ``gated_delta_states``, and
+gathered before states pass from chunk to chunk. In the backward, gradients are gathered likewise,
+and combined with the transitions of the forward.
 
-Kept for the backward is what fla's own function keeps, the state that enters, and the transitions
-of the ranks that what leaves this one enters.
+The forward saves what fla's own function saves, the state that enters, and the transitions of the
+ranks that the leaving state reaches.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def kernel_rule(
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """As ``gated_delta_net.reference_rule``, on a GPU, of tensors that it ``takes``."""
+    """``gated_delta_net.reference_rule`` by GPU kernels, for keys that :func:`takes` accepts."""
     tensors = (t.contiguous() for t in (query, key, value, g, beta))
     return _Rule.apply(*tensors, plan, group)
 
 
 def takes(key: Tensor) -> bool:
-    """There are kernels for this dtype and this K: up to 256 in 16 bits, 128 in 32."""
+    """Whether there are kernels for the key's dtype and K: up to 256 in 16 bits, 128 in 32."""
     return key.element_size() <= 4 and key.shape[-1] * key.element_size() <= 512
 
 
@@ -127,7 +127,7 @@ class _Rule(torch.autograd.Function):
 
 
 def _packed(plan: RecurrencePlan) -> dict[str, Tensor]:
-    """The samples of this rank's tokens, as the kernels want them; nothing where there is one."""
+    """Kernel arguments for the samples of this rank's tokens; empty for one sample."""
     if plan.seq_idx is None:
         return {}
     bounds = plan.cu_seqlens
@@ -136,10 +136,10 @@ def _packed(plan: RecurrencePlan) -> dict[str, Tensor]:
 
 
 def _of_samples(state: Tensor | None, plan: RecurrencePlan, sample: int) -> Tensor | None:
-    """A state of each sample of this rank's, ``[N, H, K, V]``, zero but for ``sample``'s.
+    """States of this rank's N samples, ``[N, H, K, V]``: ``state`` for ``sample``, else zero.
 
     Args:
-        state: ``[B, H, K, V]``; B is 1 where there are several samples.
+        state: ``[B, H, K, V]``, returned unchanged for one sample; with several samples B is 1.
     """
     if state is None or plan.seq_idx is None:
         return state

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta net over contiguous shards: every rank has all heads of its own tokens."""
+"""Gated delta net over contiguous shards: every rank has all heads of its own tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
 
 def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
-    """A training forward of upstream's ``GatedDeltaNet``, ``[S/(cp·sp), B, H]``; a collective.
+    """Run a training forward of upstream's ``GatedDeltaNet``; a collective.
 
     Args:
-        layer: with ``layer_tokens``; its parameters are those of one TP rank, whole over CP.
-        packed: of a packed batch, with the global ``cu_seqlens``; B is 1.
+        layer: a layer with ``layer_tokens``, whose parameters are those of one TP rank, not split
+            over CP.
+        hidden_states: ``[S/(cp·sp), B, H]``.
+        packed: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
 
     Returns:
-        Output and bias, as the layer's own forward.
+        Output ``[S/(cp·sp), B, H]`` and bias, as from the layer's own forward.
 
     Raises:
-        ValueError: for inference, an activation other than SiLU, or tokens that do not divide over
-            the ranks.
+        ValueError: there is an inference context, the activation is not SiLU, or the tokens do not
+            divide over the ranks.
     """
     tokens = layer.layer_tokens
     if inference_context is not None:
@@ -67,7 +69,7 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
 
 
 def _norm(layer, y: Tensor, gate: Tensor) -> Tensor:
-    """The gated norm of ``y [B, S/cp, H, V]``, ``[S/cp, B, H·V]``."""
+    """Gated norm of ``y [B, S/cp, H, V]``, transposed to ``[S/cp, B, H·V]``."""
     normed = layer._apply_gated_norm(y, gate).reshape(*y.shape[:2], -1)
     return normed.transpose(0, 1).contiguous()
 
@@ -81,7 +83,7 @@ def reference_rule(
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The rule over this rank's tokens in plain PyTorch; a collective.
+    """Apply the gated delta rule to this rank's tokens in plain PyTorch; a collective.
 
     Args:
         query, key: ``[B, S/cp, H, K]``. value: ``[B, S/cp, H, V]``.
@@ -106,7 +108,7 @@ def _convolve(
 ) -> Tensor:
     """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
-    # The kernels want the channels in groups of 8.
+    # The kernels need a multiple of 8 channels.
     kernels = gpu_kernels("kernel_conv") if on_kernels and x.shape[2] % 8 == 0 else None
     if kernels:
         return kernels.HaloConv.apply(x, weight, conv.bias, plan, group)

@@ -1,14 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for what a shard does to a state under the gated delta rule, and to its gradient.
+"""Triton kernels for a shard's effect on a state of the gated delta rule, and on its gradient.
 
-They go through the chunks of one sample as the scan itself does (arXiv 2412.06464, section 3.3),
-without storing anything on the way. A state is ``[K, V]`` a head, and its columns are independent:
-a program has a block of them.
+They go through the chunks of one sample as the scan does (arXiv 2412.06464, section 3.3), without
+storing intermediate states. A head's state is ``[K, V]`` with independent columns, and each program
+holds a block of columns.
 
 Keys, queries and ``w`` are ``[B, S, H, K]``, values ``[B, S, H, V]``, contiguous; ``decay`` is the
-running sum of the log decay within each chunk, fp32 ``[B, S, H]``. Chunks count from the sample's
-first token.
+running sum of the log decay within each chunk, fp32 ``[B, S, H]``. Chunks are counted from the
+sample's first token.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a chunk; ``fla`` has no other."""
+"""Tokens of a chunk; ``fla`` takes no other number."""
 LEAVING_COLUMNS, GRADIENT_COLUMNS = 64, 32
-"""Columns of the state that a program holds: the fastest on an H200."""
+"""Columns of the state that a program holds; these numbers are the fastest on an H200."""
 
 
 def leaving_state(
     key: Tensor, w: Tensor, u: Tensor, decay: Tensor, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the tokens from ``first`` on leave when nothing enters, and what they do to a state.
+    """State that tokens from ``first`` on leave if zero enters, and their transition.
 
     Args:
-        first: where the last sample of these tokens begins.
-        w, u: the chunks' solved systems: a state h that enters one makes its tokens write
-            ``u - w h`` at their keys.
+        first: first token of the shard's last sample.
+        w, u: the chunks' solved systems: if a state h enters a chunk, its tokens write ``u - w h``
+            at their keys.
 
     Returns:
-        fp32, of one storage: both flat; the state ``[B, H, K, V]``; and the transition
-        ``[B, H, K, K]``, by which a state that enters is multiplied from the left.
+        A flat fp32 tensor of state and transition, and views of it: the state ``[B, H, K, V]``, and
+        the transition ``[B, H, K, K]``, which multiplies an entering state from the left.
     """
     batch, tokens, heads, size = key.shape
     width = u.shape[-1]
@@ -61,13 +61,14 @@ def entering_gradient(
     scale: float,
     end: int,
 ) -> Tensor:
-    """Gradient of the state before the first token, by the outputs of the tokens before ``end``.
+    """Gradient of the state before the first token, through outputs of the tokens before ``end``.
 
     Args:
-        grad: of the outputs, ``[B, S, H, V]``.
-        value_grad: of what tokens write, by outputs of the same chunk alone, ``[B, S, H, V]``.
-        scale: of the outputs.
-        end: where the first sample of these tokens ends.
+        grad: gradient of the outputs, ``[B, S, H, V]``.
+        value_grad: gradient of the values that tokens write, through outputs of the same chunk
+            alone, ``[B, S, H, V]``.
+        scale: factor of the outputs.
+        end: end of the shard's first sample.
 
     Returns:
         fp32 ``[B, H, K, V]``.
@@ -83,18 +84,18 @@ def entering_gradient(
 
 
 def _options(key: Tensor, columns: int, of_keys: int, of_values: int) -> dict[str, int]:
-    """Sizes of blocks, and how many chunks are loaded ahead, at least one: as shared memory allows.
+    """Block sizes, and as many pipeline stages (two or more on a GPU) as shared memory allows.
 
     Args:
         of_keys: number of tensors of which a program reads all K columns.
-        of_values: number of tensors of which it reads its block of columns.
+        of_values: number of tensors of which a program reads only its block of columns.
     """
-    # A matrix product sums over 16 elements and more.
+    # A Triton matrix product needs inner dims of at least 16.
     block, stages = max(16, triton.next_power_of_2(key.shape[-1])), 1
     if key.is_cuda:
         room = torch.cuda.get_device_properties(key.device).shared_memory_per_block_optin
         chunk = CHUNK * (of_keys * block + of_values * columns) * key.element_size()
-        # Triton 3.6 compiles some blocks wrongly where nothing is loaded ahead.
+        # Triton 3.6 miscompiles some blocks with a single stage, which loads nothing ahead.
         stages = max(2, min(4, int(0.9 * room) // chunk))
     sizes = {"K_BLOCK": block, "CHUNK": CHUNK, "COLUMNS": columns}
     return sizes | {"num_warps": 4, "num_stages": stages}
@@ -106,7 +107,7 @@ def _leaving_kernel(
     K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the state, from zero on, or of the transition, from the identity on."""
+    """Compute a block of columns of the state (from zero) or of the transition (from identity)."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     of_state = tl.cdiv(V, COLUMNS)
     is_state = tl.program_id(0) < of_state
@@ -140,7 +141,7 @@ def _entering_gradient_kernel(
     K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns, from the last chunk to the first."""
+    """Compute a block of columns of the gradient, from the last chunk to the first."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows, columns = tl.arange(0, K_BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     here = tl.arange(0, CHUNK)

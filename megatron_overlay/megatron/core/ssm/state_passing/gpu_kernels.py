@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of this folder that call kernels of GPU packages, where these are installed."""
+"""Import the modules of this folder that call kernels of GPU packages, if these are installed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from types import ModuleType
 from packaging.specifiers import SpecifierSet
 
 VERSIONS = {"causal_conv1d": ">=1.7,<2", "fla": ">=0.4.2,<0.5", "mamba_ssm": ">=2.3,<2.4"}
-"""Versions that have the private functions called here; pyproject's extra ``gpu`` installs them."""
+"""Versions with the private functions called here, as in pyproject's extra ``gpu``."""
 
 PACKAGES = {
     "gated_delta_kernels": ["fla"],
     "kernel_conv": ["causal_conv1d"],
     "mamba_kernels": ["causal_conv1d", "mamba_ssm"],
 }
-"""The packages that a module calls."""
+"""GPU packages that each module calls."""
 
 
 @cache
 def gpu_kernels(module: str) -> ModuleType | None:
-    """A module of this folder; None where a package is missing and the reference ops serve.
+    """A module of this folder; None if a package is missing, so that reference ops are used.
 
     Raises:
-        ImportError: another version is installed.
+        ImportError: a package has a version outside :data:`VERSIONS`.
     """
     packages = PACKAGES[module]
     if any(importlib.util.find_spec(package) is None for package in packages):

@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid stack whose tokens lie contiguously, but for its attention layers.
+"""Hybrid stack whose tokens lie contiguously except in attention layers.
 
-Recurrent layers want each rank's tokens contiguous, attention wants zigzag, and the layers in
-between (MLP, experts) take either. Attention layers are few, so the stack converts its input once,
-then around each of them, and its output at the end. Between pipeline stages tokens stay contiguous.
+Recurrent layers need each rank's tokens contiguous, attention needs zigzag, and other layers (MLP,
+experts) take either. Attention layers are few, so the stack converts its input once, then before
+and after each attention layer, and its output at the end. Between pipeline stages tokens stay
+contiguous.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from megatron.core.ssm.state_passing.options import CONTIGUOUS
 
 RECURRENT = (Symbols.MAMBA, Symbols.GDN)
 ANY_ORDER = (Symbols.MLP, Symbols.MOE)
-"""Every other layer, a kind that is yet to come too, is given zigzag tokens."""
+"""Layers that take tokens in any order. Kinds in neither list get zigzag tokens."""
 
 
 def keep_tokens_contiguous(stack: nn.Module) -> None:
-    """Make a HybridStack do so, if its config wants it and there are several CP ranks.
+    """Keep a HybridStack's tokens contiguous between its layers, by forward hooks.
+
+    Does nothing unless the config has ``hybrid_token_layout="contiguous"`` and there are several CP
+    ranks.
 
     Args:
-        stack: with its layers.
+        stack: the stack, with its layers built.
 
     Raises:
-        ValueError: its layers are to be captured as CUDA graphs one by one, without conversions.
+        ValueError: the config captures single layers as CUDA graphs, which would lack the hooks.
     """
     config = stack.config
     if config.hybrid_token_layout != CONTIGUOUS or stack.pg_collection.cp.size() == 1:
@@ -51,16 +55,16 @@ def keep_tokens_contiguous(stack: nn.Module) -> None:
 
 
 class _Conversions:
-    """Forward hooks; each is a collective where it moves tokens."""
+    """Forward hooks that convert between token layouts; collective if they move tokens."""
 
     def __init__(self, tokens: LayerTokens) -> None:
         self._tokens = tokens
 
     def enter(self, stack, args, kwargs):
-        """Zigzag to contiguous: the padding mask on every stage, hidden states on the first."""
+        """Make the padding mask contiguous on every stage, and hidden states on the first."""
         mask = kwargs.get("padding_mask")
         if mask is not None:
-            # Some backends move no bool.
+            # Some backends cannot send bool.
             mask = mask.t().to(torch.uint8)
             rows = self._tokens.to_contiguous(mask, kwargs.get("packed_seq_params"))
             kwargs = kwargs | {"padding_mask": rows.t().bool()}
@@ -69,21 +73,21 @@ class _Conversions:
         return args, kwargs
 
     def leave(self, stack, args, kwargs, hidden):
-        """What the last stage ends with, after its norm, which takes tokens in any order."""
+        """Convert the last stage's output to zigzag; its final norm takes tokens in any order."""
         return self._tokens.to_zigzag(hidden, kwargs.get("packed_seq_params"))
 
     def before_attention(self, layer, args, kwargs):
-        """What an attention layer is given."""
+        """Convert the hidden states that an attention layer takes to zigzag."""
         return _with_hidden(self._tokens.to_zigzag, args, kwargs)
 
     def after_attention(self, layer, args, kwargs, output):
-        """What it returns: hidden states, and more that stays as it is."""
+        """Convert the hidden states that it returns to contiguous; keep its other outputs."""
         hidden, *rest = output
         return self._tokens.to_contiguous(hidden, kwargs.get("packed_seq_params")), *rest
 
 
 def _with_hidden(move, args, kwargs):
-    """The arguments of a forward with its hidden states moved, the first or a keyword."""
+    """Arguments of a forward after ``move`` of the hidden states, the first one or a keyword."""
     packed = kwargs.get("packed_seq_params")
     if args:
         return (move(args[0], packed), *args[1:]), kwargs

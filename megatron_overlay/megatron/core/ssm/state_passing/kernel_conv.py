@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolution over contiguous shards on the ``causal_conv1d`` kernels.
 
-When packed these take no tokens from before. They go over all tokens as if nothing came before
-them, while the halo is on its way. The first W - 1 outputs, which it changes, are then computed
-again from a window of 2 (W - 1) tokens.
+For packed samples, the kernels take no earlier tokens as initial states. So they first run over all
+tokens as if nothing came before, while the halo is on its way. The first W - 1 outputs, which
+depend on the halo, are then recomputed from a window of 2 (W - 1) tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HaloConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, window, weight, bias = ctx.saved_tensors
-        # Others may hold this gradient: what changes is put back, and autograd need not know.
+        # Others may hold this gradient: its changed part is restored, hidden from autograd.
         x_grad, grad = torch.empty_like(x), grad.contiguous().data
         head = grad[:, : weight.shape[1] - 1]
         kept = head.clone()
@@ -51,9 +51,9 @@ def conv_forward(
     """``silu(conv(x))`` of this rank's tokens ``[B, S/cp, D]``; a collective.
 
     Returns:
-        A new tensor ``[B, S/cp, D]``; and where its first W - 1 tokens depend on ranks before this
-        one, the window that they see, for :func:`conv_backward`, and these tokens. A shard of fewer
-        tokens has as many.
+        A new tensor ``[B, S/cp, D]``; the window of inputs that its first W - 1 tokens see, for
+        :func:`conv_backward`; and these output tokens. If they do not depend on earlier ranks, the
+        last two are None. A shard of fewer than W - 1 tokens counts as a whole.
     """
     halo = plan.halo(weight.shape[1] - 1)
     coming = None if halo.is_empty else HaloGather(x, halo, group)
@@ -81,7 +81,8 @@ def conv_backward(
     """The adjoint of :func:`conv_forward`: fills ``x_grad [B, S/cp, D]``; a collective.
 
     Args:
-        grad: of the outputs, ``[B, S/cp, D]``; given a window, its first W - 1 tokens become zero.
+        grad: gradient of the outputs, ``[B, S/cp, D]``; given a window, its first W - 1 tokens are
+            set to zero.
 
     Returns:
         Gradients of weight and bias.
@@ -104,7 +105,7 @@ def conv_backward(
 
 
 def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
-    """``silu(conv(x))`` as if nothing came before ``x [B, S, D]``: a new tensor ``[B, S, D]``."""
+    """``silu(conv(x))`` with zeros before ``x [B, S, D]``: a new tensor ``[B, S, D]``."""
     out = causal_conv1d_fwd_function(_channels(x), weight, bias, seq_idx, None, None, True)
     return out.transpose(1, 2)
 
@@ -112,7 +113,7 @@ def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -
 def _backward_without_halo(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx, x_grad: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    # The kernels write into a view only if its rows are aligned as they want them.
+    # The kernels write into a view only if its rows are aligned as they require.
     given = x_grad.transpose(1, 2) if _is_aligned(x_grad) else None
     found, weight_grad, bias_grad, _ = causal_conv1d_bwd_function(
         _channels(x), weight, bias, _channels(grad), seq_idx, None, None, given, False, True
@@ -123,7 +124,7 @@ def _backward_without_halo(
 
 
 class _HeadGradients(NamedTuple):
-    """What the first W - 1 outputs bring: gradients of the halo, these tokens, weight and bias."""
+    """Gradients of halo, first tokens, weight and bias through the first W - 1 outputs."""
 
     past: Tensor
     tokens: Tensor
@@ -134,7 +135,7 @@ class _HeadGradients(NamedTuple):
 def _head_backward(
     grad: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
 ) -> _HeadGradients:
-    """Take the gradient of the first W - 1 outputs out of ``grad [B, S, D]``, which is 0 then."""
+    """Backward of the first W - 1 outputs, whose part of ``grad [B, S, D]`` is set to zero."""
     reach = weight.shape[1] - 1
     head = grad[:, : window.shape[1] - reach]
     from_head = F.pad(head, (0, 0, reach, 0))
@@ -150,5 +151,5 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _channels(x: Tensor) -> Tensor:
-    """``[B, S, D]`` to ``[B, D, S]`` with neighbouring channels, as the kernels want them."""
+    """View ``[B, S, D]`` as ``[B, D, S]`` with contiguous channels, as the kernels require."""
     return (x if _is_aligned(x) else x.contiguous()).transpose(1, 2)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a layer on their way between attention's zigzag token layout and contiguous shards."""
+"""Move a layer's tokens between attention's zigzag token layout and contiguous shards."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class LayerTokens:
     """Moves tokens for one layer, or for a stack of them.
 
     Args:
-        config: TransformerConfig.
+        config: TransformerConfig of the layer.
         pg_collection: groups ``tp`` and ``cp``; with sequence parallelism also ``tp_cp``.
 
     Attributes:
-        is_zigzag: tokens come and go as attention has them, until a stack that keeps them
-            contiguous calls :func:`tokens_are_contiguous`.
+        is_zigzag: whether the layer's input and output are zigzag. True until a stack that keeps
+            tokens contiguous calls :func:`tokens_are_contiguous`.
     """
 
     def __init__(self, config, pg_collection) -> None:
@@ -68,21 +68,21 @@ class LayerTokens:
         return plan_recurrence(lengths, self.cp_size, self.cp_group.rank(), hidden.device)
 
     def to_contiguous(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """Zigzag to contiguous, ``[S/(cp·sp), B, …]``; a collective."""
+        """Convert ``hidden [S/(cp·sp), B, …]`` from zigzag to contiguous; a collective."""
         route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
         return exchange(hidden, route, self._hidden_group)
 
     def to_zigzag(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """The inverse of :meth:`to_contiguous`, bit for bit."""
+        """Convert from contiguous to zigzag: the inverse of :meth:`to_contiguous`, bit for bit."""
         route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
         return exchange(hidden, route.reversed(), self._hidden_group)
 
     def project_in(
         self, hidden: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
     ) -> Tensor:
-        """``hidden [S/(cp·sp), B, H]`` to its projection ``[S/cp, B, width]``, contiguous.
+        """Project ``hidden [S/(cp·sp), B, H]`` to ``[S/cp, B, width]``, contiguous.
 
-        Where tokens change ranks, the smaller of the two travels.
+        If tokens have to change ranks, the smaller of input and projection is exchanged.
         """
         if not self.is_zigzag:
             return projection(hidden)[0]
@@ -94,7 +94,7 @@ class LayerTokens:
     def project_out(
         self, y: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        """``y [S/cp, B, width]``, contiguous, to ``[S/(cp·sp), B, H]``, and the bias."""
+        """Project contiguous ``y [S/cp, B, width]`` to ``[S/(cp·sp), B, H]``; and the bias."""
         if not self.is_zigzag:
             return projection(y)
         if self._hidden_is_smaller(width):
@@ -112,11 +112,11 @@ class LayerTokens:
 
 
 def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None]:
-    """What a recurrent layer keeps: the groups over which it spreads its heads, and its tokens.
+    """Groups over which a recurrent layer splits its heads, and the mover of its tokens.
 
     Returns:
-        ``pg_collection`` and None; for a layer that passes states between ranks, a copy whose
-        ``cp`` is one rank, and what moves its tokens.
+        ``pg_collection`` and None if the layer splits its heads over CP or has one CP rank. If it
+        passes states between ranks: a copy whose ``cp`` is one rank, and a :class:`LayerTokens`.
     """
     if not passes_states(config) or pg_collection.cp.size() == 1:
         return pg_collection, None
@@ -126,21 +126,21 @@ def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None
 
 
 def tokens_are_contiguous(layers: nn.Module) -> None:
-    """Tell the recurrent ones among ``layers`` that their tokens come and go contiguous."""
+    """Tell the recurrent layers among ``layers`` that their input and output are contiguous."""
     for module in layers.modules():
         if tokens := getattr(module, "layer_tokens", None):
             tokens.is_zigzag = False
 
 
 class _OneRank:
-    """Stands for the CP group where a layer keeps all heads: it spreads them over one rank."""
+    """Stand-in of one rank for the CP group of a layer that does not split its heads over CP."""
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, which is 1."""
         return 1
 
     def rank(self) -> int:
-        """This rank among them."""
+        """Group rank, which is 0."""
         return 0
 
 

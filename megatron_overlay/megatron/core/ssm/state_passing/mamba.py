@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Mamba-2 mixer over contiguous shards: every rank has all heads of its own tokens."""
+"""Mamba-2 mixer over contiguous shards: every rank has all heads of its own tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 
 
 def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
-    """A training forward of upstream's ``MambaMixer``, ``[S/(cp·sp), B, H]``; a collective.
+    """Run a training forward of upstream's ``MambaMixer``; a collective.
 
     Args:
-        mixer: with ``layer_tokens``; its parameters are those of one TP rank, whole over CP.
-        packed: of a packed batch, with the global ``cu_seqlens``; B is 1.
+        mixer: a mixer with ``layer_tokens``, whose parameters are those of one TP rank, not split
+            over CP.
+        hidden_states: ``[S/(cp·sp), B, H]``.
+        packed: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
 
     Returns:
-        Output and bias, as the mixer's own forward.
+        Output ``[S/(cp·sp), B, H]`` and bias, as from the mixer's own forward.
 
     Raises:
-        ValueError: for inference, or tokens that do not divide over the ranks.
+        ValueError: there is an inference context, or the tokens do not divide over the ranks.
     """
     tokens = mixer.layer_tokens
     if inference_context is not None:
@@ -72,16 +74,16 @@ def reference_scan(
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Convolution, scan and gate of this rank's tokens in plain PyTorch; a collective.
+    """Run convolution, scan and gate of this rank's tokens in plain PyTorch; a collective.
 
     Args:
-        projected: z, x, B, C and dt beside each other, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
+        projected: z, x, B, C and dt concatenated, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
         conv_weight: ``[H·P + 2·G·N, W]``. conv_bias: ``[H·P + 2·G·N]`` or None.
         dt_bias, A: ``[H]``, A negative. D: ``[H]`` or ``[H, P]``.
         ngroups: G; headdim: P.
 
     Returns:
-        ``[B, S/cp, H·P]``, gated and not yet normed.
+        ``[B, S/cp, H·P]``, gated but not yet normalised.
     """
     inner, heads, channels = A.shape[0] * headdim, A.shape[0], conv_weight.shape[0]
     xBC = projected.split([inner, channels, heads], dim=-1)[1]

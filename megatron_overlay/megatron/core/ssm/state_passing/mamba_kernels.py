@@ -1,14 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Mamba-2 scan over contiguous shards on the kernels of ``mamba_ssm`` 2.3.
+"""Mamba-2 scan over contiguous shards on the kernels of ``mamba_ssm`` 2.3.
 
-The kernels of the scan's steps (arXiv 2405.21060, section 6) are called one by one. The neighbours'
-state enters between two of them, chunk states and state passing, and its gradient between the same
-two on the way back, so a rank goes through its tokens as often as without context parallelism. The
-collectives run beside kernels that do not need their result.
+The kernels of the scan's steps (arXiv 2405.21060, section 6) are called one by one. The state from
+earlier ranks enters between two of them, chunk states and state passing, and its gradient enters
+between the same two in the backward, so a rank goes through its tokens as often as without context
+parallelism. The collectives overlap kernels that do not need their result.
 
-What is kept for the backward is what upstream's fused path keeps: the projection and the output
-before the gate (and the decays, 2 % of these); the convolution and the states are computed again.
+The forward saves what upstream's fused path saves: the projection and the output before the gate
+(and the decays, 2 % of these). The convolution and the states are recomputed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def kernel_scan(
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """As ``mamba.reference_scan``, on a GPU; D is of fp32 or of the dtype of ``projected``."""
+    """``mamba.reference_scan`` by GPU kernels; D is in fp32 or in the dtype of ``projected``."""
     sizes = _Sizes(chunk_size, headdim, ngroups)
     return _Scan.apply(projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group)
 
@@ -67,7 +67,7 @@ class _Sizes(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Views of the projection, and of the convolution's output or gradient, by head or group."""
+    """Views of the convolution's output, or of its gradient, by head (x) or group (B, C)."""
 
     x: Tensor
     B: Tensor
@@ -102,7 +102,7 @@ class _Scan(torch.autograd.Function):
         if coming is not None:
             every_state, transitions = coming.wait()
             entering = mamba_states.over_ranks(every_state, transitions, plan.ranks_before())
-            # The gathered states, cp times a state, need not outlive this call.
+            # A copy, so that the gathered tensor of cp states need not outlive this call.
             transitions = transitions.contiguous()
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
@@ -140,7 +140,7 @@ class _Scan(torch.autograd.Function):
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, states.dtype)
-        # The gate first: the rest needs the gradient of the output before it.
+        # The gate comes first, as the rest needs the gradient of the output before the gate.
         grad = grad.contiguous().unflatten(-1, (heads, -1))
         by_head = (heads, -1)
         _, grad, D_grad = _chunk_scan_bwd_dz(

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for the steps of a chunked scan that ``mamba_ssm`` has none for.
+"""Triton kernels for the steps of a chunked scan for which ``mamba_ssm`` has no kernels.
 
-States of chunks are ``[B, c, H, P, N]``, contiguous; the running sums of the log decay within each
-chunk ``[B, H, c, Q]``, of fp32. ``seq_idx`` is the sample of each token, ``[1, S]`` of int32, or
-None. One launch each: PyTorch would take about ten, and read the states less fast.
+States of chunks are ``[B, c, H, P, N]``, contiguous; ``decay`` is the running sum of the log decay
+within each chunk, fp32 ``[B, H, c, Q]``. ``seq_idx`` is the sample of each token, int32 ``[1, S]``,
+or None. Each step is one launch; PyTorch would need about ten, and read the states more slowly.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, CHUNKS = 512, 8
-"""State elements and chunks that a program holds at once."""
+"""Numbers of state elements and of chunks that a program holds at once."""
 
 
 def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """What all chunks leave when nothing enters, and what they leave of a state that does.
+    """State that all chunks leave if zero enters, and their decay of an entering state.
 
-    Of a state that enters nothing is left where the tokens are of several samples (``seq_idx``).
+    The decay is 0 if the tokens are of several samples (``seq_idx`` given).
 
     Args:
-        states: what each chunk alone leaves.
+        states: state that each chunk alone leaves.
 
     Returns:
         fp32 ``[B·H·P·N + B·H]``: the state ``[B, H, P, N]``, then its decay ``[B, H, 1, 1]``.
@@ -40,7 +40,7 @@ def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> T
     """Gradient of the state that enters the first chunk, fp32 ``[B, H, P, N]``.
 
     Args:
-        grads: of the state that enters each chunk, by the outputs of that chunk alone.
+        grads: gradient of the state that enters each chunk, through that chunk's outputs alone.
     """
     found = grads.new_empty((grads.shape[0], *grads.shape[2:]), dtype=torch.float32)
     _sum_chunks(grads, decay, seq_idx, found, None)
@@ -48,10 +48,11 @@ def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> T
 
 
 def over_ranks(states: Tensor, decays: Tensor, ranks: range) -> Tensor | None:
-    """Take a state, at first zero, along ``ranks``: ``decay · state + states[rank]`` at each.
+    """Pass a state, initially zero, along ``ranks``: ``state = decay · state + states[rank]``.
 
     Args:
-        states: fp32 ``[cp, B, H, P, N]``. decays: fp32 ``[cp, B, H, 1, 1]``; dense from B on.
+        states: fp32 ``[cp, B, H, P, N]``. decays: fp32 ``[cp, B, H, 1, 1]``. Both are contiguous
+            from dim B on.
 
     Returns:
         fp32 ``[B, H, P, N]``; None where ``ranks`` is empty.
@@ -69,12 +70,13 @@ def over_ranks(states: Tensor, decays: Tensor, ranks: range) -> Tensor | None:
 
 
 def add_decay_gradients(grad: Tensor, after: Tensor, before: Tensor, of_chunk: Tensor) -> None:
-    """Add to ``grad``, in place, the gradients of the log decay by way of the states.
+    """Add the gradients of the log decay through the states to ``grad``, in place.
 
     Args:
-        grad, after: of each token's decay, ``[B, H, c, Q]``.
-        before: of the running sums, whose adjoint sums from the chunk's end, ``[B, H, c, Q]``.
-        of_chunk: of the whole chunk's decay, the last of these sums, ``[B, H, c]``.
+        grad, after: gradients of each token's log decay, ``[B, H, c, Q]``.
+        before: gradient of the running sums, whose adjoint sums from the chunk's end,
+            ``[B, H, c, Q]``.
+        of_chunk: gradient of the whole chunk's log decay, the last running sum, ``[B, H, c]``.
     """
     tensors = [grad, after, before, of_chunk]
     assert all(tensor.is_contiguous() for tensor in tensors)
@@ -102,7 +104,7 @@ def _sum_chunks_kernel(
 ):  # fmt: skip
     """Sum the chunks' states, each times the decay between it and the shard's end or start.
 
-    Chunks are gone through from that edge on, so that the log decay grows from 0.
+    Chunks are visited starting at that end or start, so the log decay accumulates from 0.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head, row = tl.program_id(1), tl.program_id(2)
@@ -114,12 +116,12 @@ def _sum_chunks_kernel(
         here = step < chunks
         chunk = chunks - 1 - step if IS_LEAVING else step
         log_decay = tl.load(ends + chunk * decay_chunk, mask=here, other=0.0)
-        # Summed without the chunk's own, rather than taken off again: it may be by far the largest.
+        # Summed without the chunk's own decay: subtracting it, if by far the largest, would round.
         before = chunk + 1 if IS_LEAVING else chunk - 1
         nearer = tl.load(ends + before * decay_chunk, mask=here & (step > first), other=0.0)
         weight = tl.exp(crossing + tl.cumsum(nearer, 0))
         if IS_PACKED:
-            # The sample at the edge: that of the last token, or of the first one, which is 0.
+            # The sample at the shard's end (its last token's) or start (its first token's, 0).
             seen = chunk if IS_LEAVING else chunk - 1
             token = tl.minimum((seen + 1) * chunk_size, tokens) - 1
             sample = tl.load(seq_idx + token, mask=here & (token >= 0), other=0)

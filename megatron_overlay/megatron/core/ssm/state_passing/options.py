@@ -1,16 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The two options of TransformerConfig that state passing has; imports nothing of Megatron."""
+"""State passing's two options of TransformerConfig; imports nothing of Megatron."""
 
 HEAD_PARALLEL, STATE_PASSING = "head-parallel", "state-passing"
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 
 
 def check_options(config) -> None:
-    """Refuse what is no option, or does not go together.
+    """Refuse unknown values of the options, and values that exclude each other.
 
     Raises:
-        ValueError: naming the options and what they may be.
+        ValueError: an option has no valid value; the message names the option and its values.
     """
     for name, known in (
         ("linear_context_parallel", (HEAD_PARALLEL, STATE_PASSING)),
@@ -31,10 +31,10 @@ def check_options(config) -> None:
 
 
 def passes_states(config) -> bool:
-    """Whether recurrent layers pass states between ranks, rather than spread their heads."""
+    """Whether recurrent layers pass states between CP ranks, instead of splitting their heads."""
     return config.linear_context_parallel == STATE_PASSING
 
 
 def head_parallel_size(config) -> int:
-    """Over how many ranks a recurrent layer spreads its heads, beside TP."""
+    """Number of ranks over which a recurrent layer splits its heads, besides TP."""
     return 1 if passes_states(config) else config.context_parallel_size

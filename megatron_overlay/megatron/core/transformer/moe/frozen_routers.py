@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of a model that is not trained."""
+"""Stop load balancing in the routers of a frozen model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 def freeze_routers(model: MegatronModule) -> None:
-    """Let routers balance nothing any more: a frozen model's experts stay as they are used.
+    """Stop routers from balancing their experts' loads, by losses and by the expert bias.
 
-    Balancing and z losses of a frozen router would go on through the frozen layers, and train what
-    the model's inputs come from. The expert bias is a buffer, which ``requires_grad`` does not
-    stop.
+    The balancing and z losses of a frozen router would still send gradients through the frozen
+    layers to the modules that make the model's inputs. The expert bias is a buffer, so
+    ``requires_grad`` does not stop its updates.
 
     Args:
-        model: all of whose layers are frozen; their configurations change.
+        model: a model whose layers are all frozen; their configurations are changed.
     """
     for router in model.modules():
         if isinstance(router, TopKRouter):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of Megatron's own layers, computed by grouped GEMMs."""
+"""Experts built from Megatron's own layers and computed by grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class GroupedExperts(SequentialMLP):
-    """All local experts at once, with ``moe_grouped_gemm``; otherwise one after the other.
+    """Computes all local experts at once with ``moe_grouped_gemm``, else one after the other.
 
-    Parameters, and so checkpoints, are those of SequentialMLP. The GEMMs are PyTorch's, which read
-    the experts' sizes on the device: nothing here waits for it.
+    Parameters, and so checkpoints, are those of SequentialMLP. PyTorch's grouped GEMM reads the
+    experts' token counts on the device, so nothing here waits for the device.
 
     Raises:
-        ValueError: with ``moe_grouped_gemm``, for experts with biases or gates, and before PyTorch
-            2.10, which has no grouped GEMM for all.
+        ValueError: with ``moe_grouped_gemm``, experts have biases or gated units, or PyTorch is
+            older than 2.10, which adds the general grouped GEMM.
     """
 
     def __init__(self, num_local_experts: int, config, *args, **kwargs) -> None:
@@ -46,7 +46,7 @@ class GroupedExperts(SequentialMLP):
         Args:
             permuted_local_hidden_states: ``[tokens, H]``, ordered by expert.
             tokens_per_expert: ``[experts]``, integers.
-            permuted_probs: ``[tokens]``, by which each expert's activations are weighted.
+            permuted_probs: ``[tokens]``, weights of the experts' activations.
 
         Returns:
             ``[tokens, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.
@@ -69,14 +69,14 @@ class GroupedExperts(SequentialMLP):
 
 
 def _weight(layer: torch.nn.Module) -> Tensor:
-    """A layer's weight, as calling the layer would find it: DDP may still be gathering it."""
+    """A layer's weight after its forward pre-hooks, which wait for DDP's parameter gather."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
     return layer.weight
 
 
 def with_grouped_experts(moe: partial) -> partial:
-    """The builder of a MoE layer of upstream's local spec, with these experts."""
+    """The MoE layer builder of upstream's local spec, with :class:`GroupedExperts`."""
     submodules = moe.keywords["submodules"]
     experts = partial(GroupedExperts, **submodules.experts.keywords)
     return partial(moe, submodules=replace(submodules, experts=experts))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A router whose balancing losses and expert bias are the same in every layout.
+"""Router whose balancing losses and expert bias do not depend on the layout.
 
-Only the mean load that ``global_aux_loss`` compares with is not: it depends on how many samples all
-DP ranks take at a time.
+One exception remains: the mean load in ``global_aux_loss`` depends on how many samples all DP ranks
+process at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 class LayoutFreeRouter(TopKRouter):
     """Upstream's router, for batches whose padding lies unevenly on the ranks.
 
-    With per-token loss a balancing loss is weighed by the real tokens that it was taken over, all
-    those of its group. ``aux_loss`` and ``seq_aux_loss`` belong to a TP·CP group,
-    ``global_aux_loss`` to the DP ranks as well, whose number upstream divides by once more.
-    Where there is padding, upstream weighs all three by TP·CP times too much.
+    With per-token loss, a balancing loss is weighted by the number of real tokens of the group over
+    which it is computed: a TP·CP group for ``aux_loss`` and ``seq_aux_loss``, and the DP ranks as
+    well for ``global_aux_loss``, which upstream divides by the number of DP ranks once more. With
+    padding, upstream weights all three losses TP·CP times too much.
 
-    The expert bias leaves padding out, which fails upstream.
+    The expert bias ignores padding; upstream fails to do so.
     """
 
     def attach_and_log_load_balancing_loss(
@@ -37,8 +37,11 @@ class LayoutFreeRouter(TopKRouter):
         needs_dp_avg=True,
         valid_token_count=None,
     ):
-        """As upstream's. ``valid_token_count`` is this rank's; but with padding, a tensor, it is
-        the group's: upstream takes it after a sum in place."""
+        """Attach the loss as upstream does, weighted by the group's number of real tokens.
+
+        ``valid_token_count`` is an int, this rank's count, without padding. With padding it is a
+        tensor that upstream has summed in place, and so the group's count.
+        """
         total = valid_token_count
         if not isinstance(total, torch.Tensor):
             total *= reduce_group.size()
@@ -53,7 +56,7 @@ class LayoutFreeRouter(TopKRouter):
         )
 
     def _apply_global_aux_loss(self, probs, scores, routing_map, with_padding_mask=False):
-        # Counted on every rank, as DP ranks need not all have padding.
+        # With a mask on every rank, as DP ranks need not all have padding.
         return super()._apply_global_aux_loss(probs, scores, routing_map, with_padding_mask=True)
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
@@ -63,6 +66,6 @@ class LayoutFreeRouter(TopKRouter):
 
 
 def with_layout_free_router(moe: partial) -> partial:
-    """The builder of a MoE layer, as upstream's specs have it, with this router."""
+    """The MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
     submodules = replace(moe.keywords["submodules"], router=LayoutFreeRouter)
     return partial(moe, submodules=submodules)

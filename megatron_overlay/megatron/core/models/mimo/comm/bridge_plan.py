@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows each rank of a bridge has, ends with, and takes from whom; plain data, no processes.
+"""Plan which rows each rank of a bridge takes from which other rank; plain data, no processes.
 
 *Members* are the ranks of one block of the topology, by index. *Rows* are samples' embeddings in
-batch order; an *atom* is the rows of one run of samples. Forward, a member has the atoms that it
-encodes and ends with those that it consumes (none on later pipeline stages); backward, the other
-way round. There a row's gradient is non-zero only on the destination CP rank that owns the row's
-token; the destination's TP ranks have replicas of it.
+batch order; an *atom* is the rows of one run of samples. In the forward, a member starts with the
+atoms that it encodes and ends with those that it consumes (none on later pipeline stages); in the
+backward it is the other way round. A row's gradient is non-zero only on the destination CP rank
+that owns the row's token; the destination's TP ranks have replicas of it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AtomRows(NamedTuple):
 
     Args:
         counts: number of rows of each atom.
-        owners: int64 [rows], the destination CP rank whose copy of the row counts; ``None``: the
-            sum over all CP ranks' copies.
+        owners: int64 [rows], the destination CP rank whose copy of each row is taken; None to take
+            the sum of all CP ranks' copies.
     """
 
     counts: Sequence[int]
@@ -42,14 +42,12 @@ class AtomRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """One way over the bridge within one block, before any row is counted.
-
-    A member gives all copies of a row that it has, or with several ``owners`` only its own.
+    """One direction of the bridge within one block, in atoms, before rows are counted.
 
     Attributes:
-        before, after: atoms that each member has, and ends with; numbered within the block.
-        copy: which copy of a row each member has, 0 … owners - 1.
-        owners: number of copies that a row has: CP ranks, or 1.
+        before, after: atoms with which each member starts and ends, numbered within the block.
+        copy: index, 0 … owners - 1, of the copy of its rows that each member has and gives.
+        owners: number of different copies of a row: the number of CP ranks, or 1.
     """
 
     before: tuple[range, ...]
@@ -59,10 +57,10 @@ class Crossing:
 
     @cached_property
     def giver(self) -> np.ndarray:
-        """Member from which each takes each copy of an atom, int64 [members, atoms, owners].
+        """Member from which each member takes each copy of an atom, int64 [members, atoms, owners].
 
-        NOBODY where it takes none. A member takes from itself what it has. The others take turns
-        among those who have the same, so that replicas share the sending evenly.
+        NOBODY where a member takes no such copy. A member that has a copy takes its own; the others
+        take turns among the members that have it, so that replicas share the sending evenly.
         """
         atoms = max(run.stop for run in chain(self.before, self.after))
         has, takes = (_membership(runs, atoms) for runs in (self.before, self.after))
@@ -81,16 +79,16 @@ class Crossing:
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether any member takes from another."""
+        """Whether any member takes a row from another member."""
         others = self.giver != np.arange(len(self.before))[:, None, None]
         return bool((others & (self.giver != NOBODY)).any())
 
     def route(self, member: int, before: AtomRows, after: AtomRows) -> Route:
-        """Plan one member's share for one batch.
+        """Plan one member's part in the exchange of one batch.
 
         Args:
             member: index of the rank within the block.
-            before, after: rows of the atoms that it has, and of those that it ends with.
+            before, after: rows of the atoms with which the member starts and ends.
         """
         had, wanted = self.before[member], self.after[member]
         atom = _atom_of_rows(wanted, after.counts)
@@ -124,7 +122,7 @@ class Crossing:
         )
 
     def _sent(self, member: int, before: AtomRows) -> list[np.ndarray]:
-        """Places of the rows that each member takes from ``member``, in their order."""
+        """Places of the rows that each member takes from ``member``, ascending."""
         sent = [np.zeros(0, dtype=np.int64)] * len(self.before)
         if not self.before[member]:
             return sent
@@ -140,19 +138,19 @@ class Crossing:
 
 
 class BlockPlan(NamedTuple):
-    """Both ways over the bridge within one block."""
+    """Both directions of the bridge within one block."""
 
     forward: Crossing
     backward: Crossing
 
     def routes(self, member: int, encoded: AtomRows, consumed: AtomRows) -> tuple[Route, Route]:
-        """A member's way over the bridge and back.
+        """A member's forward and backward route over the bridge.
 
         Args:
             member: index of the rank within the block.
-            encoded: rows of the atoms that it encodes.
-            consumed: of those that its destination DP index consumes; on later pipeline stages,
-                which consume none, it is not read.
+            encoded: rows of the atoms that the member encodes.
+            consumed: rows of the atoms that the member's destination DP index consumes; not read on
+                later pipeline stages, which consume none.
         """
         if not self.forward.after[member]:
             consumed = AtomRows((), None if consumed.owners is None else consumed.owners[:0])
@@ -164,7 +162,7 @@ def plan_block(topology: BridgeTopology, members: Sequence[int]) -> BlockPlan:
     """Plan the crossings of one block.
 
     Args:
-        topology: positions of all ranks.
+        topology: positions of all ranks on both sides.
         members: global ranks of one of ``topology.blocks``, in the order of the process group.
     """
     atoms = sorted({atom for rank in members for atom in topology.encodes(rank)})

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where every rank stands on both sides of a bridge; plain data, no processes, any world size."""
+"""Position of every rank on both sides of a bridge; plain data, no processes, any world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIMS = ("tp", "cp", "dp", "pp")
 
 
 class BridgeDirection(StrEnum):
-    """Which side of a bridge has more DP ranks."""
+    """The side of a bridge that has more DP ranks."""
 
     FAN_IN = "fan_in"
     """The source: a destination rank needs the rows of several source DP ranks."""
@@ -45,14 +45,15 @@ class Coordinates(NamedTuple):
 class BridgeTopology:
     """Positions of all ranks of two grids, and the rank groups that follow from them.
 
-    The batch is cut into *atoms*, so many that each DP index of either side has whole ones:
-    ``lcm(src_dp, dest_dp)`` equal runs of samples.
+    The batch is cut into *atoms*: ``lcm(src_dp, dest_dp)`` equal runs of samples, so that each DP
+    index of either side has whole atoms.
 
     Attributes:
         src: coordinates of each global rank in the source grid; its cp and pp are 0.
         dest: coordinates of each global rank in the destination grid.
         src_dp, dest_dp: DP sizes.
-        parts: which of ``src_dp`` equal runs of the batch each source DP index encodes.
+        parts: for each source DP index, the index of the one of ``src_dp`` equal runs of the batch
+            that it encodes.
     """
 
     src: dict[int, Coordinates]
@@ -63,24 +64,24 @@ class BridgeTopology:
 
     @property
     def direction(self) -> BridgeDirection:
-        """Which side has more DP ranks."""
+        """The side that has more DP ranks."""
         if self.src_dp == self.dest_dp:
             return BridgeDirection.EQUAL
         return BridgeDirection.FAN_IN if self.src_dp > self.dest_dp else BridgeDirection.FAN_OUT
 
     @property
     def atoms(self) -> int:
-        """Runs of samples that the batch is cut into."""
+        """Number of atoms that the batch is cut into."""
         return math.lcm(self.src_dp, self.dest_dp)
 
     @property
     def scale(self) -> int:
-        """Atoms of one DP index of the coarser side: those of the finer side that it meets."""
+        """Number of atoms of one DP index of the coarser side, the side with fewer DP ranks."""
         return self.atoms // min(self.src_dp, self.dest_dp)
 
     @property
     def divides(self) -> bool:
-        """Whether one DP size divides the other, so that an atom is all that one index has."""
+        """Whether one DP size divides the other, so that each finer DP index has one atom."""
         return self.atoms == max(self.src_dp, self.dest_dp)
 
     @cached_property
@@ -98,28 +99,28 @@ class BridgeTopology:
         return _run(self.parts[self.src[rank].dp], self.atoms // self.src_dp)
 
     def consumes(self, rank: int) -> range:
-        """Atoms that a rank's destination DP index consumes, on its first stage."""
+        """Atoms that the destination DP index of a rank consumes, on the first pipeline stage."""
         return _run(self.dest[rank].dp, self.atoms // self.dest_dp)
 
     @cached_property
     def exchanges(self) -> bool:
-        """Whether anything ever crosses ranks."""
+        """Whether any row or gradient ever moves between ranks."""
         return self.dest_cp * self.dest_pp > 1 or any(
             self.encodes(rank) != self.consumes(rank) for rank in self.src
         )
 
     def slot(self, rank: int) -> int:
-        """Which of the ``scale`` atoms of the coarser side's run is this rank's on the finer."""
+        """Index of this rank's atom on the finer side among its coarser index's ``scale`` atoms."""
         finer = self.consumes if self.direction is BridgeDirection.FAN_OUT else self.encodes
         return finer(rank).start % self.scale
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Ranks that encode or consume the same samples, as far as that reaches.
+        """Sets of ranks connected, directly or through others, by samples they encode or consume.
 
-        No traffic leaves a block. Every rank lies in exactly one, as every rank encodes.
+        No traffic leaves a block. Every rank encodes, so it lies in exactly one block.
         """
-        block = list(range(self.atoms))  # a forest over atoms: each points to one of its block
+        block = list(range(self.atoms))  # a union-find forest: each atom points to one of its block
 
         def root(atom: int) -> int:
             while block[atom] != atom:
@@ -144,11 +145,11 @@ class BridgeTopology:
 
     @cached_property
     def gather_groups(self) -> list[list[int]]:
-        """Ranks with one rank of every slot of a coarser DP index, in slot order.
+        """Groups that have one rank for every slot of a coarser DP index, in slot order.
 
         Fan-in: one group per (dest_dp, src_tp). Fan-out: one per (src_dp, dest_tp, cp, pp). Every
-        rank lies in exactly one. There are none with equal DP sizes, nor where neither divides the
-        other and a finer index meets two coarser ones.
+        rank lies in exactly one. There are no groups if the DP sizes are equal, or if neither
+        divides the other, so that a finer index would share samples with two coarser ones.
         """
         if self.direction is BridgeDirection.EQUAL or not self.divides:
             return []
@@ -162,11 +163,11 @@ class BridgeTopology:
 
 
 def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> BridgeTopology:
-    """Read both grids, and decide who encodes which samples.
+    """Read both grids, and decide which source DP index encodes which samples.
 
     Raises:
-        ValueError: the grids span different ranks, lack ``tp`` or ``dp``, have other dims than
-            tp, cp, dp, pp, or the source has CP or PP.
+        ValueError: the grids span different ranks; a grid lacks ``tp`` or ``dp``, or has a dim
+            other than tp, cp, dp, pp with a size above 1; or the source has CP or PP.
     """
     if src_grid.size != dest_grid.size:
         raise ValueError(

@@ -32,16 +32,16 @@ class SliceInfo:
 
 
 class ColocatedBridgeCommunicator:
-    """Hands a source module's output to a destination module, and its gradient back.
+    """Moves a source module's output to a destination module, and its gradient back.
 
-    The source has TP and DP, the destination TP, CP, DP and PP, in any order of dims. Source DP
-    index e encodes the ``topology.parts[e]``-th of ``src_dp`` equal runs of the batch; destination
-    DP index d consumes the d-th of ``dest_dp``.
+    The source has TP and DP; the destination has TP, CP, DP and PP; the dims may be in any order.
+    Source DP index e encodes the ``topology.parts[e]``-th of ``src_dp`` equal runs of the batch;
+    destination DP index d consumes the d-th of ``dest_dp``.
 
-    Forward, every rank of the destination's first stage ends with all rows of its DP index, its CP
-    siblings with the same; later stages end with an empty tensor. Backward, each source rank
-    receives the true gradient of the rows that it produced: summed over CP siblings, taken once
-    from the TP replicas. Each rank receives only rows that it needs and does not have.
+    In the forward, every rank of the destination's first stage ends with all rows of its DP index,
+    the same on all its CP ranks; later stages end with an empty tensor. In the backward, each
+    source rank receives the full gradient of the rows that it produced: summed over the CP ranks,
+    and taken once from the TP replicas. Each rank receives only rows that it needs and lacks.
 
     The source's output must be the same on all its TP ranks. Construction is collective over the
     world.
@@ -49,18 +49,19 @@ class ColocatedBridgeCommunicator:
     Args:
         src_grid: factorization of the ranks for the source; CP and PP 1.
         dest_grid: factorization of the same ranks for the destination.
-        src_module_name, dest_module_name: for messages.
-        dim_mapping: which tensor dim is ``b``, the batch. The default is ``[b, s, h]``;
-            ``{'b': 0, 'h': 1}`` is for flat embeddings, whose rows are the samples' tokens one
-            after the other.
+        src_module_name, dest_module_name: names of the modules in messages.
+        dim_mapping: tensor dim by name, of which ``b``, the batch, is read. The default is
+            ``[b, s, h]``; ``{'b': 0, 'h': 1}`` is for flat embeddings, whose rows are the samples'
+            tokens one after the other.
 
     Attributes:
         rank_to_src_pos: (dp, tp) of each global rank.
         rank_to_dest_pos: (dp, tp) of the ranks with cp=0 and pp=0.
         rank_to_dest_coords: (dp, tp, cp) of the ranks with pp=0.
-        direction, scale: which side has more DP ranks, and how many times more.
-        gather_group_ranks, gather_pg: ranks that have one slot each of a coarser DP index's batch,
-            and their group, which upstream's callers know; nothing here uses it.
+        direction, scale: the side with more DP ranks, and the atoms of a coarser DP index (where
+            one DP size divides the other, their ratio).
+        gather_group_ranks, gather_pg: groups of ranks that have one slot each of a coarser DP
+            index's batch, and this rank's process group; kept for upstream's callers, unused here.
 
     Raises:
         ValueError: the grids don't allow a bridge; see :func:`bridge_topology`.
@@ -117,10 +118,11 @@ class ColocatedBridgeCommunicator:
         return self.direction is BridgeDirection.FAN_OUT
 
     def get_slice_info(self, batch_size: int) -> SliceInfo:
-        """This rank's slot of a coarser DP index's batch of ``batch_size`` equal entries.
+        """This rank's slot in the batch, of ``batch_size`` equal entries, of a coarser DP index.
 
-        Fan-out: what it consumes of the source's batch. Fan-in: what it produced of the
-        destination's. Equal: all of it. CP siblings and pipeline stages have the same.
+        Fan-out: the entries of the source's batch that the rank consumes. Fan-in: the entries of
+        the destination's batch that the rank produced. Equal: all entries. The slot is the same on
+        all CP ranks and pipeline stages of a DP index.
 
         Raises:
             ValueError: ``scale`` does not divide ``batch_size``, or neither DP size divides the
@@ -141,9 +143,9 @@ class ColocatedBridgeCommunicator:
         encoded: SampleRows | None = None,
         consumed: SampleRows | None = None,
     ) -> Tensor:
-        """Hand rows over: :meth:`plan_routes` and :meth:`exchange` in one call.
+        """Plan the routes of one batch and move its rows along them.
 
-        Arguments, and what is raised, are theirs.
+        Takes the arguments, and raises the errors, of :meth:`plan_routes` and :meth:`exchange`.
         """
         num_rows = tensor.size(self.dim_mapping["b"])
         return self.exchange(tensor, self.plan_routes(num_rows, encoded, consumed, tensor.device))
@@ -155,27 +157,29 @@ class ColocatedBridgeCommunicator:
         consumed: SampleRows | None,
         device: torch.device,
     ) -> tuple[Route, Route] | None:
-        """Plan a batch's way over the bridge and back, on the host.
+        """Plan a batch's forward and backward routes over the bridge, on the host.
 
-        It may run before the source's layers do. All ranks give the same of the arguments. With
-        both, nothing is sent and nothing waits for the device, unless ``encoded`` lacks the owners
-        that ``consumed`` has and some rank encodes what another DP index consumes. With
-        ``consumed`` alone, the ranks tell each other what they know, and wait.
+        May be called before the source's layers run. All ranks must pass the same set of arguments.
+        With both ``encoded`` and ``consumed``, nothing is sent and nothing waits for the device,
+        unless ``encoded`` lacks the owners that ``consumed`` has and some rank encodes samples that
+        another DP index consumes. In that case, and with ``consumed`` alone, the ranks exchange
+        their counts, and the host waits for the device.
 
         Args:
             num_rows: entries in the batch dim of the source's tensor on this rank; may be 0.
-            encoded: rows of each sample that this rank encodes. ``None`` for both: samples are
-                equal, and the gradients of all CP ranks add up.
-            consumed: rows of each sample that its destination DP index consumes, the same on all
-                its ranks, pipeline stages included. Without ``encoded`` only their sum is read.
-            device: of the tensor.
+            encoded: rows of each sample that this rank encodes. If both are None, all samples have
+                equally many rows, and the gradients of all CP ranks are added.
+            consumed: rows of each sample that this rank's destination DP index consumes, the same
+                on all ranks of that index, later pipeline stages included. Without ``encoded`` only
+                their sum is read.
+            device: device of the tensor.
 
         Returns:
-            Forward and backward route; ``None`` where no rank ever takes from another.
+            Forward and backward route; None if no rank ever takes rows from another.
 
         Raises:
-            ValueError: the counts don't add up, or the ranks' shares are no whole samples. Where
-                the ranks tell each other, on all of them alike; else on the rank that finds it.
+            ValueError: the counts don't add up, or a rank's share is not a whole number of samples.
+                Raised on all ranks if they exchange their counts; else on the rank that finds it.
         """
         if self.block_pg is None:
             if consumed is not None:
@@ -186,12 +190,12 @@ class ColocatedBridgeCommunicator:
         return forward.to(device), backward.to(device)
 
     def exchange(self, tensor: Tensor, routes: tuple[Route, Route] | None) -> Tensor:
-        """Move rows along the routes that :meth:`plan_routes` made for them; differentiable.
+        """Move rows along the routes from :meth:`plan_routes`; differentiable.
 
-        Collective over the ranks of a block, in the backward too: all of them, those with no row
-        among them, pass a tensor that requires grad (or none does) and run the backward (or none
-        does). ``[..., rows produced, ...]`` becomes ``[..., rows consumed, ...]`` along the batch
-        dim, which has 0 rows on later pipeline stages.
+        ``[..., rows produced, ...]`` becomes ``[..., rows consumed, ...]`` along the batch dim,
+        with 0 rows on later pipeline stages. Collective over the ranks of a block, in the backward
+        too: either all of them, including those without a row, pass a tensor that requires grad and
+        run the backward, or none does.
         """
         if routes is None:
             return tensor.contiguous()
@@ -202,36 +206,36 @@ class ColocatedBridgeCommunicator:
         return moved.movedim(0, batch_dim).contiguous()
 
     def make_return_group(self) -> None:
-        """Give gradients a group of their own; collective over the world.
+        """Make a process group for gradients alone; collective over the world.
 
-        Each of the two ways over the bridge then keeps its own order of exchanges.
+        Each direction of the bridge then has its own order of exchanges.
         """
         self.return_pg = self._new_group(self.topology.blocks if self.topology.exchanges else [])
         for group in filter(None, (self.block_pg, self.return_pg)):
-            # The first exchange between two ranks makes the host wait for both.
+            # The first exchange between two ranks blocks the host until both take part.
             token = torch.zeros(group.size(), device=torch.cuda.current_device())
             dist.all_to_all_single(torch.empty_like(token), token, group=group)
 
     def begin(self, rows: Tensor, routes: tuple[Route, Route]) -> Moving:
-        """Begin to hand rows over, ``[rows, H]``; not differentiable, and waits for no one.
+        """Start moving rows ``[rows, H]`` to the destination without waiting; not differentiable.
 
-        Collective over the ranks of a block. All of them begin their exchanges in one order.
+        Collective over the ranks of a block, which all start their exchanges in one order.
         """
         return Moving(rows, routes[0], self.block_pg)
 
     def begin_return(self, gradient: Tensor, routes: tuple[Route, Route]) -> Moving:
-        """Begin to take the gradient ``[rows, H]`` of handed-over rows back, as :meth:`begin`."""
+        """Start moving the gradient ``[rows, H]`` of consumed rows back, as :meth:`begin` does."""
         return Moving(gradient, routes[1], self.return_pg)
 
     def destroy(self) -> None:
-        """Free the groups that this bridge made; groups of the grids stay theirs."""
+        """Free the process groups that this bridge made; the grids keep theirs."""
         for group in (self.gather_pg, self.block_pg, self.all_pg, self.return_pg):
             if group is not None:
                 dist.destroy_process_group(group)
         self.gather_pg = self.block_pg = self.all_pg = self.return_pg = None
 
     def must_ask(self, encoded: SampleRows | None, consumed: SampleRows) -> bool:
-        """Whether :meth:`plan_routes` needs what only other ranks know; the same on all ranks."""
+        """Whether :meth:`plan_routes` must exchange counts between ranks; the same on all ranks."""
         return encoded is None or (
             encoded.owners is None and consumed.owners is not None and not self._encodes_own
         )
@@ -249,7 +253,7 @@ class ColocatedBridgeCommunicator:
         consumed: SampleRows | None,
         device: torch.device,
     ) -> tuple[AtomRows, AtomRows]:
-        """Rows of the atoms that this rank encodes, and of those that it consumes."""
+        """Rows of the atoms that this rank encodes, and of the atoms that it consumes."""
         makes, uses = (
             len(run(self.current_rank)) for run in (self.topology.encodes, self.topology.consumes)
         )

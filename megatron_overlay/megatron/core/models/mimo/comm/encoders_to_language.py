@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline communicator of non-colocated modules.
 
-The stages of an encoder's pipeline and of the language model's form one pipeline; a bridge is
-between the last of the one and the first of the other.
+The pipelines of an encoder and of the language model form one pipeline; a bridge connects the
+encoder's last stage to the language model's first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def encoders_to_language(
     grids: Mapping[str, HyperCommGrid], config: TransformerConfig
 ) -> MultiModulePipelineCommunicator:
-    """The communicator of non-colocated modules; collective over the world.
+    """Make the communicator of non-colocated modules; collective over the world.
 
-    Encoders hand over ``[rows, H]``, the language model's stages ``[S, B, H]``.
+    Encoders send ``[rows, H]``, the language model's stages ``[S, B, H]``.
 
     Args:
-        grids: of all modules.
-        config: the language model's, with ``variable_seq_lengths``: stages exchange tensors of
-            their own shapes.
+        grids: grids of all modules.
+        config: the language model's configuration, with ``variable_seq_lengths``, as the shapes
+            that stages send differ.
     """
     encoders = [name for name in grids if name != MIMO_LANGUAGE_MODULE_KEY]
     return MultiModulePipelineCommunicator(
@@ -42,7 +42,7 @@ def encoders_to_language(
 
 
 def destroy_bridges() -> None:
-    """Free the process groups of all communicators, those that are not gone with the world's."""
+    """Free the process groups of all communicators, unless freed with the default group already."""
     for cache in (BridgeCommunicator._broadcast_pg_cache, BridgeCommunicator._bridge_pg_cache):
         for group in cache.values():
             if group in dist.distributed_c10d._world.pg_map:

@@ -1,15 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the batch each DP index of an encoder encodes; plain data, any world size.
+"""Assign a part of the batch to each DP index of an encoder; plain data, any world size.
 
 The destination's DP index d consumes the d-th of ``dest_dp`` equal runs of the batch, and the
-source cuts the batch into ``src_dp`` equal runs, its *parts*. Which source DP index encodes which
-part is free, so it is chosen such that ranks encode what they consume: every row that a rank of the
-destination's first stage has itself is one that it need not receive, and a rank that owns some of
-the rows that it encoded need not receive their gradient.
+source cuts the batch into ``src_dp`` equal runs, its *parts*. Any source DP index may encode any
+part, so parts are assigned such that ranks encode what they consume: a rank of the destination's
+first stage need not receive rows that it encoded itself, nor the gradients of those whose tokens it
+owns.
 
-With both DP dims outermost the e-th index encodes the e-th part. With PP outermost, as production
-orders ranks, the ranks of later stages encode what the first stage's ranks have no time for.
+With both DP dims outermost, index e encodes part e. With PP outermost, the usual order in
+production, ranks of later stages encode the samples that first-stage ranks consume but do not
+encode.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 def assign_parts(
     src_dp: int, dest_dp: int, ranks: Sequence[tuple[int, int, bool]]
 ) -> tuple[int, ...]:
-    """Part that each source DP index encodes, so that all ranks together receive the least rows.
+    """Part that each source DP index encodes, such that the ranks receive the fewest rows in total.
 
-    Among such assignments it takes one where later stages encode what their own DP index consumes,
-    which keeps exchanges among few ranks; and the parts in order, where that is as good.
+    Among such assignments, one is preferred in which later stages encode what their own DP index
+    consumes, as that keeps exchanges among few ranks. If the parts in order are as good, they win.
 
     Args:
         src_dp, dest_dp: DP sizes.
-        ranks: source DP index, destination DP index, and whether on the first stage, of each rank.
+        ranks: for each rank its source DP index, its destination DP index, and whether it is on the
+            first stage.
     """
     # Imported here: upstream's scripts, which import this module, need not have SciPy.
     from scipy.optimize import linear_sum_assignment
@@ -41,7 +43,7 @@ def assign_parts(
 
     overlap = _overlap(src_dp, dest_dp)
     src, dest, at_first = np.array(ranks, dtype=np.int64).T
-    # One row less to receive outweighs whatever later stages gain.
+    # One row less to receive outweighs any gain of later stages.
     weight = np.where(at_first, 1 + len(ranks) * overlap.max(), 1)
     gain = csr_array((weight, (src, dest)), shape=(src_dp, dest_dp)) @ overlap.T
     in_order = gain.diagonal().sum()
@@ -55,9 +57,9 @@ def assign_parts(
 
 
 def _overlap(src_dp: int, dest_dp: int) -> csr_array:
-    """What part p and the run of destination index d have in common, [src_dp, dest_dp].
+    """Overlap of each part with each destination index's run, int [src_dp, dest_dp].
 
-    In units of 1/(src_dp · dest_dp) of the batch.
+    The unit is 1/(src_dp · dest_dp) of the batch.
     """
     from scipy.sparse import csr_array
 

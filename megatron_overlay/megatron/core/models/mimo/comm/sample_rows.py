@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows the samples of a batch have, as a bridge plans with it.
+"""Numbers of rows of a batch's samples, from which a bridge plans its exchange.
 
-A rank plans its exchange from the rows of the samples that it encodes and of those that it
-consumes. A batch that does not bring these numbers makes the ranks of a block exchange them.
+A rank needs the numbers for the samples that it encodes and for those that it consumes. If the
+batch does not bring them, the ranks exchange what they know.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class SampleRows(NamedTuple):
 
     Args:
         counts: number of rows of each sample.
-        owners: int64 [rows], the destination CP rank that consumes each row: elsewhere its gradient
-            is zero and is not moved. ``None``: the gradients of all CP ranks are moved and added.
+        owners: int64 [rows], the destination CP rank that consumes each row; on other CP ranks its
+            gradient is zero and is not moved. None: gradients of all CP ranks are moved and added.
     """
 
     counts: Sequence[int]
     owners: np.ndarray | None = None
 
     def in_atoms(self, atoms: int) -> AtomRows:
-        """The same rows as ``atoms`` equal runs of samples.
+        """The same rows, counted by ``atoms`` equal runs of samples.
 
         Raises:
-            ValueError: ``atoms`` does not divide the samples.
+            ValueError: ``atoms`` does not divide the number of samples.
         """
         size, rest = divmod(len(self.counts), atoms)
         if rest:
@@ -54,22 +54,22 @@ def told_rows(
     encoded: int,
     consumed: SampleRows,
 ) -> tuple[AtomRows, AtomRows]:
-    """Rows of the atoms that this rank encodes and consumes, as the bridge's ranks know them.
+    """Rows of the atoms that this rank encodes and consumes, from counts that the ranks exchange.
 
-    Collective over all ranks of the bridge, so that none goes on where another cannot; waits for
+    Collective over all ranks of the bridge, so that none continues where another fails; waits for
     the device.
 
     Args:
-        topology: of the bridge.
-        everyone, block: all ranks of the bridge, and those that exchange rows with this one.
-        device: of the collectives.
-        encoded: rows that this rank encodes.
-        consumed: rows that its destination DP index consumes, on all pipeline stages; only their
-            sum is read.
+        topology: topology of the bridge.
+        everyone, block: groups of all ranks of the bridge, and of this rank's block.
+        device: device of the collectives.
+        encoded: number of rows that this rank encodes.
+        consumed: rows that this rank's destination DP index consumes, passed on all pipeline
+            stages; of their counts only the sum is read.
 
     Raises:
-        ValueError: on all ranks alike, if the encoders do not make as many rows as are consumed, or
-            if neither DP size divides the other: then an atom is less than what any rank knows of.
+        ValueError: encoders make another number of rows than is consumed; or neither DP size
+            divides the other, so that no rank knows the rows of a single atom. Raised on all ranks.
     """
     if not topology.divides:
         raise ValueError(

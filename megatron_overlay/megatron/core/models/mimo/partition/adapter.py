@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Give each rank of the language model its part of a batch: context (CP) and sequence parallel.
+"""Shard a batch of the language model for context (CP) and sequence parallelism (SP).
 
 Context parallelism splits every sample over the CP ranks in the zigzag token layout of
-``megatron.core.context_parallel_layout``; sequence parallelism (SP) then splits the embeddings of a
+``megatron.core.context_parallel_layout``; sequence parallelism then splits the embeddings of a
 CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: the output layer
 gathers the sequence over TP before the loss.
 """
@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 
 class PartitionConfig(utils.PartitionConfig):
-    """What sharding depends on; made by ``from_mp_config``."""
+    """Settings that decide how batches are sharded; made by ``from_mp_config``."""
 
     @property
     def is_partitioning_enabled(self) -> bool:
@@ -34,23 +34,23 @@ class PartitionConfig(utils.PartitionConfig):
 
     @property
     def cp_size(self) -> int:
-        """Ranks that a sample is spread over."""
+        """Number of CP ranks that a sample is split over."""
         return self.cp_group.size() if self.use_cp else 1
 
     @property
     def sp_size(self) -> int:
-        """Ranks that the embeddings of one CP rank are spread over."""
+        """Number of TP ranks that the embeddings of one CP rank are split over."""
         return self.tp_group.size() if self.seq_parallel else 1
 
 
 class PartitionAdapter(utils.PartitionAdapter):
     """Cut a batch down to this rank's tokens.
 
-    A sequence whose length does not fit is padded, never cut or refused: see ``lengths``. Packed
-    samples need no Transformer Engine.
+    A sequence whose length does not divide is padded, never truncated or refused: see ``lengths``.
+    Packed samples need no Transformer Engine.
 
     Args:
-        cfg: a ``PartitionConfig`` of this module.
+        cfg: this module's ``PartitionConfig``.
     """
 
     def lengths(
@@ -58,12 +58,12 @@ class PartitionAdapter(utils.PartitionAdapter):
     ) -> PaddedLengths:
         """Real and padded sample lengths along the sequence dimension.
 
-        Packed boundaries are read on the host, once a batch. Where the loader has padded the
+        Packed boundaries are read back to the host once per batch. If the loader has padded the
         samples already (``cu_seqlens_q_padded``), its padding counts as tokens.
 
         Raises:
             ValueError: the packed samples do not cover ``seq_length`` tokens, or TP communication
-                overlap is on and the sequence has another length than it was set up for.
+                overlap is on and was set up for another sequence length.
         """
         if self.cfg.tp_comm_overlap and seq_length != self.cfg.max_seq_len:
             raise ValueError(
@@ -80,7 +80,7 @@ class PartitionAdapter(utils.PartitionAdapter):
         return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
 
     def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
-        """Which CP rank holds which padded token."""
+        """Zigzag layout of the padded tokens over the CP ranks."""
         return zigzag_layout(lengths, self.cfg.cp_size)
 
     def owners(
@@ -100,7 +100,7 @@ class PartitionAdapter(utils.PartitionAdapter):
         return self.token_layout(lengths).shard(tensor, self.cfg.cp_group.rank(), dim)
 
     def shard_embeddings(self, embeddings: torch.Tensor, lengths: PaddedLengths) -> torch.Tensor:
-        """``[S, B, H]`` to ``[padded/(cp·tp), B, H]``, without the division by tp if SP is off."""
+        """Shard embeddings ``[S, B, H]`` to ``[padded/(cp·tp), B, H]``; without SP only over CP."""
         embeddings = self.shard_tokens(embeddings, lengths, dim=0)
         if self.cfg.seq_parallel:
             embeddings = scatter_to_sequence_parallel_region(
@@ -124,14 +124,14 @@ class PartitionAdapter(utils.PartitionAdapter):
         Args:
             embeddings: ``[S, B, H]``.
             labels, loss_mask: ``[B, S]``; padding gets 0, so it bears no loss.
-            packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
+            packed_seq_params: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
 
         Returns:
-            The same four: embeddings ``[padded/(cp·tp), B, H]``, the others ``[B, padded/cp]``,
-            and the packed parameters with their padded boundaries.
+            The same four: embeddings ``[padded/(cp·tp), B, H]``, labels and loss mask
+            ``[B, padded/cp]``, and the packed parameters with padded boundaries.
 
         Raises:
-            ValueError: the sequence has to be padded and there is no loss mask to record it in.
+            ValueError: labels have to be padded, and there is no loss mask to exclude the padding.
         """
         lengths = self._lengths_of(embeddings, labels, loss_mask, packed_seq_params)
         if lengths is None:
@@ -157,7 +157,7 @@ class PartitionAdapter(utils.PartitionAdapter):
         loss_mask: torch.Tensor | None,
         packed_seq_params: PackedSeqParams | None,
     ) -> PaddedLengths | None:
-        """Sample lengths of a batch; None where nothing is to be cut."""
+        """Sample lengths of a batch; None if there is nothing to shard."""
         if not self.cfg.is_partitioning_enabled:
             return None
         if embeddings is not None:

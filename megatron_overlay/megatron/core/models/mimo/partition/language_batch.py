@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch of the language model looks like once a ``PartitionAdapter`` has cut it."""
+"""Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 def partition_groups(
     config: MimoModelConfig, cp_group: ProcessGroup | None, tp_group: ProcessGroup | None
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """CP and TP group of the language model; those that are None come from its grid.
+    """CP and TP group of the language model; its grid supplies a group that is None.
 
     Args:
-        config: without grids, None stays None and means the global group.
+        config: configuration of the model. Without grids, None stays None and means the global
+            group.
     """
     if not config.module_to_grid_map:
         return cp_group, tp_group
@@ -41,9 +42,9 @@ def packed_parameters(
     """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
 
     Args:
-        packing: keyword arguments of ``PackedSeqParams``, or made of them already.
-        host: tokens of the packed samples, whose lengths are then known without a look at the
-            boundaries.
+        packing: keyword arguments of ``PackedSeqParams``, or a finished ``PackedSeqParams``.
+        host: tokens of the packed samples, which give their lengths without reading the boundaries
+            back from the device.
     """
     if packing is None or isinstance(packing, PackedSeqParams):
         return packing
@@ -63,18 +64,18 @@ def padding_arguments(
     adapter: PartitionAdapter | None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What tells a language model's experts which tokens ``adapter`` has added as padding.
+    """Keyword arguments that mark the tokens that ``adapter`` has added as padding, for experts.
 
-    They are routed, but count neither for the load-balancing losses nor for the expert bias.
+    Padding is routed to experts, but counts neither in balancing losses nor in the expert bias.
 
     Args:
         input_ids: ``[B, S]``.
-        adapter: of the language model; None where nothing is sharded.
-        packed_seq_params: of a packed batch, with global ``cu_seqlens``; B is 1.
+        adapter: the language model's adapter; None where nothing is sharded.
+        packed_seq_params: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
 
     Returns:
-        ``padding_mask``, bool ``[B, padded/(cp·tp)]`` as the embeddings are sharded, true at
-        padding; nothing where there is none.
+        ``padding_mask``, bool ``[B, padded/(cp·tp)]``, sharded as the embeddings and true at
+        padding; an empty dict without padding.
     """
     if adapter is None:
         return {}

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence-mixing kernels in plain PyTorch: chunked, vectorised, differentiable by autograd.
 
-They run wherever PyTorch does, take the arguments that the GPU kernels of `mamba_ssm`,
-`causal_conv1d` and `fla` take, and serve two ends: training without those packages, and an oracle
-to compare the GPU kernels with.
+They run wherever PyTorch runs, and take the arguments of the GPU kernels of `mamba_ssm`,
+`causal_conv1d` and `fla`. They serve to train without those packages, and as an oracle for the GPU
+kernels.
 """
 
 from .causal_conv1d import causal_conv1d_fn

@@ -3,7 +3,7 @@
 """Short depthwise causal convolution, as a sum of shifted products.
 
 The window of Mamba layers is a few tokens wide, so W shifted multiply-adds over the whole row are
-cheap, keep the memory order of the input, and take packed rows by masking.
+cheap. They keep the memory order of the input, and handle packed rows by masking.
 """
 
 import torch
@@ -20,13 +20,13 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`y_t = activation(bias + sum_k weight[:, W - 1 - k] x_{t-k})`, k = 0 .. W - 1.
+    """Compute `y_t = activation(bias + sum_k weight[:, W - 1 - k] x_{t-k})`, k = 0 .. W - 1.
 
     Args:
         x: `[B, D, S]`, in any memory order (the output has the same).
         weight: `[D, W]`. bias: `[D]`.
-        seq_idx: `[B, S]`: tokens of a packed row with equal index are one sequence, and lie
-            together; the window does not reach into the sequence before.
+        seq_idx: sequence of each token of a packed row, `[B, S]`. Tokens of a sequence are
+            adjacent; the window does not reach into the sequence before.
         initial_states: inputs before the first token, `[B, D, W - 1]`; in a packed row they belong
             to the first sequence.
         activation: None, "silu" or "swish" (the same).

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What chunked scans share: decays between tokens, and who sees whom in a packed row.
+"""Parts that chunked scans share: decays between tokens, and visibility in a packed row.
 
-`ids [B, c, Q]` below is the sequence index of each token of c chunks of Q tokens.
+Below, `ids [B, c, Q]` is the sequence index of each token of c chunks of Q tokens.
 """
 
 import math
@@ -18,7 +18,7 @@ def pad_tokens(t: Tensor, padding: int) -> Tensor:
 
 
 def chunk_ids(seq_idx: Tensor, size: int) -> Tensor:
-    """`[B, S]` to `[B, c, Q]`; padding counts as part of the last sequence."""
+    """Cut `seq_idx [B, S]` into chunks `[B, c, Q]`; padding belongs to the last sequence."""
     padding = -seq_idx.shape[1] % size
     seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, padding)], dim=1)
     return seq_idx.view(seq_idx.shape[0], -1, size)
@@ -38,16 +38,16 @@ def sees(ids: Tensor | None, size: int, device: torch.device) -> Tensor:
 
 
 def pairwise_decay(running_sum: Tensor) -> Tensor:
-    """`exp(s_i - s_j)`, `[..., Q, Q]` of `s [..., Q]`, for j <= i; the caller masks out j > i."""
+    """Compute `exp(s_i - s_j)`, `[..., Q, Q]`, of `s [..., Q]`; the caller masks out j > i."""
     return _BoundedExp.apply(running_sum.unsqueeze(-1) - running_sum.unsqueeze(-2))
 
 
 class _BoundedExp(torch.autograd.Function):
-    """exp held between 1, lest the masked half overflow, and well above the smallest normal number,
-    below which a CPU is many times slower.
+    """exp clamped to at most 1, so that the masked half does not overflow, and to well above the
+    smallest normal number, as CPUs are many times slower below it.
 
-    The gradient takes no notice of the bounds: it is masked where the upper one acts, and lost in
-    rounding where the lower one does. This saves four passes over the largest tensor of a scan.
+    The gradient ignores the clamp: where the upper bound acts it is masked, and where the lower
+    bound acts it is lost in rounding. This saves four passes over the largest tensor of a scan.
     """
 
     @staticmethod

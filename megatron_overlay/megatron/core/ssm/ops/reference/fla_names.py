@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the gated delta net takes from `fla`, under its names and with its arguments."""
+"""Functions that the gated delta net imports from `fla`, with the same names and arguments."""
 
 from torch import Tensor
 

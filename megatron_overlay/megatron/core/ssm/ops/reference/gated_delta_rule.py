@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta rule by chunks (arXiv 2412.06464, section 3.3).
 
-Each token writes `u_i` at its key: what is new in its value, given what the state already answers
-for that key. With `s_i` the running sum of the log decay and `S` the state that enters the chunk,
+Each token writes `u_i` at its key: its value minus the value that the state already holds for that
+key, times beta. With `s_i` the running sum of the log decay and `S` the state that enters the
+chunk,
 
     u_i = beta_i (v_i - exp(s_i) S^T k_i - sum_{j<i} exp(s_i - s_j) (k_i . k_j) u_j)
 
 so all `u` of a chunk solve one unit lower triangular system, linear in S. It is solved once for
-both right-hand sides, and the states then pass from chunk to chunk in a short loop. What a chunk
-does to the state is affine, so what a whole row does is a matrix and a state.
+both right-hand sides, and the states then pass from chunk to chunk in a short loop. Each chunk maps
+the state affinely, and so does a whole row: by one matrix and one added state.
 """
 
 from collections.abc import Callable
@@ -42,24 +43,23 @@ def chunk_gated_delta_rule(
     Args:
         q, k: `[B, S, H, K]`. v: `[B, S, H, V]`.
         g: log decay, not positive, `[B, S, H]`. beta: writing strength, 0 to 1, `[B, S, H]`.
-        scale: of the output; `K ** -0.5` when left out.
-        initial_state: before the first token, `[B, H, K, V]`; in a packed row it belongs to the
-            first sequence.
+        scale: factor of the output; `K ** -0.5` if None.
+        initial_state: state before the first token, `[B, H, K, V]`; in a packed row it belongs to
+            the first sequence.
         use_qk_l2norm_in_kernel: normalise q and k along K first.
         cu_seqlens: boundaries of a packed batch of one row, `[num_sequences + 1]`, without states.
-        seq_idx: `[B, S]`: tokens of a packed row with equal index are one sequence, and lie
-            together.
-        enter: in place of initial_state, gives it once it is told what the row itself does to a
-            state: what it leaves when none enters, `[B, H, K, V]`, and the matrix that it
-            multiplies one by that does, `[B, H, K, K]`. The tokens are gone through once.
+        seq_idx: sequence of each token of a packed row, `[B, S]`; its tokens are adjacent.
+        enter: function that computes the initial state instead of `initial_state`. It gets the
+            state that the row leaves if zero enters, `[B, H, K, V]`, and the matrix by which the
+            row multiplies an entering state, `[B, H, K, K]`. Tokens are still read only once.
 
     Returns:
         `o [B, S, H, V]` in v's dtype, and with `output_final_state` the state after the last token,
         `[B, H, K, V]` in the dtype of the computation (fp32 or wider), else None.
 
     Raises:
-        ValueError: states are given or asked for along with `cu_seqlens`, where `fla` has one for
-            each sequence; `seq_idx` has one for each row.
+        ValueError: `cu_seqlens` comes with states, of which `fla` has one for each sequence; with
+            `seq_idx` there is one for each row.
     """
     length = q.shape[1]
     if cu_seqlens is not None:
@@ -108,11 +108,11 @@ def chunk_gated_delta_rule(
 
 
 def _row_alone(keys: Tensor, kept: Tensor, written: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
-    """What all chunks leave when nothing enters `[B, H, K, V]`, and their matrix `[B, H, K, K]`."""
+    """State that all chunks leave if zero enters `[B, H, K, V]`; their matrix `[B, H, K, K]`."""
     size, width = keys.shape[3], written.shape[-1]
     identity = torch.eye(size, dtype=keys.dtype, device=keys.device)
     matrices = kept * identity - keys @ read
-    # Beside each other, both are multiplied by the chunks' matrices, and only the state added to.
+    # Side by side, both are multiplied by the chunks' matrices; only the state is added to.
     both = F.pad(identity, (width, 0)).expand(*keys.shape[:2], -1, -1)
     added = F.pad(keys @ written, (0, size))
     for c in range(keys.shape[2]):
@@ -122,12 +122,12 @@ def _row_alone(keys: Tensor, kept: Tensor, written: Tensor, read: Tensor) -> tup
 
 
 def _to_chunks(t: Tensor, size: int) -> Tensor:
-    """`[B, S, H, ...]` to `[B, H, c, Q, ...]`; padding with zeros leaves the state as it is."""
+    """Cut `[B, S, H, ...]` into chunks `[B, H, c, Q, ...]`; zero padding keeps the state."""
     t = pad_tokens(t, -t.shape[1] % size)
     return t.unflatten(1, (-1, size)).movedim(3, 1)
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
-    """`x / sqrt(sum(x^2) + eps)` along `dim`, computed in fp32 or wider."""
+    """Compute `x / sqrt(sum(x^2) + eps)` along `dim`, in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)

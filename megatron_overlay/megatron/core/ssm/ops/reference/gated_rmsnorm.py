@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Root-mean-square norm with a silu gate, before the output projection of a Mamba-2 layer.
 
-RMSNorm is arXiv 1910.07467, eq. 4. The norm before the output projection, and its groups, which
-keep the norm inside one tensor-parallel share, are arXiv 2405.21060, sections 7.1 and 8.1.
+RMSNorm is defined in arXiv 1910.07467, eq. 4. The norm before the output projection, and its
+groups, which keep it within one tensor-parallel rank, are in arXiv 2405.21060, sections 7.1 and
+8.1.
 """
 
 import torch
@@ -19,11 +20,11 @@ def rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """`rms(x) * weight * silu(z)`, or `rms(x * silu(z)) * weight` when the gate comes first.
+    """Compute `rms(x) * weight * silu(z)`, or `rms(x * silu(z)) * weight` if the gate comes first.
 
     Args:
         x, z: `[..., D]`. weight: `[D]`.
-        group_size: features that are normalised together, a divisor of D; None takes all D.
+        group_size: number of features normalised together, a divisor of D; None for all D.
 
     Returns:
         `[..., D]` in x's dtype; computed in fp32 or wider.
@@ -42,7 +43,7 @@ def rms_norm_gated(
 
 
 class RMSNormGated(torch.nn.Module):
-    """`rms_norm_gated` and its weight `[hidden_size]`, made like `mamba_ssm`'s gated RMSNorm."""
+    """Module of `rms_norm_gated` and its weight `[hidden_size]`, made as `mamba_ssm`'s is."""
 
     def __init__(
         self,
@@ -62,5 +63,5 @@ class RMSNormGated(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """x, z: `[..., hidden_size]`."""
+        """Apply the norm to x, gated by z, both `[..., hidden_size]`."""
         return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)

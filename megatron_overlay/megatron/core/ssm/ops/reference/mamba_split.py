@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of a Mamba-2 layer between its two projections: convolution, scan and gate."""
+"""Mamba-2 layer between its two projections: convolution, scan and gate."""
 
 import math
 from collections.abc import Callable
@@ -31,16 +31,17 @@ def mamba_split_conv1d_scan_combined(
     conv_initial_states: Tensor | None = None,
     enter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What the fused `mamba_ssm` kernel of this name computes when no norm is fused into it.
+    """Compute what the fused `mamba_ssm` kernel of this name computes without a fused norm.
 
     Args:
-        zxbcdt: the input projection `[B, S, 2 * H * P + 2 * G * N + H]`: gate z, then x, B and C
-            (which are convolved together), then dt.
+        zxbcdt: input projection `[B, S, 2 * H * P + 2 * G * N + H]`: gate z; then x, B and C, which
+            are convolved together; then dt.
         conv1d_weight: `[H * P + 2 * G * N, W]`. conv1d_bias: `[H * P + 2 * G * N]`.
         dt_bias, A: `[H]`. D: `[H]` (then `headdim` is P) or `[H, P]`.
-        norm_before_gate: accepted as the kernel does; it has a meaning only when a norm is fused.
-        conv_initial_states: ours: tokens before the first one, `[B, H * P + 2 * G * N, W - 1]`.
-        enter: ours: as for `mamba_chunk_scan_combined`.
+        norm_before_gate: accepted as by the kernel; has no effect without a fused norm.
+        conv_initial_states: convolution inputs before the first token,
+            `[B, H * P + 2 * G * N, W - 1]`; not an argument of the kernel.
+        enter: as for `mamba_chunk_scan_combined`; not an argument of the kernel.
 
     Returns:
         `[B, S, H * P]`, and with `return_final_states` also the state `[B, H, P, N]`.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows: several sequences end to end along one row; an index says which a token is of."""
+"""Packed rows: several sequences end to end in one row, with a sequence index for each token."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
 
     Args:
         cu_seqlens: start of each sequence, then the end of the last one, `[num_sequences + 1]`.
-        total_tokens: length of the row; tokens past `cu_seqlens[-1]` (padding) are one more.
+        total_tokens: length of the row; tokens past `cu_seqlens[-1]` (padding) form one more
+            sequence.
 
     Returns:
         `[1, total_tokens]` int32. Empty sequences use up an index.

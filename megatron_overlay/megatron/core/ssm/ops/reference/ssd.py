@@ -43,17 +43,16 @@ def mamba_chunk_scan_combined(
     Args:
         x: `[B, S, H, P]`; S need not be a multiple of `chunk_size`.
         dt: step sizes, `[B, S, H]`, before `dt_bias [H]`, softplus and clamping to `dt_limit`.
-        A: `[H]`, negative: the log decay a unit of dt.
+        A: log decay per unit of dt, negative, `[H]`.
         B, C: `[B, S, G, N]`; G divides H, and head h uses group `h // (H / G)`.
         D: skip weight, `[H]` or `[H, P]`.
         z: gate, `[B, S, H, P]`: the output is multiplied by silu(z).
         initial_states: state before the first token, `[B, H, P, N]`; in a packed row it belongs to
             the first sequence.
-        seq_idx: `[B, S]`: tokens of a packed row with equal index are one sequence, and lie
-            together.
-        enter: in place of initial_states, gives them once it is told what the row itself does to
-            a state: what it leaves when none enters, `[B, H, P, N]`, and the decay of one that
-            does, `[B, H, 1, 1]`. The tokens are gone through once.
+        seq_idx: sequence of each token of a packed row, `[B, S]`; its tokens are adjacent.
+        enter: function that computes the initial states instead of `initial_states`. It gets the
+            state that the row leaves if zero enters, `[B, H, P, N]`, and the row's decay of an
+            entering state, `[B, H, 1, 1]`. Tokens are still read only once.
 
     Returns:
         `y [B, S, H, P]` in x's dtype, and with `return_final_states` also the state after the last
@@ -100,10 +99,10 @@ def _step_sizes(
 
 
 class _Chunks:
-    """Shapes of one call, and the moves between a sequence and its chunks.
+    """Shapes of one call, and the conversions between a sequence and its chunks.
 
     Chunked tensors are `[B, c, G, ...]`: c chunks of Q tokens, G groups of R heads. The last chunk
-    is padded with zeros, which leave the state as it is because dt is zero there.
+    is padded with zeros, which do not change the state because dt is zero there.
     """
 
     def __init__(self, x_shape: torch.Size, b_shape: torch.Size, size: int) -> None:
@@ -115,23 +114,23 @@ class _Chunks:
         self.padding = self.count * size - self.length
 
     def by_head(self, t: Tensor) -> Tensor:
-        """`[B, S, H]` to `[B, c, G, R, Q]`."""
+        """Rearrange `[B, S, H]` to `[B, c, G, R, Q]`."""
         t = pad_tokens(t, self.padding)
         t = t.view(self.batch, self.count, self.size, self.groups, self.heads_per_group)
         return t.permute(0, 1, 3, 4, 2)
 
     def by_group(self, t: Tensor) -> Tensor:
-        """`[B, S, G or H, K]` to `[B, c, G, Q, K or R * K]`."""
+        """Rearrange `[B, S, G or H, K]` to `[B, c, G, Q, K or R * K]`."""
         t = t.reshape(self.batch, self.length, self.groups, -1)
         t = pad_tokens(t, self.padding)
         return t.view(self.batch, self.count, self.size, self.groups, -1).transpose(2, 3)
 
     def split_heads(self, t: Tensor) -> Tensor:
-        """`[B, c, G, Q, R * P]` to `[B, c, G, R, Q, P]`."""
+        """Rearrange `[B, c, G, Q, R * P]` to `[B, c, G, R, Q, P]`."""
         return t.unflatten(-1, (self.heads_per_group, self.headdim)).transpose(3, 4)
 
     def to_sequence(self, y: Tensor) -> Tensor:
-        """`[B, c, G, R, Q, P]` to `[B, S, H, P]`."""
+        """Rearrange `[B, c, G, R, Q, P]` to `[B, S, H, P]`, without padding."""
         y = y.permute(0, 1, 4, 2, 3, 5).reshape(self.batch, -1, self.heads, self.headdim)
         return y[:, : self.length]
 
@@ -139,7 +138,7 @@ class _Chunks:
 def _within_chunks(
     chunks: _Chunks, decay: Tensor, x_dt: Tensor, keys: Tensor, queries: Tensor, ids: Tensor | None
 ) -> Tensor:
-    """What the tokens of a chunk give one another: `[B, c, G, R, Q, P]`."""
+    """Outputs from tokens of the same chunk, `[B, c, G, R, Q, P]`."""
     ids = None if ids is None else ids[:, :, None, None]
     visible = sees(ids, chunks.size, decay.device)
     scores = (queries @ keys.transpose(-1, -2)).unsqueeze(3)
@@ -150,7 +149,7 @@ def _within_chunks(
 def _chunk_states(
     chunks: _Chunks, decay: Tensor, x_dt: Tensor, keys: Tensor, ids: Tensor | None
 ) -> Tensor:
-    """What each chunk alone leaves at its end: `[B, c, G, R, P, N]`."""
+    """State that each chunk alone leaves at its end, `[B, c, G, R, P, N]`."""
     weight = (decay[..., -1:] - decay).exp()
     if ids is not None:
         weight = weight * (ids == ids[..., -1:])[:, :, None, None]
@@ -163,8 +162,9 @@ def _pass_states(
 ) -> Tensor:
     """States at the c + 1 chunk boundaries, `[B, c + 1, G, R, P, N]`.
 
-    All at once: boundary k holds the sum over sources z <= k, where source 0 is the initial state
-    and source z what chunk z - 1 left, each decayed by the chunks between z and k.
+    All are computed at once: boundary k has the sum over sources z <= k, where source 0 is the
+    initial state and source z the state that chunk z - 1 left, each decayed by the chunks between z
+    and k.
     """
     if initial_states is None:
         first = torch.zeros_like(states[:, :1])
@@ -178,7 +178,7 @@ def _pass_states(
 
 
 def _row_alone(states: Tensor, decay: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What all chunks leave when nothing enters `[B, H, P, N]`, and their decay `[B, H, 1, 1]`."""
+    """State that all chunks leave if zero enters `[B, H, P, N]`; their decay `[B, H, 1, 1]`."""
     total = decay[..., -1].cumsum(1)
     weight = (total[:, -1:] - total).exp()
     crossed = total[:, -1].exp()
@@ -196,7 +196,7 @@ def _from_entering_states(
     queries: Tensor,
     ids: Tensor | None,
 ) -> Tensor:
-    """What the state that enters a chunk gives its tokens: `[B, c, G, R, Q, P]`."""
+    """Outputs from the state that enters each chunk, `[B, c, G, R, Q, P]`."""
     weight = decay.exp()
     if ids is not None:
         owners = state_ids(ids)[:, :-1, None]

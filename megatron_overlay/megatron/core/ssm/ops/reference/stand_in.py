@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""When layers may fall back on the reference ops."""
+"""Check whether layers may fall back on the reference ops."""
 
 import functools
 import importlib.util
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def stand_in_for(package: str, layers: str) -> None:
-    """Says once that ``layers`` are built on the reference ops.
+    """Warn once that ``layers`` run on the reference ops because ``package`` is not installed.
 
     Raises:
-        ImportError: ``package`` is installed, so its kernels were wanted, but they do not import.
+        ImportError: ``package`` is installed, but its kernels cannot be imported.
     """
     if importlib.util.find_spec(package) is not None:
         raise ImportError(
