@@ -27,7 +27,7 @@ RECOMPUTE += ("--recompute-num-layers", "1", "--recompute-encoder", "1")
 class Model:
     """The model and data of a run, whatever its layout.
 
-    options: of the command line. source: gives samples in place of those that the options name.
+    options: of the command line. source: replaces the samples that the options name.
     is_16_bit: losses are compared with the spread of one-GPU runs, else with 1e-4.
     packed: rows hold several samples, and a microbatch is one row.
     """

@@ -68,7 +68,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end free all objects: Triton's bindings report any others as leaks."""
+    """Let the interpreter's end free all objects: Triton's bindings report any left as leaks."""
     gc.unfreeze()
 
 

@@ -45,7 +45,7 @@ class VariedStrips(SampleSource):
 
 
 def assert_trains_like_one_rank(encoder: str, language: str, source) -> None:
-    """Compare losses and gradient norms of each step, of as many microbatches as stages or two."""
+    """Compare losses and gradient norms by step, of as many microbatches as stages, or two."""
     assert_same_trajectory_as_one_rank(
         *(encoder, language, "--placement", NON_COLOCATED),
         common=("--data", "mock", "--seq-length", str(SEQUENCE)),

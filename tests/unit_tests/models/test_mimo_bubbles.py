@@ -121,7 +121,7 @@ class TestFourRanks:
 @requires_world_size(4)
 @pytest.mark.parametrize("language", LAYOUTS, ids=str)
 def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
-    """With NCCL, hosts wait for each other at the first use; in a step they would, in a circle."""
+    """With NCCL, a first use makes hosts wait for each other; within a step, in a circle."""
     used, new = set(), set()
     training = False
 
@@ -200,7 +200,7 @@ def most_saved(microbatches: int, in_bubbles: bool) -> int:
 
 @requires_world_size(4)
 def test_activations_do_not_grow_with_the_batch():
-    """A rank keeps what the plan says, 2p + 1 macro-batches at most; else it keeps all."""
+    """A rank keeps what the plan says, 2p + 1 macro-batches at most; three phases keep all."""
     one = most_saved(1, in_bubbles=False)
     assert [most_saved(m, in_bubbles=False) for m in (8, 32)] == [8 * one, 32 * one]
     kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
