@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of mkdocs: links from the documents to files of the repository lead somewhere in the site.
+"""Hook of mkdocs: the site has a page for each of the repository's files that a document links to.
 
-In the repository such a link is a relative path out of docs/, which also works where the repository
-is read. Here each file that is linked to becomes a page, and a folder a page with its files.
+Such a link is a relative path out of docs/, which also works where the repository is read. A linked
+folder becomes a page that lists its files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Let the links lead to these pages."""
+    """Point the links at these pages."""
     here = page.file.src_uri
 
     def replaced(match: re.Match) -> str:
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def _outside(target: str, page: str) -> str | None:
-    """Where a link leads to, from the repository's root; None below docs/."""
+    """Return a link's target as a path from the repository's root; None if it is below docs/."""
     path = os.path.normpath(Path("docs", page).parent / target)
     return None if path.startswith("docs/") else path
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""torchrun's agent over ranks of this host that are forked: what is imported before is shared.
+"""Run torchrun's agent over forked ranks of this host: they share what was imported before.
 
 Under torchrun itself, each rank takes seconds to import Megatron. This is for CPU ranks: a process
 that has CUDA in use cannot be forked.
@@ -25,7 +25,7 @@ HANDLERS = {
     signal.SIGQUIT: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-"""Of signals in a rank; the agent raises, which a rank would take for a failure of its own."""
+"""Signal handlers of a rank. The agent's raise, which would count as a failure of the rank."""
 
 
 def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 0) -> int:
@@ -33,11 +33,11 @@ def run_ranks(size: int, rank: Callable[..., None], *arguments, restarts: int = 
 
     Args:
         size: number of ranks.
-        rank: returns where the rank has succeeded, and raises or exits where not.
+        rank: the function; it returns if the rank succeeds, and raises or exits if it fails.
         restarts: how often all ranks start again after one has failed.
 
     Returns:
-        0 if all succeeded, else 1; stderr says then which rank failed first.
+        0 if all succeeded; else 1, and stderr says which rank failed first.
     """
     with tempfile.TemporaryDirectory() as logs:
         return _run(size, rank, arguments, restarts, logs)
@@ -53,7 +53,7 @@ def _run(size: int, rank: Callable, arguments: tuple, restarts: int, logs: str) 
         run_id="tests",
         max_restarts=restarts,
         start_method="fork",
-        monitor_interval=0.01,  # seconds: others soon fail too
+        monitor_interval=0.01,  # seconds: other ranks soon fail too
         logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
     gc.freeze()  # what is imported stays shared with the ranks
@@ -67,12 +67,12 @@ def _run(size: int, rank: Callable, arguments: tuple, restarts: int, logs: str) 
 
 
 def _first(failure: ChildFailedError, logs: str) -> int:
-    """Which rank failed first: the agent names any of those that ended before it looked.
+    """Return the rank that failed first: the agent names any rank that ended before it looked.
 
-    A rank that was killed by a signal writes nothing; what others then raise is newer.
+    A rank killed by a signal writes no file; those of ranks that raise after it are newer.
     """
     named, found = failure.get_first_failure()
-    written = Path(logs).rglob("error.json")  # of ranks that raised, in a folder of the rank's
+    written = Path(logs).rglob("error.json")  # one of each rank that raised, in its folder
     if found.exitcode > 0 and (errors := sorted(written, key=lambda file: file.stat().st_mtime_ns)):
         return int(errors[0].parent.name)
     return named

@@ -1,10 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""``--once``: of a test with several rows of parameters, run the first.
+"""``--once``: run only the first row of each test that has several rows of parameters.
 
-So every behaviour is seen once; rows are sorted with that in mind, the most demanding first. A test
-that several numbers of ranks repeat has one name in classes that are named for them, TestFourRanks:
-the first of these runs.
+Every behaviour is then seen once; rows are sorted so that the most demanding comes first. Classes
+such as TestFourRanks repeat a test by one name on several numbers of ranks: the first class runs.
 """
 
 import json
@@ -18,13 +17,13 @@ import pytest
 _RANKS = re.compile(r"::Test(One|Two|Four|Eight)Ranks?\b")
 
 
-# Else PyTorch compiles Megatron's small functions, for each shape of a test.
+# Otherwise PyTorch would compile Megatron's small functions for each shape of a test.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 @pytest.fixture(autouse=True)
 def _attention_backend_is_forgotten() -> Iterator[None]:
-    """A model notes its backend in the environment, where the next one refuses another."""
+    """Forget the backend that a model noted in the environment; the next model may have another."""
     before = set(os.environ)
     yield
     for name in set(os.environ) - before:
@@ -47,14 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 REASON = 1500
-"""Characters of a failure's end that are recorded."""
+"""Number of characters recorded from the end of a failure's message."""
 
 
 class Recorder:
     """Writes a line for each test as it ends, after one that names all tests.
 
-    A test that never ends is in the first line alone. Properties are what a test recorded with
-    ``record_property``.
+    A test that never ends is in the first line only. Properties are those that the test recorded
+    with ``record_property``.
     """
 
     def __init__(self, path: Path) -> None:

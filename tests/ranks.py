@@ -4,7 +4,7 @@
 
     python -m tests.ranks N[,N...] [pytest arguments]      e.g. 2,4,8: one world after the other
 
-The tests are collected before, once for all worlds.
+The tests are collected once for all worlds, before the forks.
 """
 
 from __future__ import annotations

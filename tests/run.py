@@ -4,8 +4,8 @@
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
-Each of the four often waits for something, and together they keep two cores busy; they take about
-as long. Ranks see the checkout in build/ and this repository's tests/; the temporary directory
+Each lane often waits for something, and together they keep two cores busy; all take about equally
+long. Ranks see the checkout in build/ and this repository's tests/; the temporary directory
 shared by the worlds holds the one-rank runs that they are compared with.
 """
 
@@ -30,15 +30,15 @@ LANES = (
     {"tools": ("pytest", *QUIET, "tests/tools")},
     {"whole runs": ("pytest", *QUIET, "tests/e2e")},
 )
-"""Stages of a lane come one after the other."""
+"""The lanes; stages of a lane run one after the other."""
 SHOWN = "one rank"
-"""What this stage says is shown at once."""
+"""The stage whose output is shown at once."""
 PASSED = (0, 5)
-"""Exit codes of pytest: the other is that there was no such test."""
+"""Exit codes of pytest that pass: 5 means that no test was selected."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run all stages; what the first says is shown at once, of the others when they have ended.
+    """Run all stages; show the first one's output at once, the others' when they have ended.
 
     Returns 0 if all passed.
     """

@@ -24,14 +24,14 @@ LANGUAGE = Layout(tp=2, cp=2, dp=2, pp=STAGES, ep=4, etp=1)
 ENCODER = Layout(tp=2, dp=8, etp=2)
 
 CP, LENGTHS = 4, [16, 24]
-"""Of the picture of token layouts."""
+"""CP size and sample lengths in the picture of token layouts."""
 
 COLOURS = plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2]
 
 
 def pictures() -> dict[str, dict[str, list[list[int]]]]:
-    """By file, and by the title of a panel, the ranks of each group."""
-    os.environ["WORLD_SIZE"] = str(RANKS)  # which grids are held to
+    """Return the ranks of each group, by file and by panel title."""
+    os.environ["WORLD_SIZE"] = str(RANKS)  # grids must fit into this world
     language, encoder = make_grid(LANGUAGE, "gloo"), make_grid(ENCODER, "gloo")
 
     def experts(*dims: str) -> list[list[int]]:
@@ -59,7 +59,7 @@ def pictures() -> dict[str, dict[str, list[list[int]]]]:
 
 
 def draw_groups(name: str, panels: dict[str, list[list[int]]]) -> None:
-    """A panel for each kind of group: a row for each stage, a colour for each group."""
+    """Draw a panel for each kind of group: a row for each stage, a colour for each group."""
     columns = RANKS // STAGES
     figure, places = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 1.2))
     for axes, (title, members) in zip(places, panels.items(), strict=True):
@@ -72,7 +72,7 @@ def draw_groups(name: str, panels: dict[str, list[list[int]]]) -> None:
 
 
 def draw_tokens(name: str) -> None:
-    """A row for each token layout: the tokens of two samples, coloured and named by CP rank."""
+    """Draw a row for each token layout: two samples' tokens, coloured and named by CP rank."""
     lengths = pad_lengths(LENGTHS, CP)
     layouts = {
         "zigzag, for attention": zigzag_layout(lengths, CP),

@@ -22,7 +22,7 @@ RANKS, CP, PP, TOKENS = 4, 2, 2, 4
 """Four ranks: encoder dp=4, language model cp=2, pp=2. A sample is drawn as four runs of tokens."""
 
 COLOURS = ("#5b8ff9", "#f6bd16", "#5ad8a6", "#e8684a")
-"""One a sample; there is one for each rank that encodes."""
+"""Colours of the samples; there is one sample for each rank that encodes."""
 NOTHING = "#ffffff"
 
 COLUMNS = ("encodes", "after the bridge", "tokens under CP", "loss")
@@ -40,7 +40,7 @@ WIDTH, GAP, HEIGHT = 4.0, 3.4, 1.0
 
 
 def cells(rank: int) -> list[list[tuple[int, bool]]]:
-    """By column, the rank's cells: a sample's colour, and whether the rank has this run of it."""
+    """Return the rank's cells by column: a sample's colour, and whether the rank has this run."""
     source = HyperCommGrid([1, RANKS], ["tp", "dp"])
     destination = HyperCommGrid([1, CP, 1, PP], ["tp", "cp", "dp", "pp"])
     topology = bridge_topology(source, destination)
@@ -59,7 +59,7 @@ def cells(rank: int) -> list[list[tuple[int, bool]]]:
 
 
 def arrow(axes, start: float, end: float, y: float, text: str, below: bool) -> None:
-    """An arrow between two columns, with its text above or below."""
+    """Draw an arrow between two columns, with its text above or below."""
     axes.annotate("", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
     place = {"y": y - 0.12, "va": "top"} if below else {"y": y + 0.12, "va": "bottom"}
     axes.text((start + end) / 2, s=text, ha="center", fontsize=7.5, **place)

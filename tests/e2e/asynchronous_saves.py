@@ -4,9 +4,9 @@
 
     python -m tests.e2e.asynchronous_saves HASHED [program arguments]
 
-The program refuses such saves on a CPU: what it trains on while they are written is what is
-written. Here nothing is trained after the last one. The file HASHED gets a line for each file that
-is hashed: the process, and the name.
+The program refuses such saves on a CPU, because training would change the tensors while they are
+written. Here nothing is trained after the last save. The file HASHED gets a line for each file that
+is hashed: the process and the name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.core import cpu_runtime  # noqa: E402
 
-cpu_runtime.install()  # in the process that writes too, which imports this file
+cpu_runtime.install()  # also in the writing process, which imports this file
 
 from examples.mimo.nemotron_vlm import refusals  # noqa: E402
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
@@ -27,7 +27,7 @@ hash_of = parallel_manifest._compute_file_hash
 
 
 def recorded(path: str) -> str:
-    """The hash of a file."""
+    """Hash a file, and add its line to HASHED."""
     with open(sys.argv[1], "a") as file:
         file.write(f"{os.getpid()} {Path(path).name}\n")
     return hash_of(path)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The training program with a fault on one of two ranks, when it first does what the fault names.
+"""Run the training program with a fault on one of two ranks, at the place that the fault names.
 
     python -m tests.e2e.faulty_rank RESTARTS FAULT [program arguments]
 
@@ -41,7 +41,7 @@ PLACES = {
 
 
 def strike(kind: str) -> None:
-    """Do what the fault is."""
+    """Carry out the fault."""
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind == "raise":
@@ -54,7 +54,7 @@ def strike(kind: str) -> None:
 
 
 def train(fault: dict, arguments: list[str]) -> None:
-    """Be a rank."""
+    """Train as one rank, which has the fault if it is the fault's rank."""
     owner, name = PLACES[fault["at"]]
     original, struck = getattr(owner, name), []
 

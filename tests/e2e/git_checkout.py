@@ -16,10 +16,10 @@ from upstream_tests.trees import Overlay  # noqa: E402
 
 
 def put_pristine(tree: Path) -> bool:
-    """Put them at `tree`, without our changes; False where there are none.
+    """Put the pristine files at `tree`; return False if there are none.
 
-    They are those of ``MEGATRON_GIT_CHECKOUT``, else the pin's package and an archive of what a
-    checkout has beside it, in ``../shared/upstream``.
+    They come from ``MEGATRON_GIT_CHECKOUT``, or else from the pin's package and an archive of what
+    a checkout has beside it, in ``../shared/upstream``.
     """
     given = os.environ.get("MEGATRON_GIT_CHECKOUT")
     archives = sorted(ARCHIVES.glob("*-beside-the-package.tgz"))

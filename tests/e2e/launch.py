@@ -19,7 +19,7 @@ import psutil
 CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
 
 LIMIT_S = 150
-"""Of one rank."""
+"""Time limit of one rank."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Ended:
 
     @property
     def error_lines(self) -> list[str]:
-        """What it said was wrong."""
+        """Return its lines of output that report an error."""
         return [line for line in self.errors.splitlines() if line.startswith("error: ")]
 
 
@@ -45,7 +45,7 @@ def _free_port() -> int:
 def run(ranks: int, *arguments: str | Path) -> list[Ended]:
     """Run the program to its end on every rank.
 
-    The ranks are forked from a process that has imported what takes the program seconds.
+    The ranks are forked from a process that has imported the modules that take seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
@@ -87,7 +87,7 @@ def _rank(arguments: list[str], environment: dict[str, str], said: Path) -> None
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL a rank or a launcher with all that it started, which hold its pipes open."""
+    """SIGKILL a rank or a launcher, and all that it started: these hold its pipes open."""
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)

@@ -19,7 +19,7 @@ def test_the_language_model_has_the_published_parameters():
 
 
 def test_the_stages_of_a_layout_hold_the_model_between_them():
-    """16 GPUs, also where none is; ep=8 divides 29.84 B of experts, not shared ones and routers."""
+    """No GPU is needed for the 16; ep=8 divides 29.84 B of experts, no shared ones or routers."""
     layout = ("--language", "pp=2,ep=8", "--micro-batch-size", "1", "--device", "cuda")
     layout += ("--transformer-impl", "transformer_engine", "--cuda-graph-impl", "local")
     layout += ("--data", "mock")

@@ -21,15 +21,15 @@ from tests.e2e.launch import CHECKOUT, kill, run
 ENCODER, LANGUAGE = 0, 1
 
 WAITING_S = 20
-"""Of a collective, after the first step. A transfer between stages has a minute: gloo keeps its
-first limit for those."""
+"""Limit on a collective after the first step. A transfer between stages has a minute, because gloo
+keeps its first limit for those."""
 
 LIMIT_S = 120
-"""From the first save, which can be seen from outside, to the end of every rank: the agent gives a
-stopped rank 30 s before it kills it."""
+"""Limit on the time from the first save, which can be seen from outside, to the end of every rank.
+The agent gives a stopped rank 30 s before it kills it."""
 
 AT_ONCE = 4
-"""Runs under way."""
+"""Number of runs at a time."""
 
 ENVIRONMENT = {
     "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{Path(__file__).resolve().parents[2]}",
@@ -45,7 +45,7 @@ ARGUMENTS = (
 )
 
 FAULTS = [
-    # kind, rank, iteration and what it does then
+    # kind, rank, iteration, and what the rank does when the fault strikes
     ("kill", ENCODER, 3, "microbatch"),
     ("kill", LANGUAGE, 3, "optimizer"),
     ("kill", ENCODER, 4, "writing"),
@@ -58,13 +58,13 @@ FAULTS = [
     ("hang", LANGUAGE, 4, "publishing"),
     ("disk", LANGUAGE, 4, "writing"),
 ]
-"""Every kind on either module, and in every place a rank that ends and one that says nothing."""
+"""Every kind on either module; in every place, a rank that ends and one that goes silent."""
 
 
 def start(
     kind: str, rank: int, iteration: int, at: str, *arguments: str | Path, restarts: int = 0
 ) -> subprocess.Popen:
-    """Start the program with this fault and return at once; what it says of errors is kept."""
+    """Start the program with this fault and return at once; its error output is kept."""
     fault = json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
     given = map(str, (*ARGUMENTS, *arguments))
     return subprocess.Popen(
@@ -85,9 +85,9 @@ def newest(directory: Path) -> int:
 
 
 def assert_whole(checkpoint: Path, ranks: int = 2) -> None:
-    """Every file has the hash that was written down when it was saved."""
+    """Assert that every file has the hash that was written down when it was saved."""
     manifest = json.loads((checkpoint / "integrity.json").read_text())
-    assert len(manifest["files"]) >= ranks + 2  # what describes them
+    assert len(manifest["files"]) >= ranks + 2  # two describe the others
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == digest
 
@@ -99,9 +99,9 @@ def losses(metrics: Path) -> dict[int, float]:
 
 
 class Struck(NamedTuple):
-    """What became of a run with a fault.
+    """Outcome of a run with a fault.
 
-    code: the agent's. errors: what it and the ranks wrote. seconds: from the first save to the end.
+    code: the agent's. errors: output of agent and ranks. seconds: from the first save to the end.
     """
 
     code: int
@@ -110,7 +110,7 @@ class Struck(NamedTuple):
 
 
 def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck:
-    """Train until the fault has ended the run, which saves before it."""
+    """Train until the fault ends the run, which has saved before."""
     process = start(kind, rank, iteration, at, "--save", saved)
     try:
         deadline = time.monotonic() + 300
@@ -127,7 +127,7 @@ def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck
 class TestEnds:
     @pytest.fixture(scope="class")
     def runs(self, request, tmp_path_factory):
-        """Runs by fault, under way: some at a time, because they mostly wait."""
+        """Start a run for each fault, several at a time because they mostly wait."""
         asked = [
             tuple(item.callspec.params[name] for name in ("kind", "rank", "iteration", "at"))
             for item in request.session.items
@@ -154,7 +154,7 @@ class TestEnds:
 
 class TestRestart:
     def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
-        """To the last bit: it costs the steps since then, and nothing else."""
+        """The losses agree to the last bit: only the steps since that checkpoint are lost."""
         whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
         ends = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", tmp_path / "whole")
         assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]

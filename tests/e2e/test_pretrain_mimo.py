@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.upstream_world import UpstreamWorld
 
-TOLERANCE = 1e-4  # of fp32 sums in another order, over a few steps of Adam
+TOLERANCE = 1e-4  # fp32 sums in another order, over a few steps of Adam
 BF16_TOLERANCE = 1e-3  # found: 1.4e-4
 STEPS = 4
 
@@ -51,11 +51,11 @@ APART = """
     --mimo-layout non-colocated --bf16 --encoder-tp 1 --encoder-dp 1 --llm-offset 1 --llm-dp 1
     --dist-ckpt-optim-fully-reshardable --moe-aux-loss-coeff 1e-2
 """
-"""Upstream wraps modules of 16 bits only."""
+"""Options of non-colocated runs, in bf16 because upstream wraps modules of 16 bits only."""
 
 
 def trajectory(world: UpstreamWorld, ranks: int, layout: str, folder: Path) -> list[list[float]]:
-    """Losses and gradient norms of a run."""
+    """Run the script, and return losses and gradient norms."""
     status, log = run(world, ranks, layout, folder)
     assert status == 0, log[-4000:]
     recorded = world.scalars()
@@ -101,7 +101,7 @@ def test_an_encoder_on_ranks_of_its_own_trains_alike_with_experts_in_two_layouts
 
 
 def test_experts_of_a_frozen_language_model_balance_nothing(applied, tmp_path):
-    """Neither their losses, which would train the projector, nor their biases."""
+    """Neither their losses, which would train the projector, nor their biases have an effect."""
     found = []
     for number, (coefficient, rate) in enumerate([(0, 0), (1, 0.5)]):
         options = f"{ONE_RANK} --freeze-lm --moe-router-bias-update-rate {rate}"

@@ -24,7 +24,7 @@ SHORT = (
 
 
 def recipe(name: str, ranks: int, *options: str, **places: Path) -> list[dict]:
-    """Run a recipe to its end; the records of its steps."""
+    """Run a recipe to its end; return the records of its steps."""
     launch = {"LAUNCH": f"--standalone --nproc-per-node {ranks}", "OMP_NUM_THREADS": "1"}
     python = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     given = {name: str(path) for name, path in places.items()}
@@ -36,14 +36,14 @@ def recipe(name: str, ranks: int, *options: str, **places: Path) -> list[dict]:
 
 
 def changed(directory: Path, other: Path) -> set[str]:
-    """Which parts of a VLM have other tensors."""
+    """Return the parts of a VLM whose tensors differ."""
     ours, theirs = tensors_of(directory), tensors_of(other)
     names = {name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)}
     return {name.split(".")[0] for name in names}
 
 
 def test_projector_first_then_all_parts_in_another_layout(tmp_path):
-    """The first stage leaves what is frozen as it was, bit for bit; the second moves all."""
+    """The first stage leaves frozen parts as they were, bit for bit; the second moves all parts."""
     save(whole_vlm(), tmp_path / "theirs")
     convert("hf-to-megatron", "--vlm", tmp_path / "theirs", "--out", tmp_path / "converted")
     make_digits(tmp_path / "digits", samples=96, seed=3)

@@ -15,7 +15,7 @@ Scalars = dict[str, list[tuple[int, float]]]
 
 
 def scalars_of(folder: Path) -> Scalars:
-    """What Megatron recorded for TensorBoard, by step."""
+    """Return the values that Megatron recorded for TensorBoard, by step."""
     recorded = EventAccumulator(str(folder))
     recorded.Reload()
     return {
@@ -26,7 +26,7 @@ def scalars_of(folder: Path) -> Scalars:
 
 
 class UpstreamWorld:
-    """A process that has imported a tree's Megatron, of which ranks are forked."""
+    """A process that has imported a tree's Megatron, and from which ranks are forked."""
 
     def __init__(self, tree: Path):
         self._process = subprocess.Popen(
@@ -53,12 +53,12 @@ class UpstreamWorld:
         print(json.dumps(asked), file=self._process.stdin, flush=True)
 
     def wait(self) -> tuple[int, str]:
-        """The exit status of the run, and what its ranks said."""
+        """Return the exit status of the run, and its ranks' output."""
         status = int(self._process.stdout.readline())
         return status, (self._folder / "log.txt").read_text()
 
     def scalars(self) -> Scalars:
-        """What Megatron recorded in the last run."""
+        """Return the values that Megatron recorded in the last run."""
         return scalars_of(self._folder / "tensorboard")
 
     def close(self) -> None:

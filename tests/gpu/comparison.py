@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How far two runs of the training program may lie apart, and how far they do."""
+"""Compare two runs of the training program, and say how far they may differ."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ MOST = 1e-2
 """The largest tolerance of a 16-bit run, relative."""
 
 STEPS_OF_16_BITS = 5
-"""That are compared: rounding grows from step to step, until a token's expert is another one."""
+"""Steps that are compared: rounding grows by the step, until a token goes to another expert."""
 
 PACKED_ROWS = 8
 """Rows of a global batch of packed samples."""
 
 MICROBATCHES = (2, 1, 4)
-"""Of a step of the one-GPU runs whose spread bounds 16-bit runs; the first is the reference."""
+"""Microbatches per step of the one-GPU runs whose spread bounds 16-bit runs; the first is the
+reference."""
 
 
 def batch(model: Model, microbatches: int, dp: int) -> tuple[str, ...]:
-    """Options of a step's batch in so many microbatches; a packed one has a row each."""
+    """Options for a step's batch in so many microbatches, which are of one row if packed."""
     samples, micro_size = SAMPLES, SAMPLES // microbatches // dp
     if model.packed:
         samples, micro_size = PACKED_ROWS, 1
@@ -38,7 +39,7 @@ def batch(model: Model, microbatches: int, dp: int) -> tuple[str, ...]:
 
 
 def on_one_gpu(model: Model) -> list[dict]:
-    """The reference run."""
+    """Return the records of the reference run."""
     return _one_gpu(model, *batch(model, MICROBATCHES[0], 1))
 
 
@@ -47,14 +48,15 @@ def _one_gpu(model: Model, *options: str) -> list[dict]:
 
 
 def difference(model: Model, records: list[dict], reference: list[dict]) -> dict[str, float]:
-    """How far losses and gradient norms lie apart in the steps that are compared."""
+    """Return how far losses and gradient norms lie apart in the steps that are compared."""
     steps = STEPS_OF_16_BITS if model.is_16_bit else STEPS
     places = [place for place, record in enumerate(reference) if not record["skipped"]][:steps]
     return apart([records[place] for place in places], [reference[place] for place in places])
 
 
 def tolerance(model: Model) -> dict[str, float]:
-    """By name of the figure: 1e-4 in fp32, else twice the spread of one-GPU runs, at most 1 %."""
+    """Return the tolerance of each figure: 1e-4 in fp32, else twice the spread of one-GPU runs, at
+    most 1 %."""
     if not model.is_16_bit:
         return {"loss": TOLERANCE, "grad_norm": TOLERANCE}
     reference = on_one_gpu(model)
@@ -75,7 +77,7 @@ def compare(row: Row) -> dict[str, object]:
     """Run a row on this world's ranks, and compare it with the run on one GPU.
 
     Returns:
-        What was found and allowed, by the name of the figure; `skipped` counts skipped steps.
+        Found and allowed differences by name of the figure; `skipped` counts skipped steps.
     """
     model, reference = MODELS[row.model], on_one_gpu(MODELS[row.model])
     dp = _dp(row)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples most of which have no image: whole microbatches and a whole step are text alone."""
+"""Samples, most without an image: whole microbatches and a whole step are text alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from examples.mimo.nemotron_vlm.data.sample import DigitTask, reading_task
 from examples.mimo.nemotron_vlm.text import Text
 
 STEP = 32
-"""Samples of a step."""
+"""Number of samples in a step."""
 
 SEQ_LENGTH, TILE, TOKENS_PER_TILE, MOST_TILES = 32, 16, 4, 3
-"""As the preset ``tiny`` has them."""
+"""Sizes of the preset ``tiny``."""
 
 
 class PartlyText(DigitTask):

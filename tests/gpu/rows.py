@@ -14,7 +14,7 @@ LOCAL = ("--transformer-impl", "local")
 TWO_DIGITS = ("--data", "digits:2")
 GRAPHS = ("--cuda-graph-impl", "local")
 APART = ("--placement", "non-colocated")
-CALM = ("--lr", "1e-5")  # else Adam's full steps of rounding part one-GPU runs by 3 %
+CALM = ("--lr", "1e-5")  # otherwise Adam takes full steps of rounding: one-GPU runs differ by 3 %
 BF16 = ("--bf16", *CALM)
 PACK = ("--pack", "--seq-length", "64", "--pack-window", "24", "--sample-multiple", "16")
 NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
@@ -25,9 +25,9 @@ RECOMPUTE += ("--recompute-num-layers", "1", "--recompute-encoder", "1")
 
 @dataclass(frozen=True)
 class Model:
-    """What a run computes, whatever its layout.
+    """The model and data of a run, whatever its layout.
 
-    options: of the command line. source: of other samples than the options say.
+    options: of the command line. source: replaces the samples that the options name.
     is_16_bit: losses are compared with the spread of one-GPU runs, else with 1e-4.
     packed: rows hold several samples, and a microbatch is one row.
     """
@@ -63,7 +63,7 @@ MODELS = {
 class Row:
     """A run: a model in a layout, with options that must change nothing.
 
-    microbatches: of a step; with a pipeline, as many as stages by default.
+    microbatches: number in a step; with a pipeline, as many as stages by default.
     """
 
     model: str
@@ -142,5 +142,5 @@ AHEAD = [
     Row("engine", "dp=2", "pp=2", ("--encoder-schedule", "bubbles"), microbatches=4),
     Row("bf16 two digits", "dp=2", "pp=2", (*GRAPHS, *NO_CHECK), microbatches=4),
 ]
-"""On two GPUs, with several connections to each: the host runs ahead of the device, and neither
-module has TP or CP, for which Megatron asks for a single one."""
+"""Rows on two GPUs with several connections to each, where the host runs ahead of the device.
+Neither module has TP or CP, for which Megatron asks for a single connection."""

@@ -4,8 +4,8 @@
 
     python tests/gpu/run.py [--json FILE] [pytest arguments]        usually by `make test-gpu`
 
-Lanes run beside each other, the stages of a lane one after the other. The exit code is 0 if every
-case of every stage has passed: one that failed, was skipped or never ended is named.
+Lanes run at the same time, the stages of a lane one after the other. The exit code is 0 if every
+case of every stage has passed; a case that failed, was skipped or never ended is named.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from machine import machine  # noqa: E402
 from examples.mimo.nemotron_vlm.environment import at_start  # noqa: E402
 
 UNTUNED = Path(__file__).with_name("untuned")
-"""Found first by Python, which imports the ``sitecustomize`` in it."""
+"""Python finds this folder first, and imports the ``sitecustomize`` in it."""
 
 LIMIT_S = 900
-"""Of a stage."""
+"""Time limit of a stage."""
 
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
-"""Read by cuBLAS and cuDNN, and by Triton: fp32 products keep all of their digits."""
+"""Variables that cuBLAS, cuDNN and Triton read: fp32 products keep all of their digits."""
 
 CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
@@ -51,7 +51,7 @@ UNITS_OF_ONE += tuple(
 
 @dataclass(frozen=True)
 class Stage:
-    """A call of pytest on so many ranks, each with a GPU; ``first`` is the first one's."""
+    """A call of pytest on ``ranks`` ranks with a GPU each; ``first`` is the first rank's GPU."""
 
     name: str
     ranks: int
@@ -59,7 +59,7 @@ class Stage:
     first: int = 0
 
     def environment(self) -> dict[str, str]:
-        """What libraries read at their start, as the program has it."""
+        """Return the variables that libraries read at their start, as the program sets them."""
         found = at_start(["--cuda-graph-impl", "local"] if AHEAD in self.paths else [])
         if self.paths[0] not in PROGRAMS:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(
@@ -78,10 +78,10 @@ class Stage:
 
 
 def lanes(gpus: int) -> list[list[Stage]]:
-    """What runs beside each other on so many GPUs.
+    """Return the lanes that run at the same time on so many GPUs.
 
-    Two lanes have ranks on both: processes take turns on a GPU, and a collective waits until both
-    of its ranks have theirs.
+    Two lanes have ranks on both GPUs: processes take turns on a GPU, and a collective waits until
+    both of its ranks have their turn.
     """
     units = tuple(f"{UNITS}/{path}" for path in UNITS_OF_ONE)
     found = [
@@ -156,7 +156,7 @@ def _run(lane: list[Stage], arguments: list[str], shared: Path, gpus: int) -> li
 
 
 def _ended(command: list[str], environment: dict[str, str], output) -> int:
-    """The exit code of a command; -1 of one that took too long, all of which is ended."""
+    """Return a command's exit code; -1 if it took too long, and then end all that it started."""
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -175,8 +175,8 @@ def _ended(command: list[str], environment: dict[str, str], output) -> int:
 def _cases(stage: Stage, record: Path, code: int) -> list[dict]:
     """The outcomes of a stage's cases.
 
-    A test of another number of ranks is no case of the stage; nor is one that unit tests skip, of
-    what only CPU ranks have.
+    A test for another number of ranks is no case of the stage, nor is a unit test that is skipped
+    because it is for CPU ranks only.
     """
     lines = record.read_text().splitlines() if record.exists() else []
     records = [json.loads(line) for line in lines]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint goes on in other layers, another layout and another placement as in its own."""
+"""A run goes on from a checkpoint in other layers, layouts and placements as in its own."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, apart, traine
 from tests.unit_tests.test_utilities import requires_world_size
 
 STEPS = 2
-"""Before the checkpoint and after it. The second one after it depends on Adam's moments."""
+"""Steps before the checkpoint, and after it. The second one after it depends on Adam's moments."""
 
 
 def layout(encoder: str, language: str, *options: str) -> tuple[str, ...]:

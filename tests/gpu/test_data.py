@@ -16,7 +16,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ROWS = 8
-"""Of a step."""
+"""Number of rows in a step."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program with production layers over NCCL: in every layout the losses of one GPU."""
+"""The program with production layers over NCCL has one GPU's losses in every layout."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit_tests.test_utilities import requires_world_size
 
 
 def check(row, record_property):
-    """Run a row, and hold it to what is allowed."""
+    """Run a row, and assert that it is within its tolerance."""
     result = compare(row)
     for name, value in result.items():
         record_property(name, value)
@@ -22,7 +22,7 @@ def check(row, record_property):
 @requires_world_size(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_gpu_is_recorded(model, record_property):
-    """The other runs are compared with it; those of 16 bits with three, whose spread is noted."""
+    """The other runs are compared with this one; 16-bit runs with three, whose spread is noted."""
     on_one_gpu(MODELS[model])
     record_property("allowed", tolerance(MODELS[model]))
 

@@ -14,7 +14,7 @@ from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 TOLERANCE = 1e-3
-"""Relative to a tensor's norm, of fp32 kernels without TF32."""
+"""Tolerance relative to a tensor's norm, for fp32 kernels without TF32."""
 
 LENGTHS = {
     "one-row": PaddedLengths((96,), (96,)),
@@ -50,7 +50,7 @@ def test_kernels_equal_the_reference_ops(name, tokens, lengths, monkeypatch, rec
     hidden = pair.layout(chosen).shard(random_rows(chosen.total, 1, 32, seed=1), pair.rank)
 
     def outcome() -> dict[str, torch.Tensor]:
-        """The output and all gradients of this rank."""
+        """Return the output and all gradients of this rank."""
         given = hidden.clone().requires_grad_()
         pair.sharded.zero_grad()
         output = call(pair.sharded, given, packed)

@@ -36,14 +36,14 @@ OPTIONS = (
 )
 
 LIMIT_S = 400
-"""Of a run, on GPUs that others use as well."""
+"""Time limit of a run, on GPUs that others use as well."""
 
 
 class Run:
     """The program on this host's GPUs, under way.
 
     Args:
-        folder: of its checkpoints, its metrics and its log.
+        folder: holds its checkpoints, its metrics and its log.
         restarts: how often torchrun starts its ranks again.
     """
 
@@ -83,11 +83,11 @@ class Run:
             time.sleep(0.1)
 
     def ended(self) -> int:
-        """Its exit code."""
+        """Wait for its end, and return its exit code."""
         return self.process.wait(LIMIT_S)
 
     def said(self) -> str:
-        """The end of what its ranks said."""
+        """Return the end of its ranks' output."""
         logs = [self.folder / name for name in ("said.txt", "log.txt")]
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
@@ -98,7 +98,7 @@ SAVES += ("--exit-signal", "SIGUSR1")
 
 @contextlib.contextmanager
 def started(folder: Path, restarts: int = 0) -> Iterator[Run]:
-    """A run that saves, and goes on from what was saved; all of it ends with the block."""
+    """Start a run that saves and goes on from its saves; all its processes end with the block."""
     saved = str(folder / "checkpoints")
     run = Run(folder, *SAVES, "--save", saved, "--load", saved, restarts=restarts)
     try:
@@ -116,7 +116,7 @@ def whole(tmp_path_factory) -> Iterator[Run]:
 
 
 def check(run: Run, whole: Run, record_property) -> None:
-    """All steps are there, with the losses of the whole run, and the last checkpoint is whole."""
+    """Assert that all steps have the losses of the whole run, and the last checkpoint is whole."""
     records = run.records()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     found = apart(records, whole.records())

@@ -20,7 +20,7 @@ EVERY = 20
 """Steps between readings."""
 
 GROWTH = {"device": 0.02, "reserved": 0.05, "pinned": 0.0, "host": 0.03, "step time": 0.5}
-"""Relative, from the first to the last reading; step times are medians, of a shared machine."""
+"""Most relative growth from first to last reading; step times are medians, on a shared machine."""
 
 
 def reading(times: list[float]) -> dict[str, float]:

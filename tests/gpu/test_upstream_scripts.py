@@ -50,7 +50,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 class Script:
-    """A script under way on so many GPUs."""
+    """A script that runs on so many GPUs."""
 
     def __init__(self, tree: Path, ranks: int, command: str, folder: Path) -> None:
         folder.mkdir()
@@ -68,7 +68,7 @@ class Script:
             )
 
     def curves(self) -> list[list[float]]:
-        """Losses and gradient norms, when it has ended well."""
+        """Wait until it has ended well, and return losses and gradient norms."""
         try:
             status = self._process.wait(LIMIT_S)
         finally:
@@ -87,7 +87,7 @@ def _paths(tree: Path) -> str:
 def check(
     tree, runs: list[tuple[int, str]], folder: Path, record_property, tolerance: float = TOLERANCE
 ) -> None:
-    """Two runs at once have the same losses and gradient norms."""
+    """Start two runs at once, and assert that losses and gradient norms are the same."""
     started = [
         Script(tree, ranks, command, folder / str(number))
         for number, (ranks, command) in enumerate(runs)
@@ -114,7 +114,7 @@ def test_pretrain_mimo_colocated_trains_on_two_gpus_as_on_one(tree, tmp_path, re
 
 @needs_two
 def test_pretrain_mimo_on_a_gpu_for_each_module(tree, tmp_path, record_property):
-    """In microbatches of one size and of another: no one-GPU run has its initial weights."""
+    """Two sizes of microbatches are compared: no one-GPU run has the same initial weights."""
     alike = f"{MIMO} {APART} --llm-tp 1"
     runs = [(2, alike), (2, f"{alike} --micro-batch-size 4")]
     check(tree, runs, tmp_path, record_property, BF16_TOLERANCE)

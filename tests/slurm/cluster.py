@@ -49,7 +49,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """What is missing to start one; empty if nothing is."""
+    """Return what is missing to start a cluster; empty if nothing is."""
     missing = [name for name in DAEMONS if not shutil.which(name, path=_path())]
     if missing:
         return f"{', '.join(missing)} not installed: make test-slurm installs slurm-wlm and munge"
@@ -64,7 +64,7 @@ class Cluster:
     """The daemons, and the commands of a user.
 
     Args:
-        directory: of their files.
+        directory: for the daemons' files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -109,14 +109,14 @@ class Cluster:
         self.end_daemons()
 
     def end_daemons(self) -> None:
-        """End those that run."""
+        """End the daemons that run."""
         pids = [*self.directory.glob("slurm*.pid"), *self.directory.glob("munge/pid")]
         for path in pids:
             os.kill(int(path.read_text()), signal.SIGTERM)
         wait_until(lambda: not any(path.exists() for path in pids), 30)
 
     def call(self, *command: object, **environment: str) -> str:
-        """Output of a command, run in the repository."""
+        """Run a command in the repository, and return its output."""
         ended = subprocess.run(
             [str(part) for part in command],
             cwd=REPOSITORY,
@@ -129,23 +129,23 @@ class Cluster:
         return ended.stdout
 
     def submit(self, *command: object, **environment: str) -> str:
-        """Number of a new job on both nodes."""
+        """Submit a job on both nodes, and return its number."""
         sbatch = ("sbatch", "--parsable", "--nodes", len(NODES), *command)
         return self.call(*sbatch, **environment).strip()
 
     def state(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """Return the fields that ``scontrol show job`` prints."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job)))
 
     def wait(self, job: str, timeout_s: float) -> dict[str, str]:
-        """The state of a job that has ended."""
+        """Wait until a job has ended, and return its state."""
         going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED")
         wait_until(lambda: self.state(job)["JobState"] not in going, timeout_s)
         return self.state(job)
 
 
 def _three_ports() -> tuple[int, int, int]:
-    """One, and two that follow each other; below those that the system gives out."""
+    """Find one port and two consecutive ones, below those that the system gives out."""
     for port in range(20000, 30000, 3):
         sockets = [socket.socket() for _ in range(3)]
         try:
@@ -161,7 +161,7 @@ def _three_ports() -> tuple[int, int, int]:
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float) -> None:
-    """Look twice a second."""
+    """Wait until the condition holds, and check it twice a second."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"

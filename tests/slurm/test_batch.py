@@ -19,7 +19,7 @@ def submit(cluster, out, *options) -> str:
 
 
 def failures(out) -> dict[str, str]:
-    """Messages of the cases that failed, of all in the JUnit file."""
+    """Messages of the failed cases of the JUnit file, by name."""
     suite = ElementTree.parse(out / "junit.xml").getroot()
     assert len(suite) == int(suite.attrib["tests"])
     found = {case.attrib["name"]: case.find("failure") for case in suite}
@@ -43,7 +43,7 @@ class TestBatch:
     def test_a_planted_failure_shows_as_one_and_a_requeued_job_goes_on(
         self, cluster, out, tmp_path
     ):
-        """The planted one has another seed: it ends well, with losses unlike the reference's."""
+        """The planted case has another seed: it ends well, with losses unlike the reference's."""
         name = f'name = "{PLANTED}"'
         section = CASES.read_text().partition(name)[2]
         arguments = section.partition('arguments = "')[2].partition('"')[0]

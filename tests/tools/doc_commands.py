@@ -15,10 +15,10 @@ from mini import REPOSITORY
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 LANGUAGES = {"bash", "diff", "json", "mermaid", "python", "text", "toml", "yaml"}
-"""That a fenced block may have; commands are in ``bash``."""
+"""Languages that a fenced block may have; commands are in ``bash``."""
 
 NOT_TESTED = "not tested: "
-"""What the title of a block begins with whose commands no test can run or parse."""
+"""Beginning of the title of a block whose commands no test can run or parse."""
 
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HERE_DOCUMENT = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Applying and reverting: what lands, what comes back, and that nothing moves without need."""
+"""Applying and reverting: files land, files come back, and none moves without need."""
 
 import os
 import shutil

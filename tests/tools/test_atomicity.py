@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tool is killed (SIGKILL) at every step that it has; the next run must end in a whole tree.
+"""Kill the tool (SIGKILL) at each of its steps; the next run must end in a whole tree.
 
 A step is anything that changes the file system or starts a process, as Python's audit events report
 it: a new step in the tool is a new case here without anybody adding it. Each run is a forked child
@@ -135,7 +135,7 @@ def test_a_kill_at_any_step_leaves_what_the_next_run_completes(world, prepare, f
         restore(saved, world.checkout)
         steps_of(world, flags, kill)
         left = snapshot(world.checkout)
-        if left in seen:  # what the next run does depends on nothing else
+        if left in seen:  # the next run depends on nothing else
             continue
         seen.append(left)
         shutil.copytree(world.checkout, killed, symlinks=True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents name is there: links, names after them, programs, features."""
+"""The documents' links, the names after them, programs and features exist."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from overlay.patchset import PatchSet
 from staging.features import Features
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)(?:[ \n] *`(\w+)`)?")
-"""A target, and the name in it that may follow the link."""
+"""A link's target, and the name in that file that may follow the link."""
 
 PROGRAM = re.compile(r"`((?:tools|docs)/[\w./-]*\w)[^`]*`")
 """A path of the repository at the beginning of a piece of code."""

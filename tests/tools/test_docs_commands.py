@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shell command of the documents runs, or is one that its program's parser takes.
 
-A document is a shell session: `cd`, `export` and what a command has made hold for those after it.
-Trainings are held against the program's own parsing, which resolves layouts for as many ranks as
+A document is a shell session: `cd`, `export` and a command's files hold for the commands after it.
+Training commands go through the program's own parsing, which resolves layouts for as many ranks as
 the command starts; nothing is trained.
 """
 
@@ -51,13 +51,13 @@ RUN_BY = {
 """Commands that another test runs as the document has them."""
 
 QUICK = {"--list", "hf-to-megatron"}
-"""Arguments of programs that run as they are."""
+"""Arguments with which programs run, instead of only being parsed."""
 
 MOST_NOT_TESTED = 3
 
 
 class Parsed(Exception):
-    """A program has read its arguments, which is as far as it shall come."""
+    """Raised once a program has read its arguments, to stop it there."""
 
 
 class Session:
@@ -129,7 +129,7 @@ class Session:
         git(self.directory, *command.words[1:])
 
     def _overlay(self, arguments: list[str]) -> None:
-        """Run it in the small world, which has no other versions and patches to name."""
+        """Run the overlay's tool in the small world, unless other versions or patches are named."""
         options = overlay_parser().parse_args(arguments)
         if options.command != "fetch" and not getattr(options, "into", None):
             checkout = getattr(options, "checkout", None)
@@ -201,7 +201,7 @@ class Session:
             self.run(Command({}, options.job))
 
     def _recipe(self, command: Command) -> None:
-        """Run the recipe with a torchrun that only tells what it was given."""
+        """Run the recipe with a torchrun that only reports its arguments."""
         stand_in, told = self.directory / "python", self.directory / "told"
         stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}\n')
         stand_in.chmod(0o755)
@@ -243,7 +243,7 @@ def session(tmp_path, world, monkeypatch) -> Session:
     if not torch.cuda.is_available():
         cpu_runtime.install()
     world.as_git(UPSTREAM)
-    monkeypatch.setenv("WORLD_SIZE", "4096")  # which grids are held to
+    monkeypatch.setenv("WORLD_SIZE", "4096")  # grids must fit into this world
     monkeypatch.chdir(tmp_path)
     return Session(tmp_path, world, monkeypatch)
 
@@ -265,7 +265,7 @@ def test_commands_run_or_parse(document, session):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_blocks_say_what_they_are(document):
-    """So that no command is in a block which is not read."""
+    """They do, so that no command is in a block that is not read."""
     text = document.read_text()
     fences = re.findall(r"^ *```.*$", text, re.MULTILINE)
     assert len(fences) == 2 * len(blocks(document)) + text.count('    ```bash title="not tested')

@@ -24,21 +24,21 @@ FROM_ELSEWHERE = {
     "Connection closed by peer": TORCH / "lib/libtorch_cpu.so",
     "Watchdog caught collective operation timeout": TORCH / "lib/libtorch_cuda.so",
 }
-"""Messages of Megatron's and PyTorch's, and the file that has them."""
+"""Messages of Megatron and PyTorch, and the file that has each."""
 
 
 def listed() -> list[str]:
-    """First cells of the tables."""
+    """Return the first cells of the tables."""
     return re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
 
 
 def plain(text: str) -> str:
-    """Without backticks, line breaks, and several placeholders in a row."""
+    """Strip a text of backticks, line breaks and repeated placeholders."""
     return re.sub(f"{ANYTHING}+", ANYTHING, " ".join(text.replace("`", "").split()))
 
 
 def templates() -> str:
-    """All texts of our programs, a line each, with a placeholder for what is put in."""
+    """Return all texts of our programs, a line each, with placeholders for inserted values."""
     texts = []
     for root in ("examples", "tools", "megatron_overlay"):
         for path in (REPOSITORY / root).rglob("*.py"):

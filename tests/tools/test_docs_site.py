@@ -34,10 +34,10 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Built anew; a warning is an error."""
+    """Build the site anew; a warning is an error."""
     path = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", path]
-    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # it is of mkdocs-material's own future
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # about mkdocs-material's own future
     done = subprocess.run(command, cwd=REPOSITORY, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return path

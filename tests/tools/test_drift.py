@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What drift says about another upstream: patches, overlay files, and the names that we use."""
+"""Drift's report on another upstream: patches, overlay files, and the names that we use."""
 
 import json
 
@@ -63,7 +63,7 @@ def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None =
          "gone: megatron.core.m.LIMIT"),
         (IMPORT + "setattr(C, 'method', 1)", "def method", "def x",
          "gone: megatron.core.m.C.method"),
-        # of an object whose class cannot be told
+        # a name of an object whose class is unknown
         (IMPORT + "def h(c):\n  return c._queue", "_queue", "_q",
          "perhaps gone: megatron.core.m.C._queue"),
         (IMPORT + "from megatron.core.m import Base\ndef h(b: Base):\n  return b._queue", "_queue",
@@ -92,7 +92,7 @@ def findings(ours: str, new: dict[str, str | None], old: dict[str, str] | None =
          "perhaps signature: megatron.core.m.C.method no argument flag; now (a)"),
         (IMPORT + "C(size=1)", "size", "length",
          "signature: megatron.core.m.C needs length; now (length, **kwargs)"),
-        # no work: what we do not use, what still fits, what is ours
+        # no work: names that we do not use, that still fit, or that are ours
         (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2", None),
         (IMPORT + "C(1, anything=2)", "def g(", "def gg(", None),
         (IMPORT + "class D(C):\n  def method(self, a, flag=False): ...\nD(1).method(2)",

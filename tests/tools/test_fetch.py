@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fetching: what is put in place is the pin, or nothing is."""
+"""Fetching puts the pin in place, or nothing."""
 
 import os
 import shutil

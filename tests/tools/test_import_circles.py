@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """No circle of imports among our files, the files that we patch, and MIMO's.
 
-Every import counts: those within functions and those for type checkers too. Upstream's files beyond
-these import each other in one large circle, by functions; they are left out.
+Every import counts, also within functions and for type checkers. Upstream's other files, which
+import each other in one large circle through functions, are left out.
 """
 
 import ast
@@ -64,7 +64,7 @@ def imports(path: Path, name: str, known: set[str]) -> set[str]:
 
 
 def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
-    """Sets of modules of which each imports each other, by way of the others."""
+    """Return the sets of modules that import each other, directly or through others of the set."""
     paths = checkout.rglob("megatron/**/*.py")
     files = {name_of(path.relative_to(checkout)): path for path in paths}
     known = {name for name in files if name in wanted or name.startswith(MIMO)}

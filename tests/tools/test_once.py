@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What `--once` leaves of the tests."""
+"""The tests that `--once` keeps."""
 
 from unittest.mock import Mock
 

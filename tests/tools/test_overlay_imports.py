@@ -11,11 +11,11 @@ from mini import REPOSITORY
 OVERLAY = REPOSITORY / "megatron_overlay"
 OF_UPSTREAM = {"megatron", "numpy", "packaging", "torch"}
 OF_KERNELS = {"causal_conv1d", "fla", "mamba_ssm", "triton"}
-"""Imported by modules that are imported where these packages are."""
+"""Packages of kernels, imported only by modules that are used where these are installed."""
 
 
 def packages(path: Path) -> set[str]:
-    """What a file imports as it is imported itself."""
+    """Return the packages that importing a file imports."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

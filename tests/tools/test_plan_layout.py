@@ -52,7 +52,7 @@ def task_of(model="tiny", world=WORLD, batch=64, tiles=2.0) -> Task:
 
 
 def random_layouts(draw: random.Random) -> tuple:
-    """Layouts of 16 ranks, of which many break a rule; non-colocated encoders have 4 or 8."""
+    """Draw layouts of 16 ranks, many of which break a rule; non-colocated encoders have 4 or 8."""
     apart = draw.random() < 0.3
     ranks = draw.choice((4, 8)) if apart else WORLD
     tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 2)) if apart else 1
@@ -198,7 +198,7 @@ class TestCalibration:
         assert rank_correlation(rows, "seconds") > 0.9
 
     def test_predicts_what_cpu_ranks_measured(self, monkeypatch):
-        """Memory within 10 %, time within 15 %; of the layouts of 4 ranks one of the fastest."""
+        """Memory within 10 %, time within 15 %; the choice for 4 ranks is one of the fastest."""
         monkeypatch.setenv("WORLD_SIZE", "4")
         cpu_runtime.install()
         found = json.loads(MEASURED.with_name("cpu_runs.json").read_text())["found"]

@@ -28,7 +28,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 TOLERANCE = 0.1
-"""Of peak memory, relative: what layers need in passing is estimated."""
+"""Relative tolerance of peak memory: the memory that layers need only briefly is estimated."""
 
 
 class TestParameters:
@@ -79,7 +79,7 @@ class TestActivations:
     def test_of_a_pipeline_are_of_the_microbatches_in_flight(
         self, stage, pp, vpp, microbatches, most
     ):
-        """With virtual stages: 2·(pp - 1) + (vpp - 1)·pp of the warm-up, and one."""
+        """With virtual stages they are the warm-up's 2·(pp - 1) + (vpp - 1)·pp, and one more."""
         layout = Layout(dp=1, etp=1, pp=pp, vpp=vpp)
         assert most_in_flight(stage, layout, microbatches, (1.0,) * vpp) == most
 

@@ -62,7 +62,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
 class TestFlops:
     @pytest.mark.parametrize("kind", ["*", "E", "G", "-", "M"])
     def test_of_a_layer_and_the_logits_are_megatrons(self, kind):
-        """Of Mamba-2 with heads as wide as Megatron takes them to be, twice the hidden size; the
+        """Mamba-2 has heads as wide as Megatron takes them to be, twice the hidden size; the
         planner counts the router as well."""
         p = replace(find_preset("tiny-gdn").language, hybrid_layer_pattern=kind, mamba_head_dim=4)
         p = replace(p, mamba_num_heads=2 * p.hidden_size // 4, ffn_hidden_size=4 * p.hidden_size)
@@ -226,7 +226,7 @@ class TestStep:
 
 class TestBubbles:
     def test_are_filled_as_the_plan_says(self):
-        """What the planner simulates of a plan's pieces is what the plan was made by."""
+        """The planner's simulation of a plan's pieces is the one by which the plan was made."""
         for seed in range(200):
             rng = random.Random(seed)
             stages, vpp, macro_batch = rng.randint(2, 5), rng.randint(1, 3), rng.randint(1, 4)

@@ -26,7 +26,7 @@ def checkout(tmp_path, request):
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and the children it waited for: the machine may be busy."""
+    """CPU time of this process and the children it waited for, because the machine may be busy."""
     return sum(os.times()[:4])
 
 

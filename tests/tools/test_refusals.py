@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What apply refuses: the exit code, the files it names, and that nothing changes."""
+"""Refusals of apply: the exit code, the files that are named, and that nothing changes."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ NEW_LINK = (
 
 
 def refused(world: World, code: int, *flags: str, naming: list[str]) -> None:
-    """Run apply; it must fail with ``code``, in lines that all are errors, and change nothing."""
+    """Run apply; it must fail with ``code``, print error lines only, and change nothing."""
     before = snapshot(world.base)
     result = world.apply(*flags)
     assert result.code == code, result
@@ -151,7 +151,7 @@ def test_a_lock_that_names_a_path_outside_is_refused(world, path):
     ],
 )
 def test_a_patch_that_leaves_the_checkout_is_refused(world, diff):
-    """Also by apply itself, where somebody made the lock to fit the patch."""
+    """Apply itself refuses it too, where somebody made the lock fit the patch."""
     (world.base / "outside.txt").write_text("secret\n")
     (world.base / "outside").mkdir()
     (world.base / "outside/outside.txt").write_text("secret\n")

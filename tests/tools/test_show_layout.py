@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/show_layout.py shows of a layout, against brute force and numbers found by hand."""
+"""The output of tools/show_layout.py, against brute force and numbers found by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def view_of(encoder, language, world, placement="colocated", share=0.3, nodes_of
 
 
 def enumerate_groups(sizes: dict[str, int], over: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """Ranks that differ in the axes ``over`` only; the first of ``sizes`` is the fastest."""
+    """Groups of ranks that differ only in the axes ``over``; the first of ``sizes`` is fastest."""
     groups: dict[tuple, list[int]] = {}
     places = itertools.product(*(range(size) for size in reversed(sizes.values())))
     for rank, reversed_place in enumerate(places):

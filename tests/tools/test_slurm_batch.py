@@ -117,7 +117,7 @@ class TestOutcomes:
         assert "something" in (job.out / "cases" / "loads" / "log.txt").read_text()
 
     def test_here_no_slurm_is_asked(self, job, monkeypatch):
-        """Cases of more ranks than the host has GPUs do not run."""
+        """Cases that need more GPUs than the host has do not run."""
         monkeypatch.delenv("SLURM_JOB_ID")
         (job.out / "Megatron-LM").mkdir(parents=True)
         assert job.run("--here", "0") == 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Staging on a miniature upstream: what the branch has, and what stays as it was."""
+"""Staging on a miniature upstream: what the branch holds, and that all else stays as it was."""
 
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def test_descriptions_and_patches_lie_beside_the_checkout(staged):
 
 @pytest.mark.parametrize("feature", ["second", "alone"])
 def test_the_checkout_stays_as_it_was(staged, feature):
-    """Also where staging fails: a feature without any change."""
+    """It stays also where staging fails, as for a feature without any change."""
 
     def state():
         head = (
@@ -165,7 +165,7 @@ def test_that_the_first_is_here():
 
 
 class OneTest:
-    """Ranks of which one test of upstream's passes where nothing is staged."""
+    """Stands in for ranks: one of upstream's tests passes only where nothing is staged."""
 
     def __init__(self, tree: Path, *_):
         self.staged = "A_three" in (tree / "megatron/core/a.py").read_text()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features of upstream PRs: each file is of exactly one, and imports follow the graph."""
+"""The features of upstream PRs: each file belongs to exactly one, and imports follow the graph."""
 
 import ast
 import subprocess
@@ -57,7 +57,7 @@ def test_every_file_patch_and_test_is_of_one_feature():
 
 
 def test_imports_between_features_follow_the_graph():
-    """Those within functions and of tests too; a feature works with nothing but what it needs."""
+    """Imports in functions and tests count too: a feature works with nothing but what it needs."""
     owner, lost = owners(), []
     for feature in FEATURES.all():
         below = {one.name for one in FEATURES.stack(feature.name)}
@@ -104,7 +104,7 @@ def test_imports_of_patches_follow_the_graph(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in FEATURES.order if name != "pretrain-mimo"])
 def test_a_feature_applies_upon_what_it_needs(name, content):
-    """Nothing but that. The patch of pretrain_mimo.py needs a git checkout."""
+    """It applies upon nothing else. The patch of pretrain_mimo.py needs a git checkout."""
     content.start_again()
     for feature in FEATURES.stack(name):
         assert len(content.patched(feature)) >= bool(feature.patches)

@@ -19,7 +19,7 @@ FEATURES = Features(PatchSet(REPOSITORY))
 FIXES = REPOSITORY / "tools/staging/fix_tests"
 FAILS = sorted(feature.fails for feature in FEATURES.all() if feature.fails)
 
-# Upstream's training loop needs Python 3.12, but for this one name.
+# Upstream's training loop needs Python 3.12 for this one name only.
 PROGRAM = """
 import sys, typing, typing_extensions, pytest
 typing.override = typing_extensions.override
@@ -28,7 +28,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def failing(checkout: Path, files: list[str]) -> list[str]:
-    """Those of some files of fixes' tests of which a test fails on a checkout."""
+    """Return those of the fixes' test files in which a test fails on a checkout."""
     options = ["-q", "-rfE", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
     options += ["-c", os.devnull, "--rootdir", str(FIXES), *(str(FIXES / path) for path in files)]
     done = subprocess.run(

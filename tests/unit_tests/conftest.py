@@ -27,11 +27,11 @@ from tests.unit_tests.test_utilities import (
 )
 
 TESTS_A_COLLECTION = 10
-"""After so many, garbage is collected. There are groups in it, and a thread of each gloo group
-wakes up a hundred times a second: hundreds of groups take all the time that there is."""
+"""Tests between two collections of garbage. The garbage holds groups, and a thread of each gloo
+group wakes up a hundred times a second: hundreds of groups take all the time that there is."""
 
 TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
-"""A whole test, with all its collectives; a hang outside of collectives ends here."""
+"""Limit of a whole test with all its collectives; a hang outside of collectives ends here."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -62,13 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt what is imported from garbage collection: freeing a test's models is quick then."""
+    """Exempt imported objects from garbage collection: a test's models are freed quickly then."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's end free it all: Triton's bindings call what is left a leak."""
+    """Let the interpreter's end free all objects: Triton's bindings report any left as leaks."""
     gc.unfreeze()
 
 
@@ -90,7 +90,7 @@ def _guard_global_parallel_state(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture(autouse=True)
 def _environment_restored() -> Iterator[None]:
-    """Models write their choice of attention kernels into the environment, for all that follow."""
+    """Restore the environment, into which models write their choice of attention kernels."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -100,7 +100,8 @@ def _environment_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _aux_loss_scale_forgotten() -> Iterator[None]:
-    """The first backward with experts fixes its shape: [] outside of a schedule, else [1]."""
+    """Forget the scale: the first backward with experts fixes its shape, [] outside of a schedule,
+    else [1]."""
     yield
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

@@ -54,7 +54,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def _values_stay_on_the_host():
-    """From values, a tensor on a GPU is a copy that waits; `torch.full` is a fill that does not."""
+    """Refuse GPU tensors from values, which are copies that wait; `torch.full` does not wait."""
     tensor = torch.tensor
 
     def on_the_host(*args, device=None, **kwargs):

@@ -53,7 +53,7 @@ def zigzag_tokens(padded, cp_size, group_rank):
 
 
 def exchange_in_one_process(shards, routes):
-    """What the all-to-all of every rank would do, message by message."""
+    """Do what the all-to-all of every rank would do, message by message."""
     outboxes = [
         shard[route.send_places].split(route.send_splits)
         for shard, route in zip(shards, routes, strict=True)

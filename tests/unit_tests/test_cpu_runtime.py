@@ -243,7 +243,7 @@ class TestInstall:
         assert (torch.empty, torch.Tensor.to, torch.cuda.Stream, dist.all_reduce) == before
 
     def test_changes_nothing_before_installing_which_is_refused_over_a_used_gpu(self):
-        """And rebinds what was imported before."""
+        """Installing also rebinds functions that were imported before."""
         run_python(
             "import sys, torch; before = dict(vars(torch.cuda))\n"
             "to, empty = torch.Tensor.to, torch.empty\n"

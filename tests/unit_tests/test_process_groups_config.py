@@ -23,7 +23,7 @@ ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
 
 
 def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, **kwargs) -> HyperCommGrid:
-    """``expert`` is [etp, ep, edp]."""
+    """Make a grid; ``expert`` is [etp, ep, edp]."""
     grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"], **kwargs)
     if expert:
         names = ["expt_tp", "ep", "expt_dp", "pp"]
@@ -46,13 +46,13 @@ class RecordedGroups:
         return (mine[0] if mine else None), None
 
     def new_group(self, ranks, backend=None):
-        """Of each rank alone: the call counts, whoever is in it."""
+        """Record a call, whoever is in the group."""
         self.enumerations.append([])
         return list(ranks) if self.rank in ranks else None
 
     @property
     def calls(self) -> int:
-        """Of ``new_group`` on this rank."""
+        """Number of calls of ``new_group`` on this rank."""
         return sum(len(enumeration) or 1 for enumeration in self.enumerations)
 
     def __enter__(self):
@@ -142,7 +142,7 @@ class TestFields:
         assert without == ALWAYS_NONE | set(EXPERT_FIELDS) | same
 
     def test_rank_outside_the_grid_takes_part_and_has_no_collection(self):
-        """None, and not a collection of Nones: that would mean unsharded weights."""
+        """The result is None, not a collection of Nones, which would mean unsharded weights."""
         with RecordedGroups(9) as recorded:
             grid = make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4)
             assert groups_from_grid(grid) is None
@@ -194,7 +194,7 @@ class TestGroupCount:
 
     @pytest.mark.parametrize("world, calls", [(64, 264), (256, 846), (1024, 3174)])
     def test_calls_of_a_colocated_pair(self, world, calls, monkeypatch):
-        """Of the encoder's and the language model's grid, on any rank: most are tp and cp."""
+        """Calls for the grids of encoder and language model, on any rank: most are tp and cp."""
         monkeypatch.setenv("WORLD_SIZE", str(world))
         for rank in (0, world // 3, world - 1):
             with RecordedGroups(rank) as recorded:

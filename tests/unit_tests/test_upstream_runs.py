@@ -25,13 +25,13 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 @pytest.fixture
 def global_groups(monkeypatch):
-    """As in a run whose groups `parallel_state` has made."""
+    """Pretend to be in a run whose groups `parallel_state` has made."""
     monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
 
 
 @requires_world_size(1)
 def test_an_experts_output_bias_leaves_the_dtype_as_it_is():
-    """Its weights by the router are fp32, whatever the model is in."""
+    """The router's weights are fp32, whatever the model's dtype is."""
     Utils.initialize_distributed()
     config = TransformerConfig(
         num_layers=1,
@@ -62,7 +62,7 @@ def test_an_experts_output_bias_leaves_the_dtype_as_it_is():
 @requires_world_size(2)
 @pytest.mark.parametrize(("initialized", "gradient"), [(True, 3.0), (False, 1.0)])
 def test_gradients_of_expert_parameters_are_summed_over_tp(initialized, gradient, monkeypatch):
-    """With global groups. On those of a grid they are not: expert-DP has summed them."""
+    """They are with global groups, but not with a grid's, where expert-DP has summed them."""
     Utils.initialize_distributed()
     monkeypatch.setattr(parallel_state, "is_initialized", lambda: initialized)
     model = torch.nn.Linear(2, 2).to(Utils.device)
@@ -102,7 +102,7 @@ def test_empty_samples_reach_the_kernels_of_a_gated_delta_net(global_groups):
 
 
 def test_an_encoder_may_give_nothing():
-    """As upstream's do for inputs without a known encoder."""
+    """Upstream's encoders do so for inputs without a known encoder."""
     nothing = torch.nn.Module()
     nothing.forward = lambda encoder_inputs: None
     model = SimpleNamespace(modality_submodules={"images": nothing}, colocated_comms={})

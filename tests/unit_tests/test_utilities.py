@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What tests that run under torchrun share: process groups, world sizes, and a guard.
+"""Shared by tests that run under torchrun: process groups, world sizes, and a guard.
 
 Importing this module on a machine without CUDA installs the CPU runtime.
 """
@@ -45,17 +45,17 @@ class Utils:
 
     @staticmethod
     def read_environment() -> None:
-        """Learn which rank of how many this process is, after a fork once more."""
+        """Learn which rank of how many this process is; to be called again after a fork."""
         Utils.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         Utils.rank = int(os.environ.get("RANK", "0"))
 
     @staticmethod
     @contextlib.contextmanager
     def first_rank_first() -> Iterator[bool]:
-        """Inside, whether this is the first rank; the others leave when it has left.
+        """Yield whether this is the first rank; the others leave the block when it has left.
 
-        There are no process groups then. Ranks wait longer than for a collective: for what one
-        rank makes on a busy machine.
+        There are no process groups then. Ranks wait longer than for a collective, because the first
+        rank may have much to make on a busy machine.
         """
         Utils.destroy()
         Utils._turns += 1
@@ -148,8 +148,8 @@ def requires_world_size(size: int) -> pytest.MarkDecorator:
     return pytest.mark.world_size(size)
 
 
-# Getters of virtual stages and of the memory buffer read no group. Layers read those of weight
-# rematerialization (GTP), and takes None for "unused".
+# Getters of virtual stages and of the memory buffer read no group. Layers read the groups of weight
+# rematerialization (GTP), and take None for "unused".
 _GROUP_GETTER = re.compile(
     r"get_(?!virtual_|.*gtp_weight_remat).*(group|groups|gloo|ranks?|world_size)"
 )

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's scripts expect of a machine and a CPU lacks, the same for every tree.
+"""Stand-ins for what upstream's scripts need and a CPU lacks, the same for every tree.
 
-CUDA and NCCL, Python 3.12, the compiled index builder of data sets, mamba-ssm,
-flash-linear-attention, and the layers of Transformer Engine that upstream's specs name. What stands
-in for them are new files of the overlay, which patch nothing, and upstream's own layers.
+These are CUDA and NCCL, Python 3.12, the compiled index builder of data sets, mamba-ssm,
+flash-linear-attention, and the layers of Transformer Engine that upstream's specs name. New files
+of the overlay, which patch nothing, and upstream's own layers stand in for them.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ VIT |= {"kv_channels": 8, "ffn_hidden_size": 64}
 
 
 def install() -> None:
-    """Stand in for all of it; to be called before Megatron is imported."""
+    """Install all stand-ins; to be called before Megatron is imported."""
     if not hasattr(typing, "override"):  # Python 3.11
         typing.override = typing_extensions.override
     _ours("megatron.core.cpu_runtime").install()
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _ours(name: str) -> types.ModuleType:
-    """A module of the overlay, which a pristine tree has not."""
+    """Import a module of the overlay, which a pristine tree lacks."""
     path = OVERLAY / name.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -52,7 +52,7 @@ def _module(name: str, **contents: typing.Any) -> None:
 
 
 def _kernels() -> None:
-    """mamba-ssm and flash-linear-attention, as reference ops."""
+    """Put the reference ops in the place of mamba-ssm and flash-linear-attention."""
     ops = _ours("megatron.core.ssm.ops.reference")
     fla = import_module("megatron.core.ssm.ops.reference.fla_names")
     _module("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=ops.RMSNormGated)
@@ -67,7 +67,7 @@ def _kernels() -> None:
 
 
 def index_builder() -> None:
-    """Mock data needs one function of the compiled module: where each sample begins."""
+    """Replace the one compiled function that mock data needs, which says where samples begin."""
 
     def build_sample_idx(sizes, documents, length, epochs, tokens_per_epoch, _drop_last, extra):
         lengths = sizes[documents]
@@ -84,7 +84,7 @@ def index_builder() -> None:
 
 
 def _transformer_engine() -> None:
-    """Megatron's own layers under the names of Transformer Engine's, which upstream's specs use."""
+    """Put Megatron's layers under the names of Transformer Engine's, which upstream's specs use."""
     te = import_module("megatron.core.extensions.transformer_engine")
     layers = import_module("megatron.core.tensor_parallel.layers")
     dot_product = import_module("megatron.core.transformer.dot_product_attention")
@@ -121,7 +121,7 @@ def _transformer_engine() -> None:
 
 
 def small_radio() -> None:
-    """The ViT of upstream's MIMO program has 32 layers, and no option changes that.
+    """Make the ViT of upstream's MIMO program small: no option changes its 32 layers.
 
     Its position embeddings do not move at random, so that layouts can be compared.
     """
@@ -139,6 +139,6 @@ def small_radio() -> None:
 
 
 def _no_queue_process() -> None:
-    """A save starts a process for its results, which would import all of Megatron anew."""
+    """Save without a process for the results, which would import all of Megatron anew."""
     name = "megatron.core.dist_checkpointing.strategies.filesystem_async"
     import_module(name)._results_queue = queue.Queue()

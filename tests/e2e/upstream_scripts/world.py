@@ -3,8 +3,8 @@
 """Run scripts of the tree in the working directory on CPU ranks; Megatron is imported once.
 
 Each line of standard input asks for a run: JSON with ``ranks``, ``command`` (a script and its
-arguments) and ``log``, a file for what the ranks say. Each is answered by a line with the exit
-status of the first rank that failed, else 0.
+arguments) and ``log``, a file for the ranks' output. The answer is a line with the exit status of
+the first rank that failed, else 0.
 """
 
 import functools
@@ -25,8 +25,8 @@ IMPORTED_ONCE = (
     "examples.mimo.pretrain_mimo",
     "megatron.core.tokenizers.text",
     "megatron.training.arguments",
-    "scipy.optimize",  # a colocated bridge
-    "torch._dynamo",  # any optimizer, though nothing is compiled
+    "scipy.optimize",  # imported by a colocated bridge
+    "torch._dynamo",  # imported by any optimizer, though nothing is compiled
     "torch.utils.tensorboard",
 )
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def read_options_once() -> None:
-    """Megatron reads the texts of its options from its sources each time that it parses them."""
+    """Keep the texts of Megatron's options, which it reads from its sources at each parsing."""
     inspect.getsource = functools.cache(inspect.getsource)
     import_module("megatron.training.arguments").add_megatron_arguments(ArgumentParser())
 

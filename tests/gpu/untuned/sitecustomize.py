@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Let Triton's kernels choose between two configurations: imported as a process of the GPU cases
-starts.
+"""Let Triton's kernels choose between two configurations. Processes of the GPU cases import this
+file as they start.
 
-How fast a kernel is does not matter to them, and to compile and time all configurations of all
-kernels takes minutes. The cheapest two fit any GPU; what else tuning does is as in training.
+The speed of a kernel does not matter to these cases, and compiling and timing all configurations of
+all kernels takes minutes. The cheapest two fit any GPU; the rest of tuning is as in training.
 """
 
 import math
@@ -17,7 +17,7 @@ _make = Autotuner.__init__
 
 
 def _cost(config) -> int:
-    """Grows with the shared memory and registers that a configuration takes."""
+    """Return a number that grows with the shared memory and registers of a configuration."""
     sizes = [value for value in config.kwargs.values() if isinstance(value, int) and value > 0]
     return math.prod(sizes) * config.num_stages * config.num_warps
 

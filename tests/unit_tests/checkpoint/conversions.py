@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoi
 import convert as program  # noqa: E402
 
 TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5
-"""Absolute, of fp32 logits of the size of one; GPUs' kernels have exponentials of their own."""
+"""Absolute tolerance of fp32 logits of the size of one; GPU kernels have their own exponentials."""
 
 
 def run_converter(*arguments: str | Path) -> int:
-    """Run the converter, which makes the groups of its model; its exit code.
+    """Run the converter, which makes the groups of its model; return its exit code.
 
-    It installs the CPU runtime: a process that has a GPU in use starts it in one of its own.
+    The converter installs the CPU runtime: a process that has a GPU in use starts another for it.
     """
     Utils.destroy()
     words = list(map(str, arguments))
@@ -43,14 +43,14 @@ def run_converter(*arguments: str | Path) -> int:
 
 
 def convert(*arguments: str | Path) -> str:
-    """Run the converter, which succeeds; what it prints."""
+    """Run the converter, which must succeed; return what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert run_converter(*arguments) == 0
     return said.getvalue()
 
 
 def assert_back_again(checkpoint: Path, theirs: Path) -> str:
-    """Converted back, it is theirs, bit for bit; returns what the converter prints."""
+    """Assert that converting back gives theirs, bit for bit; return what the converter prints."""
     back = theirs.with_name(f"{theirs.name}-back")
     said = convert("megatron-to-hf", checkpoint, "--like", theirs, "--out", back)
     assert_same_bits(back, theirs)
@@ -64,7 +64,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(directory: Path, other: Path) -> None:
-    """Names, types, shapes and bits of all tensors, and the configuration."""
+    """Assert that names, types, shapes and bits of all tensors agree, and the configuration."""
     ours, theirs = tensors_of(directory), tensors_of(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

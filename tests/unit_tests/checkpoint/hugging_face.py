@@ -17,7 +17,7 @@ from transformers import (
 )
 
 SHARD = "20KB"
-"""Of a file: there are several."""
+"""Size of a file, small enough that there are several."""
 
 
 def language_config(**changes) -> NemotronHConfig:

@@ -28,7 +28,7 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 @torch.no_grad()
 def their_logits(model: NemotronHForCausalLM) -> torch.Tensor:
-    """Those of transformers' own class, which takes GPU kernels wherever they are installed."""
+    """Logits of transformers' own class, which takes GPU kernels wherever they are installed."""
     source = RandomText()
     ids = torch.stack([source.text("test", number).input_ids for number in range(SAMPLES)])
     return model.to(Utils.device)(ids.to(Utils.device)).logits.cpu()
@@ -54,7 +54,7 @@ def converted() -> Iterator[Path]:
 
 
 def weights(*options: str) -> dict[str, torch.Tensor]:
-    """Of the program's model, by name."""
+    """Weights of the program's model, by name."""
     with trainer(*BATCH, *options) as run:
         return {name: each.detach().clone() for name, each in run.stages[0].named_parameters()}
 
@@ -99,7 +99,7 @@ class TestOneRank:
 class TestTwoRanks:
     @requires_world_size(2)
     def test_a_trained_model_gives_its_logits_in_transformers(self, converted, shared_path):
-        """From a checkpoint that several ranks have written."""
+        """Several ranks have written the checkpoint."""
         layouts = ("--encoder", "tp=2", "--language", "tp=2,ep=2,etp=1")
         with trainer(*BATCH, *loading(converted), *layouts, source=RandomText()) as run:
             run.train_step()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the converter refuses: in words, by name, and before anything is written."""
+"""Refusals of the converter: in words, by name, and before anything is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def language(tmp_path_factory) -> Path:
 
 
 def changed(source: Path, to: Path, tensors: dict | None = None, **config) -> Path:
-    """A copy in one file, with tensors replaced, or removed by None, and a changed config."""
+    """Copy a model into one file, with tensors replaced (None removes one) and a changed config."""
     to.mkdir()
     kept = tensors_of(source) | (tensors or {})
     save_file({name: each for name, each in kept.items() if each is not None}, to / "a.safetensors")
@@ -34,7 +34,7 @@ def changed(source: Path, to: Path, tensors: dict | None = None, **config) -> Pa
 
 
 def refusal(capsys, *arguments: str | Path) -> str:
-    """What is said; nothing is written."""
+    """Return the converter's refusal, and assert that nothing is written."""
     out = Path(arguments[-1])
     assert run_converter(*arguments) == 2
     assert not list(out.parent.glob(f"{out.name}*"))
@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named(language, tmp_path, capsys):
 
 
 def test_the_program_does_not_overwrite_what_exists(language, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH")  # it finds the checkout itself
+    monkeypatch.delenv("PYTHONPATH")  # the converter finds the checkout itself
     given = ("--language", str(language), "--out", str(tmp_path))
     command = [sys.executable, program.__file__, "hf-to-megatron", *given]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -35,7 +35,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SIDE = 4
-"""Patches of a tile."""
+"""Number of patches along a tile's side."""
 
 INDEX = "model.safetensors.index.json"
 
@@ -44,7 +44,7 @@ IMAGES_AND_TEXT = RandomText(tiles=2, tokens=(SIDE // 2) ** 2)
 
 @torch.no_grad()
 def their_logits() -> torch.Tensor:
-    """Those of the published class, whose images are normalized and cut into patches before."""
+    """Logits of the published class; images are normalized and cut into patches before."""
     model = whole_vlm()
     texts = [IMAGES_AND_TEXT.text("test", number) for number in range(SAMPLES)]
     tiles = torch.cat([IMAGES_AND_TEXT.tiles("test", number) for number in range(SAMPLES)]) / 255
@@ -104,7 +104,7 @@ class TestOneRank:
         said = assert_back_again(converted, theirs)
         index = json.loads((theirs.with_name("theirs-back") / INDEX).read_text())
         assert index["weight_map"].keys() == tensors_of(theirs).keys()
-        assert "video_embedder.weight" in said  # which ours does not have
+        assert "video_embedder.weight" in said  # our model has none
 
         (tmp_path / "config").mkdir()
         copyfile(theirs / "config.json", tmp_path / "config" / "config.json")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints go from layers without extra states to layers with them, and back.
 
-Transformer Engine's norms have an extra state, PyTorch's have none, and a norm is what both
-implementations ask a checkpoint for by one name.
+Transformer Engine's norms have an extra state and PyTorch's have none, but both implementations ask
+a checkpoint for a norm by the same name.
 """
 
 import re
@@ -33,15 +33,15 @@ from tests.unit_tests.test_utilities import requires_world_size
 IMAGES = RandomText(tiles=2)
 
 NONE = torch.empty(0, dtype=torch.uint8)
-"""What a norm of the engine gives without FP8."""
+"""Extra state of an engine's norm without FP8."""
 
 
 @contextmanager
 def engine_norms(state: torch.Tensor = NONE) -> Iterator[list[torch.Tensor | None]]:
-    """Meanwhile norms have an extra state, as the engine's; what they are given to load.
+    """Give norms an extra state, as the engine's have; yield the states that they are to load.
 
     Args:
-        state: of each of them.
+        state: extra state of each norm.
     """
     loaded: list[torch.Tensor | None] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def objects_in(checkpoint: Path) -> set[str]:
 class TestOneRank:
     @requires_world_size(1)
     def test_from_layers_without_them_to_layers_with_them(self, tmp_path):
-        """Weights and the optimizer's state: the next steps are the same."""
+        """Weights and the optimizer's state are loaded: the next steps are the same."""
         with run_of() as run:
             run.train_step()
             run.save(tmp_path)
@@ -96,7 +96,7 @@ class TestOneRank:
 
     @requires_world_size(1)
     def test_converted_weights_go_to_layers_with_them(self, tmp_path):
-        """The logits are those of layers without."""
+        """The logits are those of layers without extra states."""
         theirs, ours = save(whole_vlm(), tmp_path / "theirs"), tmp_path / "ours"
         convert("hf-to-megatron", "--vlm", theirs, "--out", ours)
         expected = program_logits(*loading(ours), source=IMAGES)
@@ -106,7 +106,7 @@ class TestOneRank:
 
     @requires_world_size(1)
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
-        """The model has a layer more, whose extra state is not missed."""
+        """The model has one layer more; its extra state is not missed."""
         with run_of() as run:
             run.save(tmp_path)
         pattern = PRESET.language.hybrid_layer_pattern + "M"

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MimoModel small enough to read: MLPs over patches, and a GPT with rotary positions.
 
-Built from Megatron's own layers and from grids alone; what colocated training needs is all here.
+It is built from Megatron's own layers and from grids alone; all that colocated training needs is
+here.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Module:
             params_dtype=self.dtype,
             pipeline_dtype=self.dtype,
             variable_seq_lengths=self.variable_lengths,
-            moe_token_dispatcher_type="alltoall",  # what variable lengths ask for
+            moe_token_dispatcher_type="alltoall",  # variable lengths need it
             overlap_p2p_comm=self.vpp > 1,
             batch_p2p_comm=self.vpp == 1,
             hidden_dropout=0.0,

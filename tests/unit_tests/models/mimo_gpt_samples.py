@@ -27,7 +27,7 @@ class Sample:
 
 
 def draw(patches: dict[str, int], seed: int, length: int = TOKENS) -> Sample:
-    """A sample with so many patches of each modality, at random places of the text."""
+    """Draw a sample with so many patches of each modality, at random places of the text."""
     rng = torch.Generator().manual_seed(seed)
     text = torch.randint(TEXT_IDS, (length + 1,), generator=rng)
     ids = text[:-1].clone()

@@ -36,11 +36,11 @@ Steps = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, whatever the layout.
+    """A model and its batch to train, whatever the layout.
 
     Args:
-        samples: of every step; the same, so that the loss has to fall.
-        microbatches: that the batch is cut into.
+        samples: the same in every step, so that the loss has to fall.
+        microbatches: number that the batch is cut into.
         packed: whether the samples of a microbatch lie end to end in one row.
         tied: whether the output layer has the embeddings' weight.
         frozen: modules that are not trained.
@@ -62,7 +62,7 @@ class Job:
     in_bubbles: bool = False
 
     def on_one_rank(self) -> Job:
-        """What gives the same there."""
+        """The job that gives the same numbers on one rank."""
         return Job(self.samples, packed=self.packed, tied=self.tied, frozen=self.frozen)
 
     @property
@@ -71,7 +71,7 @@ class Job:
         return list(self.samples[0].patches)
 
     def model(self, modules: dict[str, Module]) -> list[MimoModel]:
-        """The model on this rank, with nothing yet that trains it."""
+        """Build the model on this rank, without anything yet that trains it."""
         stages = build(modules, self.tied)
         for name, stage in itertools.product(self.frozen, stages):
             if name == LANGUAGE:
@@ -146,7 +146,7 @@ def train(
 
     Args:
         told: whether batches bring their tokens in host memory too.
-        around: what forward and backward of a step run in.
+        around: makes the context in which a step's forward and backward run.
     """
     stages = job.model(modules)
     _prepare(job, stages, modules)
@@ -224,7 +224,7 @@ def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.T
 
 
 def train_plainly(job: Job, modules: dict[str, Module], steps: int) -> Steps:
-    """The same in plain PyTorch on one rank: mean loss of all tokens, backward, Adam."""
+    """Train the same in plain PyTorch on one rank: mean loss of all tokens, backward, Adam."""
     (model,) = job.model(modules)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, **ADAM)

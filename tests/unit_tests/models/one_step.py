@@ -22,13 +22,13 @@ PROPORTIONAL_STEP = (
 )
 """Adam's first step with an epsilon far above all gradients: weights move by 10⁴ × gradient, to 1%,
 far above their own rounding. So a gradient of the wrong size shows, which Adam and clipping would
-else hide."""
+otherwise hide."""
 
 SAMPLES, MICROBATCH = 16, 8
 
 TOLERANCE = 3e-4 if HAVE_CUDA else 2e-5
-"""Relative; fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median parameter; on GPUs,
-whose kernels multiply in TF32, 1.5e-4."""
+"""Relative tolerance of fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median
+parameter; on GPUs, whose kernels multiply in TF32, 1.5e-4."""
 
 
 def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tuple[str, ...]:
@@ -56,8 +56,8 @@ def assert_step_equals_reference(
     """Take the step; every shard of encoder and language model moves as the reference's.
 
     Args:
-        more: command-line arguments that change nothing of the result.
-        microbatch: samples of one, over all ranks.
+        more: command-line arguments that do not change the result.
+        microbatch: samples in a microbatch, over all ranks.
     """
     before, after = reference_step(encoder)
     with trainer(*arguments(encoder, language, microbatch), *more) as run:

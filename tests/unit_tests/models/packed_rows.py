@@ -74,7 +74,7 @@ class PackedSlices:
     With one sample it stays unpacked.
 
     Args:
-        loading: of the program.
+        loading: the program's own.
     """
 
     def __init__(self, loading: Loading) -> None:

@@ -65,7 +65,7 @@ class Seen(TransformerLayer):
 @pytest.fixture
 def ranks(request):
     """Groups of a layout, and this rank's tokens as attention and recurrent layers have them."""
-    # Its layers are not used.
+    # The pair's layers are not used.
     pair = Pair(request.param, lambda groups, _: nn.Identity(), "zigzag")
     config = make_config(
         context_parallel_size=request.param.cp,
@@ -112,7 +112,7 @@ def rows(tokens: list[int]) -> torch.Tensor:
 )
 class TestOrderOfTokens:
     def test_each_layer_sees_its_own(self, ranks):
-        """Attention of every kind zigzag; recurrent layers contiguous, and know that they are."""
+        """Attention of every kind sees zigzag tokens; recurrent layers know of contiguous ones."""
         stack = stack_of_stand_ins(ranks)
         hidden = rows(ranks.zigzag)
         out = stack(hidden, attention_mask=None)

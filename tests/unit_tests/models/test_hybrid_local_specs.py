@@ -165,7 +165,7 @@ def copy_shards(
 def assert_gradients_are_shards(
     model: torch.nn.Module, whole: torch.nn.Module, groups: ProcessGroupCollection
 ) -> None:
-    """After the sum over tp that Megatron makes for parameters marked `sequence_parallel`."""
+    """Compare gradients after Megatron's sum over tp for parameters marked `sequence_parallel`."""
     for name, parameter, source, group in whole_counterparts(model, whole, groups):
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(parameter.grad, group=groups.tp)

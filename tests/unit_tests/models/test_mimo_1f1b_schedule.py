@@ -18,7 +18,7 @@ from tests.unit_tests.models.small_vlm import PRESET
 from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES, SEQUENCE = 24, 16
-"""Of a step, and tokens of a sample."""
+"""Number of samples in a step, and of tokens in a sample."""
 
 SIX_LAYERS = replace(
     PRESET,
@@ -45,7 +45,7 @@ class VariedStrips(SampleSource):
 
 
 def assert_trains_like_one_rank(encoder: str, language: str, source) -> None:
-    """Losses and gradient norms of each step; as many microbatches as stages, or two."""
+    """Compare losses and gradient norms by step, of as many microbatches as stages, or two."""
     assert_same_trajectory_as_one_rank(
         *(encoder, language, "--placement", NON_COLOCATED),
         common=("--data", "mock", "--seq-length", str(SEQUENCE)),

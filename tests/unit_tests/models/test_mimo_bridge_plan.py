@@ -44,7 +44,7 @@ def layouts(world: int):
 
 
 def topologies(world: int, every: int = 1):
-    """Bridges of a world: every layout in production's order, and some in any other of either."""
+    """Bridges of a world: every layout in production's order, and some in other orders of dims."""
     pick = random.Random(world)
     for layout in list(layouts(world))[::every]:
         yield topology_of(*layout)
@@ -52,7 +52,7 @@ def topologies(world: int, every: int = 1):
 
 
 def all_to_all(routes: list[Route], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What every member ends with, [addends, rows]; fails if a place is written twice or never."""
+    """Return each member's result, [addends, rows]; fail if a place is written twice or never."""
     sent = [
         tensor[route.send_places].split(route.send_splits)
         for route, tensor in zip(routes, tensors, strict=True)
@@ -71,7 +71,7 @@ def all_to_all(routes: list[Route], tensors: list[torch.Tensor]) -> list[torch.T
 
 
 class Batch:
-    """Rows of a batch, numbered through; and the CP rank that owns each."""
+    """Rows of a batch, numbered through, and the CP rank that owns each."""
 
     def __init__(self, topology: BridgeTopology, counts: list[int], balanced: bool = False):
         self.topology, self.counts = topology, counts
@@ -108,7 +108,7 @@ def consumed(topology: BridgeTopology, rank: int) -> range:
 
 
 class TestOwnership:
-    """Which samples a rank encodes, against the grids and against an exact solver."""
+    """The samples that a rank encodes, against the grids and against an exact solver."""
 
     @pytest.mark.parametrize("world", [6, 8, 12])
     def test_every_sample_is_encoded_once_by_each_tensor_rank(self, world):
@@ -210,7 +210,7 @@ class TestDelivery:
 
 
 class TestVolume:
-    """Rows received, against what each rank needs and lacks; owners balanced, as zigzag does it.
+    """Rows received, against those that a rank needs and lacks; owners are balanced, as by zigzag.
 
     The least that all ranks together need follows from the assignment of parts, whose optimum
     :class:`TestOwnership` holds.
@@ -233,7 +233,7 @@ class TestVolume:
 
     @pytest.mark.parametrize("world", [8, 64, 512, 4096])
     def test_in_productions_order_no_rank_could_receive_less(self, world):
-        """Where the encoder's TP groups lie within a DP index and stage, or there is one stage."""
+        """The encoder's TP groups lie within a DP index and stage, or there is one stage."""
         pick = random.Random(world)
         fitting = [
             layout

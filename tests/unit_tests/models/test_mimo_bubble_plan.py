@@ -39,7 +39,7 @@ def draw_case(seed: int) -> dict[str, object]:
 class World:
     """Ranks, one a stage, that each do a list of actions in order, and wait for others' actions.
 
-    What is sent is there for whoever waits for it, and so is what all ranks of the bridge began.
+    A wait ends once the data is sent, or once all ranks of the bridge have begun the exchange.
 
     Args:
         case: arguments of the plan.
@@ -131,7 +131,7 @@ class TestEveryPlan:
                     assert [p.macro_batch for p in pieces if p.kind == kind] == expected
 
     def test_the_last_stage_has_no_piece_between_a_microbatchs_forward_and_backward(self):
-        """It waits for nothing there, and nothing tells when the backward begins."""
+        """The stage waits for nothing there, and nothing tells when the backward begins."""
         for seed in range(0, CASES, 5):
             case = draw_case(seed)
             last = case["stages"] - 1
@@ -202,7 +202,7 @@ class TestTime:
 
 
 class TestWrongPlans:
-    """The simulation sees what it is to see."""
+    """The simulation finds wrong plans."""
 
     CASE = {"stages": 4, "microbatches": 8, "macro_batch": 1, "vpp": 1}
 

@@ -49,7 +49,7 @@ TWO_ENCODERS = replace(
 
 
 def check_bubbles(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
-    """Losses and gradient norms of the steps are those of one rank in plain PyTorch."""
+    """Assert that losses and gradient norms are those of one rank in plain PyTorch."""
     encoders = encoders or {IMAGES: dict(dp=Utils.world_size)}
     check(job, language | {"variable_lengths": False}, told=True, **encoders)
 
@@ -95,7 +95,7 @@ class TestFourRanks:
 
     @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
     def test_ranks_that_are_late_at_random(self, language):
-        """Each piece and each operation of the pipeline, on each rank for itself."""
+        """Each piece and each operation of the pipeline is late by itself, on each rank alone."""
         rng = random.Random(Utils.rank)
 
         def late(function):
@@ -121,7 +121,7 @@ class TestFourRanks:
 @requires_world_size(4)
 @pytest.mark.parametrize("language", LAYOUTS, ids=str)
 def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
-    """With NCCL, the first use makes a rank's host wait for the other's: in a step, in a circle."""
+    """With NCCL, a first use makes hosts wait for each other; within a step, in a circle."""
     used, new = set(), set()
     training = False
 
@@ -161,7 +161,7 @@ class Saved:
         self.now = self.most = 0
 
     def counted(self, encode):
-        """``encode``, of which what is saved counts as long as it is."""
+        """Wrap ``encode`` to count the bytes that it saves for as long as they are kept."""
 
         def call(model, *args):
             weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -184,7 +184,7 @@ class Saved:
 
 
 def most_saved(microbatches: int, in_bubbles: bool) -> int:
-    """On this rank, in a step with one image of equal size for each rank and microbatch."""
+    """Most bytes saved on this rank in a step with an equal image for each rank and microbatch."""
     saved, parts = Saved(), samples(*({IMAGES: 3} for _ in range(4 * microbatches)))
     job = Job(parts, microbatches=microbatches, in_bubbles=in_bubbles)
     with contextlib.ExitStack() as stack:
@@ -200,7 +200,7 @@ def most_saved(microbatches: int, in_bubbles: bool) -> int:
 
 @requires_world_size(4)
 def test_activations_do_not_grow_with_the_batch():
-    """A rank keeps what the plan says, for 2p + 1 macro-batches at most; else all of a step."""
+    """A rank keeps what the plan says, 2p + 1 macro-batches at most; three phases keep all."""
     one = most_saved(1, in_bubbles=False)
     assert [most_saved(m, in_bubbles=False) for m in (8, 32)] == [8 * one, 32 * one]
     kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
@@ -209,7 +209,7 @@ def test_activations_do_not_grow_with_the_batch():
 
 
 def _most_kept(plan, stage: int) -> int:
-    """Macro-batches of which a stage of a plan has the activations, at most."""
+    """Largest number of macro-batches whose activations a stage of a plan keeps."""
     pieces = [piece for place in plan.before[stage] for piece in place]
     changes = [{ENCODE: 1, RETURN: 0, BACKWARD: -1}[piece.kind] for piece in pieces]
     return max(itertools.accumulate(changes))

@@ -37,7 +37,7 @@ PRESET = replace(
 """With pp=2 the second stage has no experts."""
 
 BEFORE, AFTER = 2, 2
-"""Steps before the save, and after it: the second one's loss depends on what was loaded of Adam."""
+"""Steps before the save, and after it: the second one's loss depends on Adam's loaded state."""
 
 LAYOUTS = {
     "dp": (COLOCATED, "tp=2,dp=2", "dp=4,ep=2"),
@@ -116,7 +116,7 @@ class TestLayouts:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
     def test_training_in_bf16_goes_on(self, shared_path):
-        """Groups of parameters have fp32 ones among them."""
+        """The parameter groups contain fp32 parameters too."""
         with run_of("pp", "--bf16") as run:
             losses(run, BEFORE)
             run.save(shared_path)
@@ -164,7 +164,7 @@ class TestLayouts:
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +210,7 @@ class TestRecords:
 
 @requires_world_size(2)
 class TestRefusals:
-    """What is refused is refused on every rank."""
+    """Refusals, which happen on every rank."""
 
     ARGUMENTS = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
 
@@ -275,7 +275,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("part", [".metadata", "common.pt"])
     def test_hostile_files_run_no_code(self, saved, part):
-        """Their hashes are right; what is refused is what they would do."""
+        """The files' hashes are right; they are refused for what they would do."""
         whole, made = saved / "iter_0000001", saved / "made by the checkpoint"
         if dist.get_rank() == 0:
             if part == "common.pt":

@@ -29,7 +29,7 @@ KINDS = {"tp", "cp", "pp", "vpp", "ep", "etp", "fan-in", "fan-out"}
 
 
 def kinds(encoder: Layout, language: Layout) -> set[str]:
-    """What a pair of layouts has; ``etp``: another one than ``tp``."""
+    """Kinds of parallelism in a pair of layouts; ``etp`` is one if it differs from ``tp``."""
     has = {axis: getattr(language, axis) > 1 for axis in ("tp", "cp", "pp", "vpp", "ep")}
     has["etp"] = language.etp not in (0, language.tp)
     has["fan-in"], has["fan-out"] = encoder.dp > language.dp, encoder.dp < language.dp

@@ -238,7 +238,7 @@ def bridge(request):
 
 
 def receive_zeros(received: torch.Tensor, *_, **__) -> None:
-    """In the place of an exchange."""
+    """Receive zeros, in the place of an exchange."""
     received.zero_()
 
 
@@ -247,7 +247,7 @@ def receive_zeros(received: torch.Tensor, *_, **__) -> None:
 class TestValues:
     @pytest.mark.parametrize("known", ["samples", "samples-without-owners", "sums"])
     def test_rows_arrive_and_their_owners_gradients_return(self, bridge, known):
-        """NaN wherever a CP rank's gradient should be zero: it must not be moved at all."""
+        """Wherever a CP rank's gradient should be zero it is NaN: it must not be moved at all."""
         if bridge is None:
             return
         for rows in ROWS:
@@ -268,7 +268,7 @@ class TestValues:
             assert torch.equal(case.input.grad, case.grad_of_owners), rows
 
     def test_without_owners_gradients_of_cp_ranks_add_up(self, bridge):
-        """And so <A x, y> = <x, A' y>, with TP replicas counted once and CP ranks each."""
+        """So <A x, y> = <x, A' y>, where TP replicas count once and CP ranks count each."""
         products = torch.zeros(2, dtype=torch.float64, device=Utils.device)
         if bridge is not None:
             case = Case(bridge, UNEVEN)
@@ -362,7 +362,7 @@ class TestInterface:
             fan_out.communicate(rows, consumed=two)
 
     def test_counts_that_do_not_fit_on_some_ranks_are_refused_on_all(self, make_bridge):
-        """Those of the other DP index have nothing to do with them, and would go on alone."""
+        """Ranks of the other DP index have nothing to do with the counts, and would go on alone."""
         fan_in = make_bridge(dict(dp=8), dict(cp=4, dp=2), dim_mapping=FLAT)
         rows = torch.ones(3, HIDDEN, device=Utils.device)
         right = dist.get_rank() < 4

@@ -45,7 +45,7 @@ TOLD = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range
 """Samples of a length that CP divides."""
 
 TOLERANCE = 1e-5
-"""Relative, of fp32 losses and gradient norms: sums in another order."""
+"""Relative tolerance of fp32 losses and gradient norms: sums in another order."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def one_rank_trajectory(job: Job) -> Steps:
 def check(
     job: Job, language: dict[str, int], told: bool = False, **encoders: dict[str, int]
 ) -> None:
-    """The loss goes down, step by step as on one rank."""
+    """Assert that the loss goes down, step by step as on one rank."""
     expected = one_rank_trajectory(job.on_one_rank())
     expected_losses, expected_norms = zip(*expected, strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
@@ -136,15 +136,15 @@ class TestEightRanks:
 FAN_IN, FAN_OUT = dict(dp=4), dict(tp=4)
 CP_2_PP_2, VPP_2 = dict(cp=2, pp=2), dict(pp=2, vpp=2, dp=2)
 LAYOUTS = [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, dict(cp=2, dp=2))]
-"""Of the encoder and the language model; pipelines come first."""
+"""Layouts of the encoder and the language model; pipelines come first."""
 
 LAYOUTS_TOLD = [(*LAYOUTS[0], True), (*LAYOUTS[1], False), (*LAYOUTS[2], True)]
-"""And whether the host is told the tokens of a batch, or reads them back."""
+"""The same, and whether the host is told the tokens of a batch or reads them back."""
 
 
 @requires_world_size(4)
 class TestWhatRealBatchesBring:
-    """Each with a pipeline, most also with virtual stages and without any."""
+    """Each test runs with a pipeline, most also with virtual stages and without a pipeline."""
 
     @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
     def test_a_microbatch_without_images(self, encoder, language):

@@ -21,7 +21,7 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 
 def make_manager(function=None) -> CudaGraphManager:
-    """One that works without a GPU as long as nothing is captured."""
+    """Make a manager that works without a GPU as long as nothing is captured."""
     manager = CudaGraphManager.__new__(CudaGraphManager)
     torch.nn.Module.__init__(manager)
     manager.func, manager.reuse_cudagraphs = function, True

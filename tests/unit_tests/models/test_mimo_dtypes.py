@@ -21,14 +21,14 @@ JOB = Job(tuple(draw({IMAGES: patches}, seed) for seed, patches in enumerate((0,
 """Rank 0 encodes nothing, with a pipeline or without, and takes what rank 1 encodes."""
 
 TOLERANCE = 0.02
-"""Of a gradient's norm: bf16 rounds by 0.4 %, in a few layers."""
+"""Tolerance relative to a gradient's norm: bf16 rounds by 0.4 %, in a few layers."""
 
 
 @requires_world_size(2)
 @pytest.mark.parametrize("encoder", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("language", [dict(tp=2), dict(pp=2)], ids=str)
 def test_encoder_gradients_are_those_of_one_precision(encoder, language):
-    """Against one rank with fp32 throughout; the language model has the other precision."""
+    """The reference is one rank with all in fp32; the language model has the other precision."""
     other = torch.bfloat16 if encoder is torch.float32 else torch.float32
     with modules(language={}, images={}) as made:
         expected = [encoder_gradients(JOB, made) if Utils.rank == 0 else None]
@@ -38,7 +38,7 @@ def test_encoder_gradients_are_those_of_one_precision(encoder, language):
         found = encoder_gradients(JOB, made)
     for name, whole in expected[0].items():
         part = found[name].float()
-        dist.all_reduce(part)  # each rank has that of the samples it encoded
+        dist.all_reduce(part)  # a rank has the gradient of the samples it encoded
         error = (part - whole).norm() / whole.norm()
         assert error < TOLERANCE, f"{name}: {error:.3f}"
 

@@ -23,7 +23,7 @@ BATCH, TOKENS, HIDDEN = 3, 17, 4
 
 
 def model_of() -> SimpleNamespace:
-    """What both ways read of a MimoModel; the vocabulary ends before the special tokens."""
+    """Stand in for the MimoModel that both ways read; its vocabulary ends before special tokens."""
     torch.manual_seed(0)
     words = torch.nn.Embedding(30, HIDDEN).to(Utils.device)
     places = torch.nn.Embedding(TOKENS, HIDDEN).to(Utils.device)
@@ -97,7 +97,7 @@ class TestDropout:
     @requires_world_size(2)
     @pytest.mark.parametrize("colocated", [True, False])
     def test_gradients_come_through_the_mask_that_each_token_had(self, batch, colocated):
-        """Under sequence parallelism, which cuts the embeddings after they are made."""
+        """Sequence parallelism is on, which cuts the embeddings after they are made."""
         Utils.initialize_distributed()
         grid = HyperCommGrid([2], ["tp"])
         group = grid.create_pg("tp")
@@ -136,7 +136,7 @@ class TestDropout:
         factors = factors.to(Utils.device)
         (own * factors[group.rank()]).sum().backward()
 
-        # All words are ones, so what comes out is the mask; that of images is zero.
+        # All words' embeddings are ones, so the output is the mask; that of images is zero.
         shards = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(shards, own.detach(), group)
         masked = (torch.stack(shards) * factors).flatten(0, 1)[:TOKENS].transpose(0, 1)

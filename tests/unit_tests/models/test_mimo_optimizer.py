@@ -103,7 +103,7 @@ class TestFreezing(OnFourRanks):
         "frozen", [(IMAGES,), (LANGUAGE,), ("images.weight", "language.expert")], ids=str
     )
     def test_leaves_the_rest_training(self, places, frozen):
-        """The norm is that of what is trained, also on ranks that train nothing."""
+        """The norm is that of the trained parameters, also on ranks that train nothing."""
         expected = expected_step(experts_in(places), frozen=frozen)
         with model_of(places, frozen) as model:
             optimizer = optimizer_of(model)
@@ -236,7 +236,7 @@ class TestOptimizerInstances(OnFourRanks):
         ids=["tp+ep", "four", "non-colocated"],
     )
     def test_step_like_one(self, places):
-        """Ranks contribute a part of the gradient each; DDP's reduction is what is tested too."""
+        """Each rank contributes a part of the gradient, so that DDP's reduction is tested too."""
         expected = expected_step(experts_in(places))
         with model_of(places) as model:
             optimizer = optimizer_of(model)

@@ -35,7 +35,7 @@ class TestBoxes:
 
 
 def split_by_rows(key: str, data: torch.Tensor, replica, _) -> list[ShardedTensor]:
-    """As Mamba's input projection: rows of several parts, the second on its own axis of ranks."""
+    """Split as Mamba's input projection is: rows of parts, the second by its own axis of ranks."""
     first, second = data.split([2, 4])
     return [
         ShardedTensor.from_rank_offsets(f"{key}.a", first, (0, 1, 2), replica_id=replica),

@@ -41,7 +41,7 @@ def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_R
 
 
 def without_balancing_loss(run):
-    """That loss treats a row as one sequence, so it depends on packing."""
+    """Remove the loss: it treats a row as one sequence, so it depends on packing."""
     run.stages[0].config.moe_aux_loss_coeff = 0.0
     return run
 

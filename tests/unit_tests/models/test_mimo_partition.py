@@ -31,7 +31,7 @@ ROW = (5, 7, 1, 13)
 
 @dataclass(frozen=True)
 class GroupOfOne:
-    """Where one rank stands in a group that is not there."""
+    """Stands in for a process group: its size, and the rank of one member."""
 
     ranks: int
     at: int
@@ -75,7 +75,7 @@ class Batch:
         self.embeddings = labels.t()[..., None] * torch.tensor([1.0, -1.0])
 
     def shards(self, cp: int, tp: int, samples=None) -> list[tuple]:
-        """What each rank of cp × tp receives, TP ranks fastest."""
+        """Return what each rank of cp × tp receives, TP ranks fastest."""
         return [
             adapter_of(cp, tp, cp_rank, tp_rank).shard(
                 self.embeddings,
@@ -183,7 +183,7 @@ class TestZigzag:
         assert torch.equal(middle.seq_idx, first.seq_idx)
 
     def test_samples_padded_by_the_loader_stay_as_they_are(self):
-        """Upstream's packing: boundaries of what is real, and of what the row holds."""
+        """Upstream's packing gives the boundaries of real tokens, and of all that the row holds."""
         params = packed((3, 6), cu_seqlens_q_padded=torch.tensor([0, 4, 12]))
         adapter = adapter_of(2, 1)
         lengths = adapter.lengths(12, params)

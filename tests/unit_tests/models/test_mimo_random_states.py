@@ -28,7 +28,7 @@ BACKEND = "nccl" if HAVE_CUDA else "gloo"
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
-    """What dropout draws: for a tensor that TP ranks hold twice, and for one that they split."""
+    """Draw dropout masks: for a tensor that TP ranks hold twice, and for one that they split."""
     ones = torch.ones(WIDTH, device=Utils.device)
     whole = F.dropout(ones)
     with get_cuda_rng_tracker().fork():

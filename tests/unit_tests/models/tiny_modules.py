@@ -142,7 +142,7 @@ def model_of(places: dict[str, Place], frozen: tuple[str, ...] = ()) -> Iterator
 
     Args:
         places: by module name, the language model's included.
-        frozen: global names, or prefixes of them, of what is not trained.
+        frozen: global names of parameters that are not trained, or prefixes of such names.
     """
     grids = {name: place.grid() for name, place in places.items()}
     collections = {
@@ -176,7 +176,7 @@ def model_of(places: dict[str, Place], frozen: tuple[str, ...] = ()) -> Iterator
 
 
 def optimizer_of(model: Model, module_configs: dict | None = None, **options) -> MimoOptimizer:
-    """The optimizer under test; ``options`` are of its configuration."""
+    """Make the optimizer under test; ``options`` are fields of its configuration."""
     settings = ADAM | dict(clip_grad=1.0) | options
     config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **settings)
     return get_mimo_optimizer(model, config, module_configs)
@@ -230,7 +230,7 @@ def expected_step(
 
 
 def assert_weights(model: Model, expected: dict[str, torch.Tensor]) -> None:
-    """Every part that this rank holds is its window of the expected whole."""
+    """Assert that every part that this rank holds is its window of the expected whole."""
     for ddp in model.modules.values():
         for parameter, name, window in unwrap_model(ddp).parts():
             torch.testing.assert_close(

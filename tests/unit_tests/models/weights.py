@@ -27,7 +27,7 @@ def local_shards(stages: list[MimoModel]) -> list[ShardedTensor]:
 
 
 def window(part: ShardedTensor) -> tuple[int | slice, ...]:
-    """Where a shard lies in its whole parameter; experts are counted along a first axis."""
+    """Return where a shard lies in its whole parameter; experts are counted along a first axis."""
     axes = part.prepend_axis_num
     starts = part.global_offset[axes:]
     slices = (slice(at, at + n) for at, n in zip(starts, part.local_shape, strict=True))
@@ -65,7 +65,7 @@ def assert_shards_equal(stages: list[MimoModel], weights: Weights) -> None:
 def assert_shards_moved_alike(
     stages: list[MimoModel], before: Weights, after: Weights, tolerance: float
 ) -> None:
-    """Every shard of this rank went from ``before`` to ``after``.
+    """Assert that every shard of this rank went from ``before`` to ``after``.
 
     Args:
         tolerance: norm of a shard's error, relative to the norm of its parameter's whole move.

@@ -23,7 +23,7 @@ def make_mixer(
     """A mixer over ``groups``, alike on all ranks of one TP coordinate.
 
     Args:
-        options: of TransformerConfig, ``mamba_num_heads`` among them.
+        options: fields of TransformerConfig, ``mamba_num_heads`` among them.
     """
     tp_rank = groups.tp.rank()
     model_parallel_cuda_manual_seed(7, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
@@ -40,7 +40,7 @@ def make_mixer(
     submodules = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mixer = MambaMixer(config, submodules, HIDDEN, chunk_size=16, pg_collection=groups)
     with torch.no_grad():
-        # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
+        # Heads must differ in every parameter: those that start out as ones would hide a mix-up.
         generator = torch.Generator().manual_seed(tp_rank)
         for parameter in (mixer.D, mixer.norm.weight, mixer.conv1d_bias):
             noise = torch.rand(parameter.shape, generator=generator)

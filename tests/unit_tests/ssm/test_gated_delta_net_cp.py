@@ -58,7 +58,7 @@ def make_layer(
     )
     layer = SiluGatedDeltaNet(config, submodules, layer_number=1, pg_collection=groups)
     with torch.no_grad():
-        # Heads that differ in every parameter: those that start out as ones would hide a mix-up.
+        # Heads must differ in every parameter: those that start out as ones would hide a mix-up.
         generator = torch.Generator().manual_seed(groups.tp.rank())
         noise = torch.rand(2, *layer.dt_bias.shape, generator=generator).to(layer.dt_bias.device)
         layer.dt_bias.add_(noise[0])
@@ -135,7 +135,7 @@ class TestStatePassingThatComputesItsNormAgain(_EqualsOneRank):
 
     @pytest.fixture(autouse=True)
     def _copied_storage(self, monkeypatch):
-        """Upstream compiles what lets two tensors share one storage, which takes a minute."""
+        """Copy storages: upstream lets tensors share one by compiled code, which takes a minute."""
 
         def copy(output, computed):
             output.untyped_storage().resize_(computed.untyped_storage().nbytes())
@@ -170,14 +170,14 @@ class TestHeadParallel(_EqualsOneRank):
     mode = ("head-parallel", 4)
 
     def test_a_length_that_does_not_halve_is_refused(self, pair):
-        """It divides by cp, so every rank has as many tokens, and nothing else would notice."""
+        """cp divides the length, so ranks have equally many tokens and nothing else notices."""
         if pair:
             hidden = random_rows(5, BATCH, HIDDEN, seed=1)
             with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
                 call(pair.sharded, hidden, None)
 
     def test_kernels_are_told_of_no_empty_sample(self, pair, monkeypatch):
-        """Those of fla count samples by their first chunks, of which these have none."""
+        """fla's kernels count samples by their first chunks, and empty samples have none."""
         if pair:
             told, rule = [], pair.sharded.gated_delta_rule
 
@@ -237,7 +237,7 @@ class TestRule:
 
     @pytest.mark.skipif(HAVE_CUDA, reason="transformers takes fla's kernels where it finds them")
     def test_equals_the_gated_delta_rule_of_transformers(self):
-        """To 1e-5: that one computes in fp32."""
+        """The tolerance is 1e-5, because transformers computes in fp32."""
         modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
         inputs = rule_inputs(280)
         expected, _ = modeling.torch_chunk_gated_delta_rule(**inputs)

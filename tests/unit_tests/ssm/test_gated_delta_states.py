@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What our Triton kernels say of a shard's state, against the reference of the gated delta rule.
+"""Our Triton kernels for a shard's state, against the reference of the gated delta rule.
 
 Without a GPU they run in Triton's interpreter.
 """

@@ -46,7 +46,7 @@ def kernel_conv(monkeypatch):
     name = "megatron.core.ssm.state_passing.kernel_conv"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
-    # Nobody else may meet the module that has the stand-ins.
+    # No other test may meet the module that has the stand-ins.
     del sys.modules[name], state_passing.kernel_conv
 
 

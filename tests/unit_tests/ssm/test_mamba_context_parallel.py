@@ -85,7 +85,7 @@ class TestTokenOrder:
         assert torch.autograd.gradcheck(lambda x: reorder(x, cp_size), rows)
 
     def test_a_length_that_does_not_halve_is_refused(self, cp_size):
-        """It divides by cp, so every rank has equally many tokens and nothing else would notice."""
+        """cp divides the length, so ranks have equally many tokens and nothing else notices."""
         with pytest.raises(ValueError, match=f"multiples of {2 * cp_size}"):
             to_sequence_order(torch.zeros(5 * cp_size, 1), cp_size)
 

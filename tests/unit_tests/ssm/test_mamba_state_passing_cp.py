@@ -72,7 +72,7 @@ class TestMixerThatPassesStates(EqualsOneRank):
     hidden, sequence, batch, packed = HIDDEN, SEQUENCE, BATCH, PACKED
 
     def test_a_window_may_reach_over_several_ranks(self, pair):
-        """Two tokens a rank, of which the convolution sees three before each."""
+        """A rank has two tokens, and the convolution sees the three before each token."""
         if pair:
             length = 2 * pair.size
             hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
@@ -83,7 +83,7 @@ class TestMixerThatPassesStates(EqualsOneRank):
 @pytest.mark.skipif(HAVE_CUDA, reason="transformers takes the same kernels where it finds them")
 class TestAgainstTransformers:
     def test_equals_the_mamba_2_of_transformers(self, pair):
-        """To 1e-5 in fp32: the other implementation adds the same terms in another order."""
+        """They agree to 1e-5 in fp32: transformers adds the same terms in another order."""
         if not pair:
             return
         modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")

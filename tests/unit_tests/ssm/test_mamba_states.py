@@ -78,7 +78,7 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
 def test_a_state_crosses_the_ranks(lengths, rank):
     torch.manual_seed(1)
     plan = RecurrencePlan(PaddedLengths(lengths, lengths), 4, rank, DEVICE)
-    # As a gather has them: each rank's state, then its decays.
+    # The layout is that of a gather: each rank's state, then its decays.
     gathered = torch.randn(4, 2 * HEADS * (600 + 1), device=DEVICE)
     states, decays = gathered.split([2 * HEADS * 600, 2 * HEADS], dim=1)
     states = states.unflatten(1, (2, HEADS, 20, 30))

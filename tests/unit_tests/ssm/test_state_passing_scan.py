@@ -31,7 +31,7 @@ def plans_of(lengths: list[int], cp_size: int) -> list[RecurrencePlan]:
 
 
 def over_ranks(scan, inputs: list[Tensor], plans: list[RecurrencePlan]) -> Tensor:
-    """``scan`` of each rank's tokens in turn; a rank sees the states of those before it."""
+    """Run ``scan`` on each rank's tokens in turn; a rank sees the states of those before it."""
     states, transitions, outputs = [], [], []
     for plan in plans:
 
@@ -102,7 +102,7 @@ class TestScanOverRanks:
     @given(any_lengths, cp_sizes, st.sampled_from((1, 3)))
     @cases
     def test_the_gradient_of_a_leaving_state_is_the_adjoint(self, lengths, cp_size, size):
-        """For decays (1×1) and matrices (3×3): against autograd through the scan of all ranks."""
+        """Decays (1×1) and matrices (3×3) agree with autograd through the scan of all ranks."""
         plans, rng = plans_of(lengths, cp_size), seeded()
 
         def normal(*shape):

@@ -24,7 +24,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 Tolerances = tuple[float, float]
-"""For the output, and for gradients, relative to the whole tensor's norm."""
+"""Tolerances of the output and of gradients, relative to the whole tensor's norm."""
 
 # On a GPU the kernels multiply fp32 in TF32, whose mantissa has 10 bits.
 TOLERANCES: dict[torch.dtype, Tolerances] = {
@@ -64,9 +64,9 @@ class Pair:
 
     Args:
         make: builds the layer over the given groups; alike on all ranks of one TP coordinate.
-        layout: of the tokens that the sharded layer is given.
-        dtype: of the layers.
-        tolerances: other ones than the dtype's.
+        layout: layout of the tokens that the sharded layer is given.
+        dtype: dtype of the layers.
+        tolerances: take the place of the dtype's.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Pair:
             self.sharded.load_state_dict(self.whole.state_dict())
 
     def while_used(self) -> Iterator[Pair | None]:
-        """For a fixture: it, or None on an idle rank, which has only helped to make groups."""
+        """Yield the pair; None on an idle rank, which has only helped to make groups."""
         yield self if self.is_member else None
         self.destroy()
 
@@ -108,12 +108,12 @@ class Pair:
             grid.destroy()
 
     def layout(self, lengths: PaddedLengths) -> TokenLayout:
-        """Which tokens the ranks give the sharded layer."""
+        """Return the layout of the tokens that the ranks give the sharded layer."""
         make = zigzag_layout if self.layout_name == "zigzag" else contiguous_layout
         return make(lengths, self.size)
 
     def assert_equal(self, call, hidden: Tensor, lengths: PaddedLengths, packed: bool) -> None:
-        """Output and all gradients of real tokens ``hidden``, against each sample alone.
+        """Compare output and all gradients of real tokens ``hidden`` with each sample alone.
 
         Args:
             call: ``(layer, hidden, packed_seq_params) -> output``.
@@ -127,7 +127,7 @@ class Pair:
         (expected * weight).sum().backward()
 
         found_input = hidden.clone().requires_grad_()
-        # Padding with numbers that would show, were they to reach a real token.
+        # The padding's numbers would show if they reached a real token.
         shard = layout.shard(lengths.pad(found_input, value=3.0), self.rank)
         params = lengths.packed_seq_params(Utils.device) if packed else None
         found = call(self.sharded, shard, params)
@@ -184,6 +184,6 @@ def random_rows(tokens: int, batch: int, width: int, seed: int) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    """To ``tolerance`` of the whole tensor's norm: the same terms are added in another order."""
+    """Compare to ``tolerance`` of the whole tensor's norm: terms are added in another order."""
     error = (found - expected).norm() / expected.norm()
     assert error < tolerance, f"{name}: relative error {error:.1e}"

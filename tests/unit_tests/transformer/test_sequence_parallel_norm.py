@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the norms of the local specs take from the config; gradients: test_hybrid_local_specs."""
+"""Settings that the local specs' norms take from the config; gradients: test_hybrid_local_specs."""
 
 import pytest
 

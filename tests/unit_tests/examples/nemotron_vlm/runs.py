@@ -55,23 +55,23 @@ LOCAL = ("--transformer-impl", "local")
 """Megatron's own layers: in fp32, Transformer Engine's attention has neither packed rows nor CP."""
 
 DEVICE = ("--device", "cuda", *LOCAL) if HAVE_CUDA else ("--device", "cpu")
-"""tests/gpu has the layers of Transformer Engine."""
+"""Device and layers; tests/gpu has the layers of Transformer Engine."""
 
 STEPS = 10
 
 COMPARED = 3
-"""Steps, where not all ten are: a wrong forward shows in the first, a wrong gradient in the second,
-state that steps leave behind in the third. test_layout_invariance.py compares all."""
+"""Number of steps compared by default: a wrong forward shows in the first, a wrong gradient in the
+second, state that steps leave behind in the third. test_layout_invariance.py compares all ten."""
 
 SHORT_RUN = (*DEVICE, "--train-iters", str(STEPS), "--lr", "1e-4", "--adam-eps", "1e-3")
-"""Ten steps. The epsilon is of the gradients' size: with a small one Adam makes full steps of
-rounding, until a token's choice between two equal experts falls otherwise, which is a jump."""
+"""Options of ten steps. The epsilon is as large as the gradients: with a small one Adam makes full
+steps of rounding, until a token takes the other of two equal experts, which is a jump."""
 
 OWN_DEFAULTS = ("--lr", str(TRAINING["lr"]), "--adam-eps", str(TRAINING["adam_eps"]))
-"""The program's."""
+"""The program's own defaults."""
 
 TOLERANCE = 1e-4
-"""Relative, of fp32 losses and gradient norms: sums in another order, ten steps amplified."""
+"""Relative tolerance of fp32 losses and gradient norms: ten steps amplify sums in another order."""
 
 
 SAMPLES = 32
@@ -81,10 +81,10 @@ ONE_RANK_TIMEOUT_S = 200
 
 
 def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
-    """What the program makes of a command line, on this world's ranks.
+    """Parse a command line as the program does, on this world's ranks.
 
     Args:
-        preset: of another model than the arguments say.
+        preset: sizes of a model in place of the one that the arguments name.
     """
     chosen = ()
     if preset:
@@ -108,10 +108,10 @@ def session_of(options: Options, source: SampleSource | None = None) -> Iterator
 
 
 class Run:
-    """What Megatron's loop does, step by step.
+    """Megatron's loop, taken step by step.
 
     Args:
-        session: of the program.
+        session: the program with its groups made.
     """
 
     def __init__(self, session: Session) -> None:
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def source(self) -> SampleSource:
-        """Of samples; set it before the first step, or before an evaluation."""
+        """The source of samples; set it before the first step, or before an evaluation."""
         return self.loading.reader.source
 
     @source.setter
@@ -142,7 +142,7 @@ class Run:
         self.loading.reader = dataclasses.replace(self.loading.reader, source=source)
 
     def train_step(self) -> dict:
-        """One step of the loop; its record on every rank."""
+        """Take one step of the loop; return its record on every rank."""
         if self._batches is None:
             self._batches = RerunDataIterator(self.loading.training())
         reported, skipped, _, _, _, grad_norm, _, _ = loop.train_step(
@@ -169,12 +169,12 @@ class Run:
         return from_last_rank(record)
 
     def forward_backward(self) -> None:
-        """The gradients of the next step's batch, which no optimizer sees."""
+        """Compute the gradients of the next step's batch, and step no optimizer."""
         self.optimizer.step = lambda: (True, 0.0, 0)
         self.train_step()
 
     def evaluate(self, batches: int) -> float:
-        """Accuracy on that many held-out batches."""
+        """Return the accuracy on that many held-out batches."""
         self.args.eval_iters = batches
         read, _, _ = loop.evaluate(
             functools.partial(forward_step, score=self.source.score),
@@ -196,7 +196,7 @@ class Run:
 
 
 def from_last_rank(value):
-    """The last rank's value, on every rank: it has the losses."""
+    """Return the last rank's value on every rank, because only that rank has the losses."""
     chosen = [value]
     dist.broadcast_object_list(chosen, Utils.world_size - 1)
     return chosen[0]
@@ -209,8 +209,8 @@ def trainer(
     """A run of command-line arguments on this world's ranks, to be taken step by step.
 
     Args:
-        source: of other samples than the arguments say.
-        preset: of another model.
+        source: gives samples in place of those that the arguments name.
+        preset: sizes of another model.
     """
     Utils.initialize_distributed()
     with session_of(options_of(*arguments, preset=preset), source) as session:
@@ -290,9 +290,9 @@ def _shared_directory() -> str:
 def _run_alone(
     arguments: list[str], log: Path, source: SampleSource | None, preset: VLMPreset | None
 ) -> None:
-    """Run the program in a process that has only to be forked: the imports take ten seconds.
+    """Run the program in a forked process, because the imports take ten seconds.
 
-    With GPUs they start CUDA, which does not outlast a fork: the process is a new one.
+    With GPUs the imports start CUDA, which does not outlast a fork, so the process is a new one.
     """
     context = multiprocessing.get_context("spawn" if HAVE_CUDA else "forkserver")
     if not HAVE_CUDA:
@@ -323,15 +323,15 @@ def _program(
 
 
 def _is_of_this_process(name: str) -> bool:
-    """Whether the launcher has set a variable, or a model that was built here."""
+    """Whether the launcher, or a model that was built here, has set the variable."""
     return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(
         ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_", "NVTE_")
     )
 
 
 def apart(records: list[dict], reference: list[dict]) -> dict[str, float]:
-    """How far losses and gradient norms lie apart, relative, in the worst step; skipped steps, in
-    which gradients are not finite, are left out.
+    """Return the largest relative differences of losses and gradient norms in any step; skipped
+    steps, in which gradients are not finite, are left out.
     """
     pairs = [
         (one, other)
@@ -343,7 +343,7 @@ def apart(records: list[dict], reference: list[dict]) -> dict[str, float]:
 
 
 def assert_same_trajectory(records: list[dict], reference: list[dict]) -> None:
-    """Losses, gradient norms and token counts of every step agree."""
+    """Assert that losses, gradient norms and token counts of every step agree."""
     for name, difference in apart(records, reference).items():
         steps = [(one[name], other[name]) for one, other in zip(records, reference, strict=True)]
         assert difference <= TOLERANCE, f"{name} differs by {difference} (relative): {steps}"
@@ -362,17 +362,17 @@ def assert_same_trajectory_as_one_rank(
     source: SampleSource | None = None,
     preset: VLMPreset | None = None,
 ) -> None:
-    """Train in the layouts, ``language`` with its dp, and on one rank.
+    """Train in the layouts (``language`` with its dp) and on one rank, and compare.
 
     Args:
         options: command-line arguments of the run in the layouts, which do not matter on one rank.
-        common: those of both runs.
-        microbatches: of a step, each of which costs all its collectives; with a pipeline, as many
-            as stages.
-        samples: of the global batch.
-        steps: that are compared, of the ten of a run.
-        source: of other samples than the arguments say.
-        preset: of another model.
+        common: command-line arguments of both runs.
+        microbatches: number in a step, each of which costs all its collectives; with a pipeline,
+            as many as stages.
+        samples: number in the global batch.
+        steps: number that are compared, of the ten of a run.
+        source: gives samples in place of those that the arguments name.
+        preset: sizes of another model.
     """
     other = {"source": source, "preset": preset}
     layout = parse_layout(language, "language")

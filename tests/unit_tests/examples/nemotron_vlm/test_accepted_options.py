@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of Megatron's: it has the value that was given once all is checked, or is refused.
+"""Every option of Megatron's either keeps the given value once all is checked, or is refused.
 
 An option that is taken and then overruled would do nothing, and nobody would know.
 """
@@ -70,7 +70,7 @@ VALUES = {
     "--window-attn-skip-freq": "2",
     "--window-size": "4,0",
 }
-"""The value of an option that no rule finds, and the options that it needs beside it."""
+"""Values of options for which no rule finds one, and the options that they need beside them."""
 
 OVERRULED = {
     "--no-weight-decay-cond-type": "deprecated: it has become --apply-wd-to-qk-layernorm",
@@ -81,20 +81,20 @@ OVERRULED = {
 """Options that lose their value, and why that is right."""
 
 NOT_HERE = r"(?i)transformer.engine|\bTE\b|compute capability"
-"""In a refusal: what this machine lacks."""
+"""Words of a refusal for want of what this machine lacks."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def _plain(value):
-    """One form of a value that Megatron has in several: as text, as what it means, in a list."""
+    """Bring a value to one form; Megatron has it as text, as its meaning, or in a list."""
     if isinstance(value, list) and len(value) == 1:
         return _plain(value[0])
     return DTYPES.get(value, value) if isinstance(value, str) else getattr(value, "name", value)
 
 
 def _line(action, now):
-    """An option with another value than ``now``, or the same size of a layout."""
+    """Words for an option with another value than ``now``, or with the same size of a layout."""
     option = action.option_strings[0]
     if option in VALUES:
         return [option, *VALUES[option].split()]
@@ -114,9 +114,9 @@ def _line(action, now):
 
 
 def _wrong(parser, action, line, base):
-    """What is wrong with an option; None if nothing is."""
+    """Say what is wrong with an option; None if nothing is."""
     option, known = line[0], parser._option_string_actions
-    # What this device has not turned on cannot be turned back.
+    # An option that this device has not turned on cannot be turned off.
     line = [word for word in line if word in known or not word.startswith("--no-")]
     given = getattr(parser.parse_args(line), action.dest)
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks read of a step: all of it once, in the bridge's order, and evenly spread."""
+"""Samples that ranks read for a step: each once, in the bridge's order, and evenly spread."""
 
 import functools
 from collections import Counter

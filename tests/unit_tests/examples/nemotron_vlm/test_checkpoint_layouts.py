@@ -7,7 +7,7 @@ from tests.unit_tests.models.small_vlm import PRESET
 from tests.unit_tests.test_utilities import requires_world_size
 
 STEPS = 2
-"""In each layout. The second one after a load depends on the moments of Adam that were loaded."""
+"""Steps in each layout. The second one after a load depends on Adam's loaded moments."""
 
 LAYOUTS = [
     ("tp=2,dp=2", "tp=1,dp=4,ep=2"),

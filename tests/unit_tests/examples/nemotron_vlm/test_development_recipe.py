@@ -40,7 +40,7 @@ LAYOUT = ("--encoder", "tp=2,dp=2", "--language", "cp=2,pp=2,dp=1,ep=2")
 STEPS = 2
 
 ROUNDING = 3e-2
-"""Relative, of losses in bf16: a rounded weight sends some tokens to another expert."""
+"""Relative tolerance of losses in bf16: a rounded weight sends some tokens to another expert."""
 
 
 @pytest.mark.parametrize("option", NEED_A_GPU)

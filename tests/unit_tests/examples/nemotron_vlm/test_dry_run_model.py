@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GP
 
 
 def test_of_any_size_it_takes_no_memory():
-    """Layers that name the current device too: 31.6 B parameters would be 118 GB."""
+    """Layers that name the current device take none either: 31.6 B parameters would be 118 GB."""
     Utils.destroy()
     options = parse(["--model", "nano-vl-30b-a3b", "--data", "mock", "--language", "ep=8"], 8)
     with stages_on_meta(options, 0) as (model,):

@@ -14,12 +14,12 @@ PARTS = ["encoder", "encoder,projector", "language"]
 
 
 def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of its parameters and persistent buffers."""
+    """Copies of a module's parameters and persistent buffers, by name."""
     return {n: t.clone() for n, t in module.state_dict().items() if torch.is_tensor(t)}
 
 
 def gradients(*arguments: str) -> dict[str, torch.Tensor]:
-    """Those of the first batch."""
+    """Gradients of the first batch, by name."""
     with trainer(*arguments, "--micro-batch-size", "32") as run:
         run.forward_backward()
         (stage,) = run.stages
@@ -66,7 +66,7 @@ class TestFreezing:
     def test_balancing_losses_train_a_language_model_that_is_trained(
         self, kinds, coefficient, parts
     ):
-        """With a frozen one, the gradients of projector and encoder are those of the loss alone."""
+        """A frozen one leaves projector and encoder the gradients of the loss alone."""
         options = ("--freeze", parts, "--moe-router-load-balancing-type", *kinds.split())
         zero = ["0"] * len(kinds.split())
         alone = gradients(*options, "--moe-aux-loss-coeff", *zero)

@@ -77,7 +77,7 @@ class TestGradientFlow:
         def not_empty(layer, inputs):
             assert all(i.numel() for i in inputs if isinstance(i, torch.Tensor)), layer
 
-        # else kernels add weights' gradients up themselves
+        # otherwise kernels add weights' gradients up themselves
         with trainer(*ONE_MICROBATCH, "--no-gradient-accumulation-fusion") as run:
             vision = run.stages[0].modality_submodules["images"].module
             for part in (vision.encoders["radio"].radio, vision.input_projections):

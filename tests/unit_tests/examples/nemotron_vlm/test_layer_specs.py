@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the model is built of."""
+"""The layer specs that the model is built from."""
 
 import pytest
 

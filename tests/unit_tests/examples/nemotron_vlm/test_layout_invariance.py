@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same run in every layout: losses and gradient norms of ten steps equal one rank's.
 
-At the program's own learning rate and epsilon, for which the README says how far they may differ.
+The learning rate and epsilon are the program's own, for which the README says how far runs may
+differ.
 """
 
 import pytest

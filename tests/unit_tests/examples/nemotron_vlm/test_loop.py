@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the program gives to Megatron's loop, and what it watches of it."""
+"""The program in Megatron's loop: the parts that it provides, and those that it watches."""
 
 import gc
 import json
@@ -46,7 +46,7 @@ class TestStep:
             assert not run.train_step()["skipped"]
 
     def test_the_signal_that_ends_a_run_leaves_its_loading_processes(self):
-        """It goes to all processes of a rank, and the run still reads the step that it is in."""
+        """The signal goes to all processes of a rank, and the run still reads its current step."""
         with trainer(*ONE_MICROBATCH, "--num-workers", "2", "--exit-signal-handler") as run:
             batches = run.loading.training()
             next(batches)
@@ -58,7 +58,7 @@ class TestStep:
         assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
 
     def test_a_run_that_has_ended_leaves_no_model(self):
-        """With one its groups would stay, and under gloo three threads for each."""
+        """A model would keep its groups, and under gloo three threads for each."""
         with trainer(*ONE_MICROBATCH) as run:
             run.train_step()
         del run

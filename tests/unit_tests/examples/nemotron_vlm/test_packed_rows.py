@@ -51,9 +51,9 @@ def test_what_does_not_go_with_packing_is_refused(arguments, text):
 class TestPackedRows:
     @requires_world_size(1)
     def test_packed_samples_train_as_samples_one_by_one(self):
-        """The first window, packed into rows and with a row for each.
+        """The first window is packed into rows, and also laid out with a row for each sample.
 
-        Without what balances experts: it counts padding, of which the two have unlike amounts.
+        Experts are not balanced: balancing counts padding, of which the two have unlike amounts.
         """
         alone = ("--global-batch-size", "24", "--micro-batch-size", "1", "--seq-length", "64")
         losses = (

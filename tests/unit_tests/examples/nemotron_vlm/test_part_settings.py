@@ -20,7 +20,7 @@ OWN = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay
 
 
 def moves(*options: str) -> dict[str, Weights]:
-    """By part, how far a step moves each matrix."""
+    """Return how far a step moves each matrix, by part."""
     with trainer(*PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
         before = gather_weights(run.stages)
         run.train_step()

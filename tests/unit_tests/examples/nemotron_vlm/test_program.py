@@ -53,7 +53,7 @@ STARTS = [
     ),
     ("--cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
 ]
-"""Command lines, and what CUDA has to find when it starts."""
+"""Command lines, and the variables that CUDA has to find when it starts."""
 
 
 def _started(tmp_path, line, **environment):

@@ -55,7 +55,7 @@ SAME_NUMBERS = [
         "pp=2,vpp=2,dp=2,ep=2",
     ),
 ]
-"""Options that change nothing of the numbers, several at once, each with a layout."""
+"""Options that change no number, several at once, each with a layout."""
 
 OTHER_NUMBERS = [
     (
@@ -77,10 +77,10 @@ OTHER_NUMBERS = [
         FLAT,
     ),
 ]
-"""Options of which the one-rank run has to have the same."""
+"""Options that the one-rank run must have too."""
 
 PRECISIONS = {("--bf16",): 3e-2, ("--fp16", "--initial-loss-scale", "8"): 1e-2}
-"""Relative: a rounded weight sends some tokens to another expert."""
+"""Relative tolerances: a rounded weight sends some tokens to another expert."""
 
 REFUSED = [
     "--use-megatron-fsdp",
@@ -164,7 +164,7 @@ REFUSED_ON_GPUS = [
     "--fp8-recipe delayed --fp8-format hybrid --language pp=2",
     "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated",
 ]
-"""Too, where CPU ranks refuse some of them for want of a GPU."""
+"""Options refused on GPUs too; CPU ranks refuse some of them for want of a GPU."""
 
 
 class TestRefused:
@@ -425,7 +425,7 @@ class TestRight:
         ids=["recompute", "macro-batches"],
     )
     def test_the_batch_grows_alike(self, language, options):
-        """An encoder that runs again does so in more parts; so do more macro-batches."""
+        """A larger batch runs the encoder again in more parts, and has more macro-batches."""
         growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
         layout = ("--encoder", "tp=2,dp=2", "--language", language)
         found = trajectory(*layout, *growing, *options, steps=4)
@@ -434,7 +434,7 @@ class TestRight:
 
 
 def test_help_shows_own_and_stock_options(capsys):
-    """Megatron's own would fail: one of its texts has a sign that argparse expands."""
+    """Megatron's own help would fail: one of its texts has a sign that argparse expands."""
     with pytest.raises(SystemExit) as end:
         parse(["--help"], world_size=1)
     said = capsys.readouterr().out

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a frozen router's balance does to the inputs of its model: nothing."""
+"""A frozen router's balance does nothing to the inputs of its model."""
 
 import pytest
 

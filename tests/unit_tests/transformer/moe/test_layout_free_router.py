@@ -16,7 +16,7 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 WORLD = 4
 HIDDEN, EXPERTS, LENGTH = 16, 8, 24
 REAL_TOKENS = (24, 19, 6, 23)
-"""Of each sample; padding follows them."""
+"""Number of real tokens of each sample; padding follows them."""
 
 
 def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def router_of(groups: ProcessGroupCollection, balancing: str) -> LayoutFreeRoute
 def balance(
     router: LayoutFreeRouter, hidden: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The balancing loss's gradient of the weight, and the tokens that each expert has got."""
+    """Return the balancing loss's gradient of the weight, and the number of tokens per expert."""
     probs, _ = router(hidden, mask)
     (probs * 0).sum().backward()
     return router.weight.grad, router.local_tokens_per_expert
@@ -61,7 +61,7 @@ def balance(
 
 @requires_world_size(1)
 def test_padding_is_left_out_where_upstream_leaves_it_out_too(monkeypatch):
-    """As later versions of upstream do: the mask must not be widened twice."""
+    """Later versions of upstream leave it out: the mask must not be widened twice."""
 
     def upstreams(router, routing_map, padding_mask=None):
         if padding_mask is not None:

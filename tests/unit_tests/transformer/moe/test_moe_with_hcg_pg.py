@@ -91,7 +91,7 @@ def module_grid(layout: Layout) -> HyperCommGrid:
 
 
 def collection_of_one_rank() -> tuple[HyperCommGrid, ProcessGroupCollection]:
-    """Every field is a group of this rank alone: the single-rank run, on each rank."""
+    """Make a collection whose every field is a group of this rank alone, as in a one-rank run."""
     grid = HyperCommGrid([1, WORLD], ["alone", "others"])
     alone = grid.create_pg("alone")
     unused = ("hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag")
@@ -303,21 +303,21 @@ class TestMoEOnGridGroups:
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
     def test_trains_like_one_rank(self, layout):
-        """Loss, grad norm and every shard of the weights over the steps."""
+        """Compare loss, grad norm and every shard of the weights over the steps."""
         run, expected, pgs, grid = train_on_grid(layout)
         assert_same_training(run, expected, pgs)
         grid.destroy()
 
     @pytest.mark.parametrize("ep", [1, 4])
     def test_expert_biases_count_once_when_etp_differs_from_tp(self, ep):
-        """Not split over expert-TP, the output bias of an expert is another one on each TP rank."""
+        """An expert's output bias is not split over expert-TP, and differs on each TP rank."""
         run, expected, pgs, grid = train_on_grid(Layout(tp=2, ep=ep, etp=1, bias=True))
         assert_same_training(run, expected, pgs)
         grid.destroy()
 
     @pytest.mark.parametrize("experts", [8, 16])
     def test_training_makes_no_group_beyond_those_of_the_grid(self, experts):
-        """So their number does not grow with the experts."""
+        """The number of groups therefore does not grow with the experts."""
         layout = Layout(tp=2, ep=4, experts=experts)
         grid = module_grid(layout)
         before = len(dist.distributed_c10d._world.pg_map)

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """84 samples to train in four shards, 12 held out; surveyed. Tests that change it copy it."""
+    """Make and survey 84 samples to train in four shards, 12 held out; tests change copies only."""
     from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, survey
 
     path = tmp_path_factory.mktemp("data") / "digits"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the files that energon opens: it notes what is read of shards, and may fail."""
+"""A stand-in for the files that energon opens: it records reads of shards, and may fail."""
 
 import errno
 import tarfile
@@ -13,9 +13,9 @@ from megatron.energon.epathlib import EPath
 
 
 class ShardReads:
-    """What is read of the shards of a data set, while the stand-in is in place.
+    """Reads of the shards of a data set, recorded while the stand-in is in place.
 
-    failing: how many reads of a shard are still to fail, by its name.
+    failing: number of reads that are still to fail, by the shard's name.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ class ShardReads:
         return +found
 
     def of_text(self) -> int:
-        """Bytes that were read of anything but images."""
+        """Number of bytes read of anything but images."""
         images = self._images
         return sum(
             len(part) - sum(_common(image, part) for image in images[shard].values())

@@ -54,7 +54,7 @@ def tokenizer(tmp_path: Path):
 
 
 def answered(chat: Chat, turns: list[Turn]) -> str:
-    """What the loss is on, and a bar between runs of it."""
+    """Return the text that the loss is on, with a bar between its runs."""
     ids, answer = chat.encode(turns)
     runs, inside = [], False
     for token, bears_loss in zip(ids.tolist(), answer.tolist(), strict=True):

@@ -29,7 +29,7 @@ def block(kind: str, containing: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path, digits) -> Path:
-    """What the document assumes: images, conversations, and the tokenizer of the digits."""
+    """Make what the document assumes: images, conversations, and the tokenizer of the digits."""
     entries = []
     for number in range(60):
         conversations = [{"from": "human", "value": "copy 3"}, {"from": "gpt", "value": "3"}]

@@ -52,7 +52,7 @@ def test_the_tools_tokenizer_has_a_token_for_each_digit(digits):
 
 
 class TestATinyModelCanLearnTheData:
-    """What its 350 steps need; with less of it the model is at chance after as many."""
+    """The data has what its 350 steps need; with less, the model is still at chance after them."""
 
     def test_the_answer_follows_the_image(self, digits):
         opened = source(digits)

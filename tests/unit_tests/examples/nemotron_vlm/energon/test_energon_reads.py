@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of shards, images once on each rank that encodes them, and reads that fail."""
+"""Reads of shards: each image once on each rank that encodes it, and reads that fail."""
 
 import io
 import json
@@ -34,11 +34,11 @@ SEQ_LENGTH = 64
 REPLICA = Layout(tp=2, cp=2, pp=2, dp=1)
 ROWS, MICROBATCHES = 8, 4
 TEXT_BYTES = 4096
-"""Most that a text takes: headers of two files, and a json of a few hundred bytes."""
+"""Most bytes read for a text: headers of two files, and a json of a few hundred bytes."""
 
 
 def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, int | None]]:
-    """The encoder's part and the language model's DP rank of each rank."""
+    """Each rank's part of the encoder and DP rank of the language model."""
     parts = [part for part in range(encoder_layout.dp) for _ in range(encoder_layout.tp)]
     if placement == COLOCATED:
         return [(part, 0) for part in parts]
@@ -154,7 +154,7 @@ class TestText:
 
 @pytest.fixture
 def slept(monkeypatch) -> list[float]:
-    """Pauses that were made; none is waited for."""
+    """Pauses that were asked for; none is waited for."""
     pauses = []
     monkeypatch.setattr("time.sleep", pauses.append)
     return pauses

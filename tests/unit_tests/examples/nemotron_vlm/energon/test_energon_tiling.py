@@ -38,7 +38,7 @@ class TestGrid:
         st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([16, 448]), st.integers(1, 12)
     )
     def test_is_the_published_one(self, width, height, tile, most):
-        """But for two ratios that are equally far with as many tiles: there any order is right."""
+        """They differ only for two ratios equally far with as many tiles: any order is right."""
         grids = Tiling(tile, most).grid(width, height), published_grid(width, height, tile, most)
         assert len({abs(width / height - columns / rows) for columns, rows in grids}) == 1
         assert len({columns * rows for columns, rows in grids}) == 1
