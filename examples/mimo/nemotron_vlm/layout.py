@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations are split over TP: always, because MoE with TP trains only so."""
+        """Whether the module has sequence parallelism: always with TP, as MoE then trains only so."""
         return self.tp > 1
 
     @property

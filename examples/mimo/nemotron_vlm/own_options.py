@@ -76,8 +76,8 @@ class OwnOptions:
     """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
     or of 2·cp·tp with context parallelism"""
     balance: bool = True
-    """assign rows to ranks and microbatches by their cost (default); --no-balance takes the stream's
-    order"""
+    """assign rows to ranks and microbatches by their cost (default); --no-balance takes the
+    stream's order"""
     max_tiles: int = 12
     """most tiles of an image, not counting its thumbnail"""
     thumbnail: bool = True

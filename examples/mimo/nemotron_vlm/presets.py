@@ -22,7 +22,7 @@ from megatron.core.models.mimo.flops import mlp_flops, vit_flops
 class EncoderPreset:
     """Sizes of the RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
 
-    pixel_mean, pixel_std: by channel, for normalizing pixels in [0, 1].
+    pixel_mean, pixel_std: mean and deviation by channel, for normalizing pixels in [0, 1].
     """
 
     layers: int

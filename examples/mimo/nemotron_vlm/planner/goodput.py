@@ -26,7 +26,7 @@ class Conditions:
         step: one step without a slow GPU.
         mtbf: mean time between failures of the whole run.
         checkpoint: pause of training for a checkpoint. interval: training between two checkpoints.
-        restart: from a failure to the next step.
+        restart: time from a failure to the next step.
         straggler_chance: probability that a step has a slow GPU. straggler_slowdown: time of such a
             step over that of another.
     """

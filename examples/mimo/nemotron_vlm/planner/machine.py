@@ -20,7 +20,7 @@ class Machine:
     """Figures of a machine, from which time and memory are computed.
 
     Attributes:
-        source: where the figures are from.
+        source: origin of the figures.
         peak_flops, memory_bytes: operations a second and memory of one rank.
         node_bandwidth, network_bandwidth: one rank's bytes per second, one way, within and between
             nodes.
