@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the module has sequence parallelism: always with TP, as MoE then trains only so."""
+        """Whether the module has sequence parallelism: with TP always, as MoE needs it to train."""
         return self.tp > 1
 
     @property
