@@ -168,7 +168,7 @@ class MetricsWriter:
 
     Args:
         path: file of JSON lines; a resumed run keeps the records of the steps before it. None shows
-            progress only.
+            only progress, as a bar on a terminal, else as lines.
         total_steps: steps of the whole run.
     """
 
