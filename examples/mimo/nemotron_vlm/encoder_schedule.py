@@ -41,8 +41,9 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Return whether bubbles are known, from measurements, to be faster than three phases.
 
-    They are with CUDA graphs, which need a GPU and colocated modules. Checking each loss for NaN makes
-    the host wait, but it must run ahead of the device. Axes other than pp and dp were not measured.
+    They are with CUDA graphs, which need a GPU and colocated modules. Checking each loss for NaN
+    makes the host wait, but it must run ahead of the device. Axes other than pp and dp were not
+    measured.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
@@ -58,18 +59,18 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
 
 
 def _kernels_run_beside_waiting_ones() -> bool:
-    """Whether a kernel that waits for another rank holds back no kernel of this one.
+    """Return whether a kernel that waits for another rank holds back no kernel of this rank.
 
-    It does over a single connection to the device, while another kernel is loaded, and where ranks
-    share a GPU. The program sets both variables, but for those that are set already.
+    It does so on a single connection to the device, while another kernel is loaded, and if ranks
+    share a GPU. The program sets both variables unless they are set already.
     """
-    import torch  # after the program has set what it reads at its start
+    import torch  # after the program has set the variables that it reads
 
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     return (
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         and os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
-        and (gpus == 0 or ranks <= gpus)  # no GPU is seen where a run is only described
+        and (gpus == 0 or ranks <= gpus)  # none if a run is only described
     )
 
 

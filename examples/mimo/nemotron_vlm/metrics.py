@@ -152,7 +152,7 @@ class _Watch:
             self._note(record)
 
     def _completed(self) -> Record:
-        """The record that is held, with the numbers that came from the device."""
+        """Return the held record, completed with the numbers from the device."""
         reported = self._reported.read()
         self._held["loss"] = _finite(reported.get(LOSS))
         self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
