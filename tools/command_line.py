@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools' command lines share."""
+"""Common parts of the tools' command lines."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import argparse
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """A parser that reports errors in one line."""
 
     def error(self, message):
         self.exit(2, f"error: {message} (see --help)\n")
 
 
 def positive(text: str) -> int:
-    """A number of 1 or more."""
+    """Parse an integer of 1 or more."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
     return int(text)
 
 
 def share(text: str) -> float:
-    """A number between 0 and 1."""
+    """Parse a number between 0 and 1, both excluded."""
     try:
         if 0 < float(text) < 1:
             return float(text)
@@ -32,5 +32,5 @@ def share(text: str) -> float:
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers of 1 or more, with commas between."""
+    """Parse comma-separated integers of 1 or more."""
     return [positive(part) for part in text.split(",")]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run a tool that imports the program and Megatron: find them, and end bad input with one line."""
+"""Run tools that import the program and Megatron: find both, and report user errors in one line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CHECKOUT = Path(__file__).resolve().parents[1] / "build" / "Megatron-LM"
 
 
 def run(tool: Callable[[], None]) -> int:
-    """Call a tool; returns the exit status, 2 for what a user got wrong.
+    """Call a tool; return the exit status, 2 for user errors.
 
-    It sees the applied checkout on PYTHONPATH, or that in build/Megatron-LM, and imports from there
-    itself. For bad input it raises UserError or OSError.
+    The tool must import from the checkout only when it is called: that on PYTHONPATH, or the one in
+    build/Megatron-LM. It reports user errors by raising UserError or OSError.
     """
     if find_spec("torch") is None:
         print("error: no PyTorch: run make setup, then source .venv/bin/activate", file=sys.stderr)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the layouts of a training run, measure a machine, or say what failures cost.
+"""Plan the layouts of a training run, measure a machine, or compute the cost of failures.
 
 tools/plan_layout.py --model nano-vl-30b-a3b --gpus 64 --gpu h200 --global-batch-size 256
 tools/plan_layout.py calibrate --out cpu.json
 tools/plan_layout.py goodput --gpus 1024 --step-seconds 2
 
-It takes the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
+It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COMMANDS = ("calibrate", "goodput")
 
 
 def main(argv: list[str]) -> int:
-    """Run it; returns the exit status, 2 for what a user got wrong."""
+    """Run the command; return the exit status, 2 for user errors."""
     options = _read(argv)
-    os.environ["WORLD_SIZE"] = str(getattr(options, "gpus", 1))  # which grids are held to
+    os.environ["WORLD_SIZE"] = str(getattr(options, "gpus", 1))  # which HyperCommGrid checks
     if options.run is not _calibrate:
         # Nothing is compiled, and PyTorch's compiler is slow to import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read(argv: list[str]) -> argparse.Namespace:
-    """Parse; ``run`` of the result is what to call with it."""
+    """Parse the command line; ``run`` of the result is the function to call with it."""
     command = argv[0] if argv and argv[0] in COMMANDS else "plan"
     parser = Parser(
         description="Plan the layouts of a training run; 'calibrate' measures a machine, 'goodput' "
@@ -150,7 +150,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _draw(priced, path: Path) -> None:
-    """Write the picture of a plan's step."""
+    """Draw the timeline of a plan's step."""
     from bench.timeline import draw
 
     plan, step = priced.plan, priced.step

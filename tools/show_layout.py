@@ -5,7 +5,7 @@
 
 tools/show_layout.py --encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 8 --png layout.png
 
-It takes the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
+It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from in_checkout import run
 
 
 def main(argv: list[str]) -> int:
-    """Show it; returns the exit status, 2 for what a user got wrong."""
+    """Show a layout; return the exit status, 2 for user errors."""
     options = _parser().parse_args(argv)
     return run(lambda: _show(options))
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--png", type=Path, metavar="FILE", help="write a picture")
     add("--svg", type=Path, metavar="FILE", help="write a picture")
     add("--json", type=Path, metavar="FILE", help="write all ranks, groups, rows and times")
-    parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules ask for it
+    parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules read it
     return parser
 
 
@@ -94,7 +94,7 @@ def _show(options: argparse.Namespace) -> None:
     from layout_view.text import describe
     from layout_view.view import View
 
-    os.environ["WORLD_SIZE"] = str(options.world)  # which grids are held to
+    os.environ["WORLD_SIZE"] = str(options.world)  # HyperCommGrid checks its size against it
     preset = find_preset(options.model)
     layouts = read_layouts(
         options.encoder,

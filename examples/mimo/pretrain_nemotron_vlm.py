@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Nemotron VLM with Megatron's own loop, in a layout of its own for each module.
+"""Train a Nemotron VLM with Megatron's own loop, each module in its own parallel layout.
 
     torchrun --nproc-per-node 4 examples/mimo/pretrain_nemotron_vlm.py \\
         --encoder tp=2,dp=2 --language tp=1,dp=4 --train-iters 20
 
-Megatron's options are taken, but for those in ``nemotron_vlm/refusals.py``, each refused with its
-reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and one line.
+Megatron's options are taken, except those in ``nemotron_vlm/refusals.py``, each of which is refused
+with a reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and one line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from examples.mimo.nemotron_vlm.environment import at_start, uses_gpus  # noqa: 
 from examples.mimo.nemotron_vlm.errors import BAD_INPUT, UserError, report  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any that is free
+ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
 """The environment of a single process started without torchrun."""
 
 GPU_KERNELS = ("apex", "causal_conv1d", "deep_ep", "fla", "flash_attn", "mamba_ssm")
 GPU_KERNELS += ("transformer_engine", "transformer_engine_torch")
-"""Packages as if not installed on CPU ranks, so that layers take what runs without a GPU."""
+"""Packages hidden from CPU ranks, so that layers choose implementations that need no GPU."""
 
 
 def leave_out_compiler() -> None:
-    """Without a GPU nothing is compiled, and PyTorch's compiler takes each rank seconds to import.
+    """Replace ``torch.compile`` without a GPU: importing PyTorch's compiler takes each rank
+    seconds.
 
-    Megatron asks for it while it is imported, before the CPU runtime can be there.
+    Megatron calls it while being imported, before the CPU runtime can be installed.
     """
     import torch
 
@@ -46,7 +47,7 @@ def leave_out_compiler() -> None:
 
 
 def share_gpus() -> None:
-    """Ranks of a host with fewer GPUs share them, where NCCL lets ranks do so."""
+    """Let the ranks of a host with fewer GPUs share them, if NCCL permits it."""
     import torch
 
     count = torch.cuda.device_count()
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
             sys.modules.update(dict.fromkeys(GPU_KERNELS))  # before Megatron looks for them
         leave_out_compiler()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that Megatron can do without
+            warnings.simplefilter("ignore")  # about packages that Megatron can do without
             if not on_gpus:
                 from megatron.core import cpu_runtime
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Print what the colocated bridge moves, against the least and against all-reduced gradients.
+"""Print the bytes that the colocated bridge moves, against the minimum and a plain bridge.
 
 Usage, with the checkout on PYTHONPATH: python tools/bench/colocated_bridge.py
-Under torchrun with a multiple of 4 ranks, also its time.
+Under torchrun with a multiple of 4 ranks, it also prints the bridge's time.
 """
 
 import math
@@ -28,13 +28,13 @@ from megatron.core.models.mimo.comm.sample_rows import SampleRows
 
 SAMPLE_ROWS = 256
 SAMPLES = 8
-"""Samples of the coarser side's DP rank."""
+"""Samples of a DP rank on the side with fewer DP ranks."""
 HIDDEN = 2688
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A bridge: TP of the source, TP, CP and PP of the destination; DP fills the ranks."""
+    """Layouts of a bridge: TP of the source; TP, CP and PP of the destination; DP is the rest."""
 
     src_tp: int
     tp: int = 1
@@ -42,7 +42,7 @@ class Layout:
     pp: int = 1
 
     def grids(self, world: int) -> tuple[HyperCommGrid, HyperCommGrid]:
-        """Source and destination over ``world`` ranks."""
+        """Return the grids of source and destination over ``world`` ranks."""
         shape = [self.tp, self.cp, world // (self.tp * self.cp * self.pp), self.pp]
         return (
             HyperCommGrid([self.src_tp, world // self.src_tp], ["tp", "dp"]),
@@ -64,14 +64,14 @@ LAYOUTS = {
 
 
 def balanced(samples: int, cp: int) -> SampleRows:
-    """Samples whose tokens are all embeddings, with their zigzag owners."""
+    """Return samples whose tokens are all embeddings, with their owners in the zigzag layout."""
     layout = zigzag_layout(pad_lengths([SAMPLE_ROWS], cp), cp)
     owner = (layout.places // layout.shard_size).numpy()
     return SampleRows([SAMPLE_ROWS] * samples, np.tile(owner, samples))
 
 
 def known(topology: BridgeTopology, rank: int) -> tuple[SampleRows, SampleRows]:
-    """Rows of the samples that a rank encodes, and of those that its DP index consumes."""
+    """Return the rows of samples that a rank encodes, and of those that its DP index consumes."""
     each = SAMPLES // topology.scale
     runs = (topology.encodes(rank), topology.consumes(rank))
     encoded, consumed = (balanced(len(run) * each, topology.dest_cp) for run in runs)
@@ -79,7 +79,7 @@ def known(topology: BridgeTopology, rank: int) -> tuple[SampleRows, SampleRows]:
 
 
 def least_rows(topology: BridgeTopology, rank: int, rows: int) -> tuple[float, float]:
-    """Rows that a rank ends with and does not have, forward and backward; ``rows`` an atom."""
+    """Return the rows that a rank lacks, forward and backward, for ``rows`` rows per atom."""
     encoded = set(topology.encodes(rank))
     consumed = set(topology.consumes(rank)) if topology.dest[rank].pp == 0 else set()
     own = len(encoded & consumed) / topology.dest_cp
@@ -87,10 +87,13 @@ def least_rows(topology: BridgeTopology, rank: int, rows: int) -> tuple[float, f
 
 
 def all_reduced_rows(topology: BridgeTopology, rows: int) -> tuple[float, float]:
-    """Rows that a plain bridge would receive forward and backward, for ``rows`` of a block.
+    """Return the rows that a rank of a plain bridge receives, forward and backward.
 
-    It all-gathers embeddings and all-reduces their zero-padded gradients over CP and PP. An
-    all-gather over k ranks brings (k-1)/k of its result, a ring all-reduce 2(n-1)/n of it.
+    ``rows`` are those of a block.
+
+    A plain bridge all-gathers embeddings and all-reduces their zero-padded gradients over CP and
+    PP. An all-gather over k ranks receives (k-1)/k of its result, a ring all-reduce over n 2(n-1)/n
+    of it.
     """
     gathered = (topology.scale - 1) / topology.scale * rows
     fan_in = topology.direction is BridgeDirection.FAN_IN
@@ -102,7 +105,7 @@ def all_reduced_rows(topology: BridgeTopology, rows: int) -> tuple[float, float]
 
 
 def print_volumes(world: int) -> None:
-    """Bytes received, mean and most over ranks; their ratio to the least and to the plain path."""
+    """Print bytes received, mean and maximum, and ratios to the minimum and a plain bridge."""
     print(
         "| layout | way | MiB a rank (mean) | (most) | exact / least | all-reduce / exact (most) |"
         "\n|---|---|---:|---:|---:|---:|"
@@ -138,7 +141,7 @@ def print_volumes(world: int) -> None:
 
 
 def print_times() -> None:
-    """Time of forward and backward, and the planning's share of it."""
+    """Print the time of forward and backward, and the ratio of the planning's time to it."""
     device = start()
     world, rank = dist.get_world_size(), dist.get_rank()
     if rank == 0:
@@ -180,7 +183,7 @@ def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[fl
 
 
 def main() -> None:
-    """Volumes always; times where there are ranks."""
+    """Print the volumes, and under torchrun the times."""
     launched = "RANK" in os.environ
     os.environ.setdefault("WORLD_SIZE", "8")
     if not launched or os.environ["RANK"] == "0":

@@ -2,21 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the colocated schedules: three phases, the encoder in bubbles, and the usual alternative.
 
-Three phases against T = E + L(1 + (p-1)/m), bubbles against what their plan says of three phases,
-and against the bound L + max(E, L(p-1)/m). The alternative encodes each microbatch on the first
-stage's ranks, inside the pipeline. E is the encoder's forward and backward over a rank's samples,
-and L a stage's over all microbatches, each measured alone in the same run. The schedules take
-turns, step by step; ratios of two are medians over the turns. No gradients are reduced, and no
-optimizer steps. A second table has the peak memory of the step beyond weights and gradients, where
-the encoder's part is run again in phase 3, some microbatches' worth at a time.
+Three phases are compared with T = E + L(1 + (p-1)/m); bubbles with three phases, beside the time
+that their plan predicts and the bound L + max(E, L(p-1)/m). The alternative encodes each microbatch
+on the first stage's ranks, inside the pipeline. E is the encoder's forward and backward over a
+rank's samples, and L a stage's over all microbatches, each measured alone in the same run. The
+schedules take turns, step by step; ratios of two are medians over the turns. No gradients are
+reduced, and the optimizer does not run. A second table has the peak memory of a step beyond weights
+and gradients, when phase 3 recomputes the encoder for some microbatches at a time.
 
 Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
     torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
-On CPU ranks the model is tiny, and the ratios say little. There, --sleep MS --share S has each
-operation sleep until it has taken its time: MS for a stage's forward of a microbatch, twice that
-for its backward, and for the encoder what gives it the share S of the work. Sleeping ranks need no
-cores, so that what they wait for each other is real; MS must be longer than what an operation
-computes where ranks share cores. The alternative is then left out.
+On CPU ranks the model is tiny, and the ratios say little. There, --sleep MS --share S makes each
+operation sleep until a set time has passed: MS for a stage's forward of a microbatch, twice that
+for its backward, and for the encoder as long as gives it the share S of the work. Sleeping ranks
+need no cores, so their waits for each other are real; MS must be longer than an operation computes
+when ranks share cores. The alternative is then left out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ROUNDS, TURNS = 3, 10
 
 
 def preset() -> VLMPreset:
-    """ViT-H's width and a dense language model of the real width; on the CPU the tiny one."""
+    """Return sizes of ViT-H's width and a dense language model; on CPUs the tiny ones."""
     if not CUDA:
         return tiny()
     return VLMPreset(
@@ -102,12 +102,13 @@ def preset() -> VLMPreset:
 
 
 class Bench:
-    """One layout: the model on this rank, one batch, and the ways to run them.
+    """The model of one layout on this rank, one batch, and the schedules to run.
 
     Args:
-        language: its layout, as in the training program; the encoder has one sample stream a rank.
-        device: of this rank.
-        args: the command line's.
+        language: the language model's layout, as in the training program; the encoder's DP is all
+            ranks.
+        device: this rank's device.
+        args: the command line's arguments.
     """
 
     def __init__(self, language: str, device: torch.device, args: argparse.Namespace) -> None:
@@ -136,14 +137,14 @@ class Bench:
         self.model: MimoModel = stages[0].to(self.device).train()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        # As the schedules do, in whose place stage_alone runs first.
+        # The schedules set it, but stage_alone runs before them.
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=self.device))
         self.groups = self.modules[LANGUAGE].groups
         self.inputs = self._inputs(samples // world)
         self.tokens = self._tokens()
         self.recorder: Recorder | None = None
         self.sleeper, self.sleep_s = Sleeper(), args.sleep / 1e3
-        # Of a tile: a rank has so many of each microbatch.
+        # Sleep for a tile: divided by the tiles of a microbatch on each rank.
         self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
         self.tile_sleep_s /= micro * dp * self.tiles / world
         if wanted.cp == 1:  # with CP, microbatches would have to tell who owns which row
@@ -166,12 +167,12 @@ class Bench:
         }
 
     def encoder_alone(self) -> None:
-        """E."""
+        """Run E: the encoder's forward and backward over this rank's samples."""
         rows = self._encode(self.model, [self.inputs])[IMAGES]
         rows.backward(torch.ones_like(rows))
 
     def stage_alone(self) -> None:
-        """L: this rank's stage over all microbatches, with no one to wait for."""
+        """Run L: this rank's stage over all microbatches, without waiting for other stages."""
         shape = self._hidden_shape()
         dtype = next(self.model.parameters()).dtype
         for _ in range(self.microbatches):
@@ -194,12 +195,12 @@ class Bench:
         return {IMAGES: torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)}
 
     def three_phases(self, recompute: int | None = None) -> None:
-        """The schedule of this project."""
+        """Run the schedule in three phases."""
         self.model.recompute_encoder_shares, self.model.bubble_costs = recompute, None
         self._colocated()
 
     def bubbles(self, costs: Costs) -> None:
-        """The encoder where the pipeline's stages would wait, one microbatch at a time."""
+        """Run the encoder where the pipeline's stages would wait, one microbatch at a time."""
         self.model.recompute_encoder_shares, self.model.bubble_costs = None, costs
         self._colocated()
 
@@ -215,7 +216,7 @@ class Bench:
         )
 
     def _host_tokens(self, tiles: int) -> dict[str, HostTokens]:
-        """What a microbatch tells of its rows, of which a rank encodes some tiles'; without CP."""
+        """Return a microbatch's tokens for the bridge, ``tiles`` encoded here; empty with CP."""
         if self.layouts.language.cp > 1:
             return {}
         rows = tiles * preset().encoder.tokens_per_tile
@@ -224,7 +225,7 @@ class Bench:
         return {"host_tokens": HostTokens({IMAGES: []}, ids, {IMAGES: ([rows], [rows] * atoms)})}
 
     def encoder_in_first_stage(self) -> None:
-        """The usual alternative: the first stage's ranks encode what they read."""
+        """Run the usual alternative: the first stage's ranks encode the images that they read."""
         schedules.forward_backward_pipelining_without_interleaving(
             data_iterator=iter([dict(self.tokens) for _ in range(self.microbatches)]),
             forward_step_func=self._encoding_forward_step,
@@ -261,14 +262,14 @@ class Bench:
         return self.recorder.span(name) if self.recorder else contextlib.nullcontext()
 
     def _watched(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Note when the rows' gradient is there: the encoder's backward begins."""
+        """Record when the rows' gradient arrives, which begins the encoder's backward."""
         for tensor in rows.values():
             if self.recorder and tensor.requires_grad:
                 tensor.register_hook(lambda _: setattr(self, "begin", self.recorder.now()))
         return rows
 
     def spans(self, run: Callable[[], None]) -> list[list[Span]]:
-        """Run once more and return every rank's spans."""
+        """Run a schedule once more, and return every rank's spans."""
         self.recorder, self.begin = Recorder(), None
         with self._recorded():
             run()
@@ -311,7 +312,7 @@ class Bench:
             yield
 
     def _encode(self, model, shares, recompute=None) -> dict[str, torch.Tensor]:
-        """The encoder; where operations sleep, as long as its tiles take."""
+        """Run the encoder; with sleeping operations, as long as its tiles take."""
         tiles = sum(len(share[IMAGES]["radio"]["tiles"]) for share in shares if share)
         seconds = self.tile_sleep_s * tiles
         with self.sleeper.lasting(seconds):
@@ -322,7 +323,7 @@ class Bench:
 
     @contextlib.contextmanager
     def slowed(self) -> Iterator[None]:
-        """What the schedules run in the block sleeps as well."""
+        """Make the schedules' operations sleep inside the block as well."""
         backward_step = schedules.backward_step
 
         def backward(*args, **kwargs):
@@ -337,7 +338,7 @@ class Bench:
             yield
 
     def destroy(self) -> None:
-        """Free the groups."""
+        """Destroy the process groups."""
         dist.barrier()
         unwrap_model(self.model).destroy()
         for module in self.modules.values():
@@ -349,7 +350,7 @@ def _repeated(tiles: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def take_turns(runs: list[Callable[[], None]], bench: Bench, turns: int) -> tuple[list[float], ...]:
-    """Each run's seconds in every turn, those of its slowest rank; one turn before is not timed."""
+    """Return each run's seconds on its slowest rank in every turn, after a turn for warm-up."""
     found = []
     for _ in range(turns + 1):
         times = []
@@ -361,18 +362,18 @@ def take_turns(runs: list[Callable[[], None]], bench: Bench, turns: int) -> tupl
 
 
 def seconds(run: Callable[[], None], bench: Bench) -> float:
-    """Of the fastest of `ROUNDS`."""
+    """Return the seconds of the fastest of `ROUNDS` runs."""
     (times,) = take_turns([run], bench, ROUNDS)
     return min(times)
 
 
 def ratio(times: list[float], others: list[float]) -> float:
-    """Median over the turns."""
+    """Return the median over the turns of the ratio of two runs' times."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Most that a rank has allocated for a run, beyond what it had and keeps."""
+    """Return the peak of bytes that a run allocates on any rank, beyond those allocated before."""
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -384,7 +385,7 @@ def peak_bytes(run: Callable[[], None]) -> int:
 
 
 def print_recompute(bench: Bench, language: str) -> None:
-    """Peak memory and time of the ways to keep or to recompute the encoder's activations."""
+    """Print peak memory and time when the encoder's activations are kept, and when recomputed."""
     sizes = [None, *(k for k in (4, 2, 1) if k <= bench.microbatches)]
     runs = [partial(bench.three_phases, size) for size in sizes]
     peaks = [peak_bytes(run) for run in runs]
@@ -419,7 +420,7 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
         f"{ratio(times[name], step):.3f}" if name in times else "–"
         for name in ("encoder in the first stage", "encoder in the bubbles")
     ]
-    # In units of a stage's forward of a microbatch.
+    # The plan's unit is a stage's forward of a microbatch.
     planned = bubble_plan(stages, number, 1, costs=costs).seconds * length / (3 * number)
     if dist.get_rank() == 0:
         print(
@@ -435,7 +436,7 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
 
 
 def main() -> None:
-    """Print a table; draw the last layout's timeline."""
+    """Print the table of all layouts, and draw the last one's timeline."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("layouts", nargs="*", default=["pp=2"], help="of the language model")
     parser.add_argument("--timeline", type=Path, metavar="PNG")

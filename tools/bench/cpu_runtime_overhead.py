@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Print what the CPU runtime costs: ns per call without it and with it, in one run.
+"""Print the overhead of the CPU runtime: ns per call without it and with it, in one run.
 
 Usage, with the checkout on PYTHONPATH: python tools/bench/cpu_runtime_overhead.py
 """
@@ -16,7 +16,7 @@ ROUNDS, CALLS = 15, 4000
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """The calls to time: ops that the runtime leaves alone, then those that it wraps."""
+    """Return the calls to time: ops that the runtime leaves alone, then ops that it wraps."""
     x = torch.ones(4)
     double = torch.float64
     return {
@@ -34,14 +34,14 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def nanoseconds(call: Callable[[], object]) -> float:
-    """CPU time of this thread per call, in the fastest of `ROUNDS` rounds: the least disturbed."""
+    """Return this thread's CPU time per call in the fastest, least disturbed of `ROUNDS` rounds."""
     return (
         min(timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=ROUNDS)) / CALLS * 1e9
     )
 
 
 def main() -> None:
-    """Time all cases, install, time them again; the same process, tensors and callables."""
+    """Time all cases before and after installing the runtime, with the same callables."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     calls = cases()

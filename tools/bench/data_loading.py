@@ -1,18 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a step waits for data, by the number of loading processes, and what balancing rows saves.
+"""Measure how long steps wait for data with N loading processes, and what balancing rows saves.
 
-Makes a set of JPEG pictures, most of one tile, few of a dozen, some texts without any, surveys it,
-and trains on it: with each number of loading processes, and in the stream's order. A table
-has, for each run, the median step, the share of it that the last rank waits for data, and the step
-relative to the first run's.
+It makes a data set of JPEG pictures, most of one tile and few of a dozen, with some samples of text
+alone; surveys it; and trains on it with each number of loading processes, and in the stream's
+order. A table has, for each run, the median step, the share of it that the last rank waits for
+data, and the step relative to the first run's.
 
 Usage, in the checkout's environment (PYTHONPATH), after `pip install '.[energon]'`:
     python tools/bench/data_loading.py --ranks 2 --workers 2,0,4 -- --pack --device cuda --bf16 \
         --model nano-vl-30b-a3b --hybrid-layer-pattern 'MEMEM*EM' --num-layers 8 --num-experts 16 \
         --vocab-size 32768 --seq-length 4096 --global-batch-size 16 --encoder dp=2 --language dp=2
-On CPU ranks, what balance saves shows where each has a core, and a model that computes for most of
-a step.
+On CPU ranks, the gain of balancing shows only if each has a core and the model's computation takes
+most of a step.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from make_digits_webdataset import prepare, write_tokenizer  # noqa: E402
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 
 SHAPES = [(1, 1, 0.55), (2, 1, 0.15), (2, 2, 0.1), (3, 1, 0.05), (3, 4, 0.05), (0, 0, 0.1)]
-"""Columns and rows of tiles of a picture, and its probability; the last is text alone."""
+"""Columns and rows of tiles of a picture, and its probability; 0 by 0 is text alone."""
 
 WORDS = (4, 40)
-"""Of a question and its answer, from and to."""
+"""Fewest words of a question or an answer, and one more than the most."""
 
 WARM_UP = 3
-"""Steps that do not count."""
+"""Steps that are not counted."""
 
 
 def main(arguments: list[str]) -> int:
-    """Make the data, do the runs, and print the table."""
+    """Make the data, carry out the runs, and print the table."""
     own, program = _arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
         data = Path(directory) / "pictures"
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def row(name: str, records: list[dict], first: list[dict]) -> str:
-    """A line of the table."""
+    """Return a run's line of the table."""
     counted = records[WARM_UP:]
     step = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(r["data_wait_s"] for r in counted) / sum(r["step_time_s"] for r in counted)
@@ -123,7 +123,7 @@ def _sample(draw: np.random.Generator, tile: int) -> dict:
 
 
 def _sizes(program: list[str]) -> tuple[int, int]:
-    """Pixels and tokens of a tile of the model that the program's options name."""
+    """Return the pixels and tokens of a tile for the model that the program's options name."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", default="tiny")
     encoder = find_preset(parser.parse_known_args(program)[0].model).encoder

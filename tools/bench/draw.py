@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what tools/bench/vlm.py measured, and print it as a table in Markdown.
+"""Draw the measurements of tools/bench/vlm.py, and print them as a table in Markdown.
 
 Usage: python tools/bench/draw.py docs/benchmarks/*.json --png docs/images/benchmarks.png
 """
@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PEAK = 989
-"""bf16 TFLOP/s of an H100 or H200 without sparsity, by NVIDIA's data sheet."""
+"""Dense bf16 TFLOP/s of an H100 or H200, from NVIDIA's data sheet."""
 
 PARTS = {
     "data": "#f6bd16",
@@ -26,7 +26,7 @@ PARTS = {
     "bridge": "#5b8ff9",
     "optimizer": "#5ad8a6",
 }
-"""Shares of a step, and their colours; data is waited for, communication is exposed."""
+"""Shares of a step and their colours: data is waiting for it, exposed is communication alone."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """A line a run; ratios are of tokens a second on a GPU, to the first run of the row."""
+    """Return a line per run; ratios are of tokens/s a GPU to the first run of the row."""
     lines = [
         "| row | run | GPUs | s/step | tokens/s a GPU | TFLOP/s a GPU | of peak | ratio | GiB | "
         + " | ".join(PARTS)
@@ -68,14 +68,14 @@ def table(rows: list[dict]) -> str:
 
 
 def shares(run: dict) -> dict[str, float | None]:
-    """Of the first GPU's step, by part; it is idle beside the data that it waits for."""
+    """Return shares of the first GPU's step by part; idle does not include waiting for data."""
     traced = run["trace"] or dict.fromkeys(PARTS)
     idle = None if run["idle"] is None else max(0.0, run["idle"] - run["data_wait"])
     return {"data": run["data_wait"], "idle": idle} | {n: traced[n] for n in tuple(PARTS)[2:]}
 
 
 def draw(rows: list[dict], png: Path) -> None:
-    """Bars of TFLOP/s a GPU, and of where the rest of a step goes."""
+    """Draw bars of TFLOP/s a GPU, and of the shares of a step that are not computation."""
     runs = [(row, run) for row in rows for run in row["runs"]]
     names = [f"{row['row']}: {run['name']}" for row, run in runs]
     places = range(len(runs))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The machine and the packages that figures were measured with."""
+"""The machine and the packages with which figures are measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformer_engine", "megatron-core", "mamba-ssm", "triton
 
 
 def machine() -> dict[str, object]:
-    """Names of the GPUs and the processor, and versions of the packages that are installed."""
+    """Return the names of GPUs and processor, and the versions of installed packages."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks over several ranks share: starting them, and timing a collective call."""
+"""Common parts of the benchmarks over several ranks: starting them, and timing collective calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS, CALLS = 5, 3
 
 
 def start() -> torch.device:
-    """Join the group of all ranks that torchrun started, NCCL or gloo; gives this one's device."""
+    """Join all ranks that torchrun started, with NCCL or gloo; return this rank's device."""
     cuda, device = torch.cuda.is_available(), torch.device("cpu")
     if cuda:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -25,13 +25,13 @@ def start() -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what has been started on the device."""
+    """Wait for all work that was started on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """A call's share of the fastest round, the least disturbed one; ranks start each together."""
+    """Return the seconds of a call in the fastest round; ranks start each round together."""
     call()
     rounds = []
     for _ in range(ROUNDS):
@@ -46,7 +46,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def timed(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one step, of the slowest rank."""
+    """Return the seconds of one step on the slowest rank."""
     synchronize(device)
     dist.barrier()
     started = time.perf_counter()

@@ -1,17 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Print what context parallelism of recurrent layers moves, and what it keeps of one rank's speed.
+"""Print the traffic and the efficiency of context parallelism in recurrent layers.
 
 Usage, with the checkout on PYTHONPATH, on GPUs or (with --small) on CPU ranks:
 torchrun --nproc-per-node N tools/bench/recurrent_context_parallel.py [--layer mamba|gdn] [--cp N]
 
-Forward and backward of four layers of the published width. Efficiency is tokens a second and rank,
-over those of the same layers on one rank with the whole sequence, in the same run: 1 is ideal. The
-modes: state passing on contiguous tokens (a stack that keeps them so), state passing around which
-each layer converts from zigzag and back, heads spread by all-to-all, and gathering everything.
+Each step is forward and backward of four layers of the published width. Efficiency is tokens per
+second and rank, over those of the same layers on one rank with the whole sequence, in the same run:
+1 is ideal. The modes are state passing on contiguous tokens (in a stack that keeps them so), state
+passing with conversion from zigzag and back in each layer, heads distributed by all-to-all, and
+gathering all tokens.
 
-Four layers start hundreds of kernels, which takes the host 20 ms and more: on short shards that
-is what is measured. --cuda-graphs captures every mode's step, and measures the GPU.
+Four layers launch hundreds of kernels, which takes the host 20 ms or more: with short shards, the
+host's time is what is measured. --cuda-graphs captures every mode's step to measure the GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ WHOLE = ("one rank", "gather")
 
 
 class ReceivedBytes:
-    """Counts what this rank receives from others in collectives, while active."""
+    """Counts the bytes that this rank receives from others in collectives, while active."""
 
     def __enter__(self) -> ReceivedBytes:
         self.count = 0
@@ -88,7 +89,7 @@ class ReceivedBytes:
 
 
 def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.ModuleList:
-    """Layers of the kind asked for over ``groups``, on ``device``."""
+    """Build the layers of the kind that options ask for, over ``groups``, on ``device``."""
     import torch.nn.functional as F
 
     from megatron.core.models.hybrid.hybrid_local_specs import get_hybrid_local_stack_spec
@@ -124,7 +125,7 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
 
 
 def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
-    """All layers, one after the other."""
+    """Run all layers, one after another."""
     for layer in layers:
         out = layer(hidden_states=hidden, attention_mask=None)
         hidden = out[0] if isinstance(out, tuple) else out
@@ -132,7 +133,7 @@ def run(layers: nn.ModuleList, hidden: Tensor) -> Tensor:
 
 
 def make_step(mode: str, layers, length: int, group, device) -> Callable[[], None]:
-    """Forward and backward of one batch of one sample of ``length`` tokens."""
+    """Return a function that runs forward and backward of one sample of ``length`` tokens."""
     hidden_size, dtype = layers[0].config.hidden_size, next(layers.parameters()).dtype
     lengths = PaddedLengths((length,), (length,))
     size, rank = group.size(), group.rank()
@@ -156,9 +157,10 @@ def make_step(mode: str, layers, length: int, group, device) -> Callable[[], Non
 
 
 def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """Each step as a CUDA graph, collectives included; keep the steps, whose tensors they use.
+    """Capture each step as a CUDA graph, collectives included; keep the steps, whose tensors it
+    uses.
 
-    The graphs share memory, as much as the largest step needs; nothing else may run between them.
+    The graphs share as much memory as the largest step needs; nothing else may run between them.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -171,7 +173,7 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
     memory, replays = torch.cuda.graph_pool_handle(), {}
     for mode, step in steps.items():
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread may ask for events meanwhile.
+        # NCCL's watchdog thread may query events during the capture.
         with torch.cuda.graph(graph, memory, capture_error_mode="thread_local"):
             step()
         replays[mode] = graph.replay
@@ -181,9 +183,9 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
 def measure_length(
     options: argparse.Namespace, layers: dict[str, nn.ModuleList], length: int, group, device
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """By mode: MB that a rank receives in each layer, and the seconds of each round.
+    """Return, by mode, the MB that a rank receives in each layer, and the seconds of each round.
 
-    Modes take turns, so that what disturbs one disturbs all.
+    Modes take turns, so that a disturbance affects all of them.
     """
     steps = {mode: make_step(mode, layers[mode], length, group, device) for mode in options.modes}
     received = {}
@@ -201,7 +203,7 @@ def measure_length(
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Print a table."""
+    """Measure all modes and lengths, and print the table."""
     world, cp = dist.get_world_size(), options.cp or dist.get_world_size()
     grids = [
         HyperCommGrid(shape, ["tp", "cp", "dp", "pp"])
@@ -231,14 +233,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
                     f"| {max(seconds[mode]) / min(seconds[mode]):.2f} |",
                     flush=True,
                 )
-    # Communicators wait for the graphs that use them, and these for the garbage collector.
+    # Communicators end only after the graphs that use them, and those are left to the collector.
     gc.collect()
     for grid in grids:
         grid.destroy()
 
 
 def main() -> None:
-    """Parse, start the ranks' group, measure."""
+    """Parse the command line, start the process group, and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", choices=["mamba", "gdn"], default="mamba")
     parser.add_argument("--layers", type=int, default=4)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Record when a rank does what, and draw it: one row a rank."""
+"""Record the spans of each rank's work, and draw them, one row per rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COLOURS = {
     "language forward": "#5ad8a6",
     "language backward": "#237804",
 }
-"""Colours of the phases; what stays grey is waiting."""
+"""Colours of the phases; grey is waiting."""
 
 Span = tuple[str, float, float]
-"""Phase, begin and end in seconds since the recording began."""
+"""A span: phase, begin and end in seconds since the recording began."""
 
 
 class Recorder:
@@ -38,7 +38,7 @@ class Recorder:
 
     @staticmethod
     def now():
-        """A moment in the current stream, or on the CPU."""
+        """Return this moment: an event in the current stream, or the CPU's time."""
         if not CUDA:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -47,17 +47,17 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """The block is phase ``name``."""
+        """Record the block as phase ``name``."""
         begin = self.now()
         yield
         self.add(name, begin)
 
     def add(self, name: str, begin, end=None) -> None:
-        """Phase ``name`` went from one moment to another, now if left out."""
+        """Record phase ``name`` from ``begin`` to ``end``, by default now."""
         self._marks.append((name, begin, end or self.now()))
 
     def recorded(self, name: str, function: Callable) -> Callable:
-        """``function``, each call a phase."""
+        """Wrap ``function`` so that each call is recorded as a phase."""
 
         @functools.wraps(function)
         def call(*args, **kwargs):
@@ -67,7 +67,7 @@ class Recorder:
         return call
 
     def spans(self) -> list[Span]:
-        """All, in order."""
+        """Return all spans, in the order of their ends."""
         if CUDA:
             torch.cuda.synchronize()
         return [(name, self._since(begin), self._since(end)) for name, begin, end in self._marks]
@@ -84,12 +84,12 @@ def draw(
     names: list[str] | None = None,
     bound: float | None = None,
 ) -> None:
-    """Write a picture of each schedule's spans, by rank, on one time axis.
+    """Write a picture of each schedule's spans by rank, on a common time axis.
 
     Args:
-        rows: by title, each rank's spans.
-        names: in place of "rank 0" and so on.
-        bound: seconds below which no schedule of the encoder in bubbles comes.
+        rows: each rank's spans, by title of the schedule.
+        names: labels instead of "rank 0" and so on.
+        bound: lower bound, in seconds, of any schedule with the encoder in bubbles.
     """
     import matplotlib
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a GPU's time goes, from the trace that PyTorch's profiler wrote of some steps."""
+"""Shares of a GPU's time, from the trace that PyTorch's profiler wrote of some steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 Interval = tuple[float, float]
 
 WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Categories of what a GPU does."""
+"""Categories of a GPU's work in a trace."""
 
 RANGES = {"bridge": "mimo bridge", "optimizer": "Optimizer.step"}
-"""Begin the names of ranges whose share of the time is told."""
+"""Prefixes of the names of ranges whose share of the time is computed."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the profiled time, as fractions of it.
+    """Shares of the profiled time, as fractions of it.
 
     total: the profiled time itself, in the trace's unit: µs where PyTorch wrote it.
-    idle: no kernel runs, and none is copied: launch gaps and waits for the host.
-    communication, exposed: NCCL's kernels run; and nothing else does.
-    bridge, optimizer: from the first kernel of such a range to its last.
-    kernels: the ten that take most time, with their names cut to 60 letters.
+    idle: nothing runs and nothing is copied: launch gaps and waits for the host.
+    communication: NCCL's kernels run. exposed: they run, and nothing else does.
+    bridge, optimizer: time from the first kernel of such a range to its last.
+    kernels: shares of the ten longest kernels, by names cut to 60 characters.
     """
 
     total: float
@@ -39,22 +39,22 @@ class Shares:
     kernels: dict[str, float]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the shares for JSON."""
         return asdict(self)
 
 
 def read(path: Path) -> Shares | None:
-    """The shares of a trace; None of one without a GPU.
+    """Read the shares of a trace; None if no GPU worked in it.
 
     Args:
-        path: Chrome's JSON, gzipped.
+        path: gzipped file in Chrome's JSON format.
     """
     with gzip.open(path, "rt") as file:
         return shares(json.load(file)["traceEvents"])
 
 
 def shares(events: list[dict]) -> Shares | None:
-    """The shares of a trace's events, times in any unit."""
+    """Compute the shares from a trace's events, with times in any unit; None if no GPU worked."""
     spans = [event for event in events if event.get("ph") == "X"]
     work = [event for event in spans if event.get("cat") in WORK]
     steps = [span(e) for e in spans if e.get("name", "").startswith("ProfilerStep")]
@@ -87,12 +87,12 @@ def shares(events: list[dict]) -> Shares | None:
 
 
 def span(event: dict) -> Interval:
-    """When an event began and ended."""
+    """Return the begin and end of an event."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def union(intervals: list[Interval], window: Interval) -> list[Interval]:
-    """What is in any of the intervals, and in the window, as intervals that do not meet."""
+    """Return the union of the intervals inside the window, as disjoint intervals."""
     joined: list[Interval] = []
     for first, end in sorted(intervals):
         first, end = max(first, window[0]), min(end, window[1])

@@ -1,17 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train the VLM in one layout and in others, in one go, and say what each gets out of its GPUs.
+"""Train the VLM in several layouts in one go, and report how well each uses its GPUs.
 
-A row of vlm.toml names the runs. Each is the training program itself: three steps that do not
-count, ten that do, and two under PyTorch's profiler, whose trace says where the first GPU's time
-goes; idle is what its computing kernels and the exposed communication leave of a step that was not
-profiled. Times are medians; tokens are all of the rows, text and images; TFLOP/s are Megatron's
-count, of all modules, without what is computed again.
+A row of vlm.toml names the runs. Each run is the training program itself: three steps that do not
+count, ten that do, and two under PyTorch's profiler, whose trace gives the shares of the first
+GPU's time; idle is the rest of an unprofiled step after the computing kernels and the exposed
+communication. Times are medians; tokens are those of whole rows, text and images; TFLOP/s are
+Megatron's count for all modules, without recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py two-gpus --json two-gpus.json
     python tools/bench/vlm.py macro-batches --device cpu -- --seq-length 64
-What follows -- is for the program, in every run.
+Options after -- are passed to the program in every run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED, PROFILED = 3, 10, 2
-"""Steps of a run."""
+"""Steps of a run, in this order."""
 
 
 def main(arguments: list[str]) -> int:
-    """Do the runs of a row, print a table and write the JSON."""
+    """Carry out the runs of a row, print a table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("row", choices=ROWS["row"])
     parser.add_argument("--device", choices=ROWS["device"], default="cuda")
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
-    """One run's figures, by name; those of the profiler are None without a GPU."""
+    """Carry out one run and return its figures; those of the profiler are None without GPUs."""
     last = WARM_UP + MEASURED
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory)
@@ -99,14 +99,14 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
         "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
-        # Launches are slower under the profiler, kernels that compute are not.
+        # The profiler slows down launches, but not the computing kernels.
         "idle": computing and max(0.0, 1 - computing / seconds - trace.exposed),
         "trace": trace and trace.as_dict(),
     }
 
 
 def tokens_a_step(arguments: list[str]) -> int:
-    """Tokens of all rows of a global batch."""
+    """Return the tokens of all rows of a global batch."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--seq-length", type=int, default=32)
     parser.add_argument("--global-batch-size", type=int)
@@ -115,7 +115,7 @@ def tokens_a_step(arguments: list[str]) -> int:
 
 
 def line(run: dict, first: dict) -> str:
-    """A run's line of the table; the ratio is of tokens a second on a GPU."""
+    """Return a run's line of the table; the ratio is of tokens/s a GPU to the first run's."""
     ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
     text = (
         f"{run['name']:20} {run['ranks']} ranks {run['step_s']:8.3f} s "

@@ -1,11 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a machine: train models of one kind of layer for some steps, and fit figures to it.
+"""Measure a machine: train models of one kind of layer for some steps, and fit its figures.
 
-Each run on one rank is compared with the planner's own prediction, and least squares of the
-relative errors find the efficiencies and overheads. Collectives are timed between two ranks.
-
-What was measured is kept beside what was fitted: a case that the file has is not run again.
+Each run on one rank is compared with the planner's own prediction, and efficiencies and overheads
+are fitted by least squares of the relative errors. Collectives are timed between two GPUs, or
+between CPU ranks. The file keeps the measurements beside the fit: a case that it has is not run
+again.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from megatron.training.global_vars import unset_global_variables
 
 LAYERS = 8
 SMALLER = {"num_experts": 16, "vocab_size": 32768}
-"""At most so many: widths matter, and what does not fit one GPU does not."""
+"""Upper limits with which a model fits one GPU; only the width of its layers matters."""
 SEQ_LENGTH = 4096
-"""At most."""
+"""Upper limit of the sequence length."""
 SAMPLES = 4
-"""Of the larger microbatches; the smaller ones have one."""
+"""Samples of the larger microbatches; the smaller ones have one."""
 ON_GPU = (
     "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
 )
-"""As large runs have it; with data made ahead."""
+"""Options of large runs, and processes that load data ahead."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on one rank: sizes in the place of the base model's, and samples of a step.
+    """A run on one rank: sizes that replace the base model's, and samples of a step.
 
-    encoder_layers: of the ViT. micro: samples of a microbatch. macro_batch: microbatches whose
-    images are encoded at once. The others are as in the presets.
+    encoder_layers: layers of the ViT. samples: samples of a step. micro: samples of a microbatch.
+    macro_batch: microbatches whose images are encoded at once. The others are as in the presets.
     """
 
     hybrid_layer_pattern: str
@@ -69,7 +69,7 @@ class Case:
     macro_batch: int = 1
 
     def preset(self, base: VLMPreset) -> VLMPreset:
-        """The base model with these sizes."""
+        """Return the base model with these sizes."""
         language = replace(
             base.language,
             hybrid_layer_pattern=self.hybrid_layer_pattern,
@@ -80,7 +80,7 @@ class Case:
         return replace(base, encoder=encoder, language=language, seq_length=self.seq_length)
 
     def plan(self, base: VLMPreset) -> Plan:
-        """What the planner prices."""
+        """Return the case as a plan, for the planner's prediction."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
         layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, STATE_PASSING)
         tiles = most_that_fit(preset, self.seq_length)
@@ -88,12 +88,12 @@ class Case:
 
 
 def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
-    """Measure this host, and write the machine and what it was fitted to.
+    """Measure this host, and write its figures with the measurements that they were fitted to.
 
     Args:
-        model: whose layers are measured.
-        device: cpu or cuda. gpu: of the table, whose peaks a cuda device has.
-        file: to write, after each run; of an earlier call, to go on with.
+        model: name or file of the model whose layers are measured.
+        device: cpu or cuda. gpu: name of the GPU in the table whose peaks a cuda device has.
+        file: file to write after each run; if it exists, its measurements are kept.
     """
     os.environ.update(ALONE)
     base = find_preset(model)
@@ -129,14 +129,14 @@ def calibrate(model: str, device: str, gpu: str, file: Path) -> None:
 
 
 def _medians(found: dict[Case, list[dict]]) -> list[dict]:
-    """Of each case the run with the median time."""
+    """Return the run with the median time of each case."""
     return [sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2] for runs in found.values()]
 
 
 def _cases(base: VLMPreset, at_once: int) -> Iterator[Case]:
-    """Each kind of layer alone at two sizes, the encoder alone, and the model as it is.
+    """Yield cases of each kind of layer alone at two sizes, of the encoder, and of the whole model.
 
-    at_once: microbatches whose images are encoded at once, where a step has so many.
+    at_once: microbatches whose images are encoded at once, if a step has that many.
     """
     p = base.language
     sizes = {name: min(most, getattr(p, name)) for name, most in SMALLER.items()}
@@ -161,7 +161,7 @@ def _cases(base: VLMPreset, at_once: int) -> Iterator[Case]:
 
 
 def _line(case: Case, base: VLMPreset, device: str, model: Path) -> list[str]:
-    """The program's command line; writes the model."""
+    """Write a case's model to a file, and return the program's command line."""
     write_preset(case.preset(base), model)
     line = f"--model {model} --device {device} --global-batch-size {case.samples} "
     line += f"--micro-batch-size {case.micro} --encoder-macro-batch {case.macro_batch} "
@@ -170,12 +170,12 @@ def _line(case: Case, base: VLMPreset, device: str, model: Path) -> list[str]:
 
 
 def _run(case: Case, line: list[str]) -> dict[str, float] | None:
-    """Seconds of a step and peak bytes of a case; None where it fails, which is said."""
+    """Run a case; return seconds of a step and peak bytes, or print why it fails, and None."""
     name = " ".join(f"{key}={value}" for key, value in asdict(case).items())
     begin = time.perf_counter()
     try:
         found = measured(options_of(line, 1))
-    except Exception as error:  # of any kind: the other cases are worth their time
+    except Exception as error:  # errors of any kind: the other cases still run
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         found = None
     if not found:
@@ -191,7 +191,7 @@ def _run(case: Case, line: list[str]) -> dict[str, float] | None:
 
 
 def _of_this_cpu() -> Machine:
-    """A rank on one core of this host, with nothing fitted yet."""
+    """Return a machine of ranks on this host's cores, with measured peak and nothing fitted yet."""
     size, side = 512, 2 * 512**3
     matrix = torch.rand(size, size)
     torch.set_num_threads(1)

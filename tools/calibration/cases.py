@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose prediction is compared with what they take, and their command lines."""
+"""Runs that validation compares with their prediction, and their command lines."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ ON_GPU = [
     (2, "dp=2", "pp=2", 2, ""),
     (2, "dp=2", "cp=2", 2, ""),
 ]
-"""Ranks, layouts of encoder and language model, samples of a microbatch, and more options."""
+"""Ranks, layouts of encoder and language model, samples of a microbatch, and other options."""
 SMALL = Path(__file__).with_name("validation_model.json")
-"""Of CPU ranks; those of GPUs have the benchmark's model."""
+"""Model of the cases on CPU ranks; those on GPUs have the benchmark's."""
 BENCHMARK = Path(__file__).parents[1] / "bench" / "vlm.toml"
 SAMPLES = 8
-"""Of a step."""
+"""Samples of a step on CPU ranks."""
 DECIDE = [f"--{name}" for name in ("model", "num-layers", "hybrid-layer-pattern", "num-experts")]
 DECIDE += [f"--{name}" for name in ("vocab-size", "seq-length", "global-batch-size")]
 DECIDE += [f"--{name}" for name in ("micro-batch-size", "encoder", "language", "placement")]
 DECIDE += ["--encoder-macro-batch", "--recompute-encoder", "--encoder-schedule"]
 DECIDE += [f"--recompute-{name}" for name in ("granularity", "method", "num-layers")]
-"""Options that decide what is predicted."""
+"""Options that change the prediction."""
 
 
 def arguments_of(case: tuple, on_gpu: bool) -> list[str]:
-    """A case as the program's command line."""
+    """Return the program's command line for a case."""
     _, encoder, language, micro, more = case
     base = f"--model {SMALL} --global-batch-size {SAMPLES}"
     if on_gpu:
@@ -75,7 +75,7 @@ def arguments_of(case: tuple, on_gpu: bool) -> list[str]:
 
 
 def planned(words: list[str], ranks: int) -> Plan:
-    """What the planner prices of a command line, on any host; ``--data digits:N`` has N tiles."""
+    """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
     asked = [word for pair in pairs if pair[0] in DECIDE for word in pair]
     plan = plan_of(options_of(asked, ranks))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What collectives of some ranks of this host take."""
+"""Time of collectives between ranks of this host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 SMALL = 2**12
 LARGE = {"cpu": 2**22, "cuda": 2**26}
-"""About so many bytes have the collectives that give latency and bandwidth."""
+"""Approximate bytes of the collectives that give the latency, and of those for the bandwidth."""
 REPEATS, ROUNDS = 50, 7
 MATRIX = 512
-"""Rows of a square product before each collective: a rank that has worked must wake up for it."""
+"""Rows of the square matrices multiplied before each collective, as ranks work before one."""
 CROWD = 2
-"""CPU ranks on a core: they change places at each collective, as in training."""
+"""CPU ranks per core, which take turns at each collective, as in training."""
 
 
 def with_collectives(machine: Machine, measured: list[dict]) -> Machine:
-    """The machine with the latency and bandwidth of collectives, where they were measured."""
+    """Return the machine with the latency and bandwidth of ``measured`` collectives, if any."""
     if not measured:
         return machine
     hops = measured[0]["ranks"] - 1
@@ -51,8 +51,10 @@ def with_collectives(machine: Machine, measured: list[dict]) -> Machine:
 
 
 def timed_collectives(device: str) -> list[dict]:
-    """Seconds of collectives of two GPUs of this host, or none; on CPUs of ranks that share cores,
-    in processor time."""
+    """Time collectives between two GPUs of this host, if it has them, or between CPU ranks.
+
+    CPU ranks share cores, and their seconds are processor time.
+    """
     ranks = 2 if device == "cuda" else CROWD * len(os.sched_getaffinity(0))
     if device == "cuda" and torch.cuda.device_count() < ranks:
         return []
@@ -67,7 +69,7 @@ def timed_collectives(device: str) -> list[dict]:
 
 
 def _time_collectives(device: str) -> None:
-    """On one of the ranks: print what small and large collectives take."""
+    """Time small and large collectives on this rank; rank 0 prints the seconds."""
     rank, on_gpu = int(os.environ["LOCAL_RANK"]), device == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)

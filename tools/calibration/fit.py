@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a machine whose predictions are closest to what was measured."""
+"""Fit of a machine's figures to measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 WORK_OF = {"*": "attention", "M": "scan", "G": "delta", "E": "experts"}
-"""Work that only layers of a kind have."""
+"""The kind of work that only one kind of layer has."""
 USUAL = {
     "cpu": {
         "efficiency": dict(gemm=0.4, attention=0.1, scan=0.01, delta=0.01, experts=0.3, vit=0.4),
@@ -35,18 +35,18 @@ USUAL = {
         "launches_ahead": True,
     },
 }
-"""Figures of a machine where the fit begins; what the runs do not tell stays there."""
+"""Figures with which the fit begins; those that the runs do not determine stay the same."""
 HIGHEST = 0.8
-"""Share of the peak that large matrix products reach; no efficiency is fitted above."""
+"""Share of the peak that large matrix products reach; the upper limit of fitted efficiencies."""
 DRAWN = 0.03
-"""How much a figure is drawn to where the fit begins: a run's error of 3 % costs as much as a
-figure that is e times as large."""
+"""Weight of the regularization towards the initial figures: a run's error of 3 % costs as much as a
+figure that is e times its initial value."""
 
 
 def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
-    """The machine whose predictions are closest to what was measured, relatively.
+    """Return the machine whose predictions have the smallest relative errors.
 
-    Its figures are drawn to the machine's, which decide those that the runs do not tell apart.
+    Figures are regularized towards the given machine's, which decide what the runs leave open.
     """
     kinds = set("".join(plan.preset.language.hybrid_layer_pattern for plan in plans)) - {"|"}
     work = ["gemm", "vit", *(WORK_OF[kind] for kind in sorted(kinds) if kind in WORK_OF)]

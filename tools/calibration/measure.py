@@ -1,15 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a short run of the training program takes on this rank: seconds of a step, and peak memory.
+"""Measurement of short runs of the training program on this rank: seconds of a step, peak memory.
 
-On CPU ranks, which share cores with each other and with whatever else runs, a step's time is the
-processor time of the rank's process; the step's wall time is kept beside it. On a GPU it is the
-time of the device, waiting included.
+On CPU ranks, which share cores with each other and with other programs, a step's time is the
+processor time of the rank's process; its wall time is kept as well. On a GPU it is the device's
+time, waiting included.
 
     torchrun --nproc-per-node N -m calibration.measure CASES FILE
 
-runs the cases of CASES one after the other, a JSON list of the program's command lines, and writes
-to FILE what each rank found of each.
+runs the cases of CASES, a JSON list of the program's command lines, one after another, and writes
+each rank's measurements of each case to FILE.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from examples.mimo.nemotron_vlm.run import close_session, open_session, train
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 
 AGAIN = 100
-"""How often other cores repeat their runs, at most: more often than is measured; they are ended."""
+"""Upper limit of repetitions of the runs on other cores, which are killed before they reach it."""
 ROUNDS = 5
-"""Runs of each case on CPUs, some time apart, whose median counts: hosts have slow minutes."""
+"""Runs of each case on CPUs, spread over time as hosts have slow minutes; the median counts."""
 STEPS, WARM_UP = 10, 2
-"""Steps of a run, and the first of them, in which memory is followed and time does not count."""
+"""Steps of a run, and how many of the first ones track memory and are not timed."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: seconds of work and of wall time of the fastest step, and bytes of tensors."""
+    """Figures of one rank: work and wall seconds of its fastest step, peak bytes of tensors."""
 
     seconds: float
     wall: float
@@ -55,7 +55,7 @@ class Measured:
 
 
 class LiveTensors(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, of those that are made within."""
+    """Tracks the peak of bytes of the tensors that are created inside it and alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class LiveTensors(TorchDispatchMode):
 
 
 def measured(options: Options) -> Measured:
-    """Train some steps on this rank; collective over the world.
+    """Train some steps on this rank and measure them; collective over the world.
 
-    On CPU ranks with context parallelism memory is not followed: attention's masks are tensors of a
-    class of their own, which PyTorch does not make of one that is followed.
+    On CPU ranks with context parallelism, memory is not tracked: attention's masks are of a tensor
+    subclass that PyTorch cannot create from tracked tensors.
     """
     on_gpu = options.args.device == "cuda"
     follows = not on_gpu and options.layouts.language.cp == 1
-    tracker, following = LiveTensors(), contextlib.ExitStack()  # until the steps that are timed
+    tracker, following = LiveTensors(), contextlib.ExitStack()  # active until the timed steps
     begins: list[tuple[float, float]] = []
 
     def note(*_) -> None:
@@ -128,7 +128,7 @@ def measured(options: Options) -> Measured:
 
 
 def options_of(arguments: list[str], world: int | None = None) -> Options:
-    """The program's options of a short run, on random samples where no others are asked."""
+    """Parse the program's options for a short run, on mock data unless arguments differ."""
     run = ["--data", "mock", "--train-iters", str(STEPS), "--log-interval", "1000"]
     with _silence():
         return parse([*run, *arguments], world)
@@ -136,11 +136,13 @@ def options_of(arguments: list[str], world: int | None = None) -> Options:
 
 @contextlib.contextmanager
 def busy_cores(lines: list[list[str]], ranks: int = 1) -> Iterator[None]:
-    """While it lasts, the cores that so many ranks leave do runs of one rank: cores that are busy
-    slow each other.
+    """Keep the cores that ``ranks`` ranks leave free busy with runs of one rank inside the block.
+
+        Busy cores slow each other down, so measurements are made under load.
 
     Args:
-        lines: command lines of these runs.
+        lines: command lines of the runs.
+        ranks: number of ranks that are measured.
     """
     with tempfile.TemporaryDirectory() as directory:
         cases = Path(directory) / "cases.json"
@@ -161,13 +163,13 @@ def busy_cores(lines: list[list[str]], ranks: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Without what Megatron prints."""
+    """Discard what Megatron prints inside the block."""
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         yield
 
 
 def main(cases: str, file: str) -> None:
-    """Measure on this rank, and let the first write what all found, after each case."""
+    """Measure all cases on this rank; after each, rank 0 writes what all ranks measured."""
     from megatron.core import cpu_runtime
 
     found = []

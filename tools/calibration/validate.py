@@ -5,10 +5,10 @@
     python -m calibration.validate here MACHINE.json OUT.json [PICTURE.png]
     python -m calibration.validate benchmarks MACHINE BENCH.json…
 
-The first measures this host, with ``calibrate``'s file of it: none of the runs here has fitted it.
-CPU ranks share cores, so what is compared there is the processor time of all ranks together:
-waiting, and with it a pipeline's bubble, takes none. The second takes what tools/bench/vlm.py
-measured on GPUs.
+The first measures this host and predicts with ``calibrate``'s file of it, which was fitted to none
+of these runs. CPU ranks share cores, so the processor time of all ranks together is compared:
+waiting, and with it a pipeline's bubble, takes none. The second compares with measurements of
+tools/bench/vlm.py on GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Found = dict[str, list]
 
 
 def measure(file: Path, on_gpu: bool) -> list[Found]:
-    """What each rank found of each case, kept in a file; cases that it has are not run again."""
+    """Return each rank's measurements of all cases; those in the file are not run again."""
     found = json.loads(file.read_text())["found"] if file.exists() else []
     done = [tuple(one["case"]) for one in found]
     cases = [case for case in (ON_GPU if on_gpu else ON_CPU) if case not in done]
@@ -71,7 +71,7 @@ def _measured(cases: list[tuple], world: int, on_gpu: bool) -> list[Found]:
 
 
 def _medians(runs: list[list[dict]]) -> list[dict]:
-    """Of each rank the medians of what it found in several runs."""
+    """Return the medians of each rank's measurements over several runs."""
     return [
         {key: median(one[key] for one in found) for key in found[0]}
         for found in zip(*runs, strict=True)
@@ -79,9 +79,9 @@ def _medians(runs: list[list[dict]]) -> list[dict]:
 
 
 def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
-    """A row for each run of tools/bench/vlm.py, whose step is without the wait for data.
+    """Return a row for each run of tools/bench/vlm.py; its step does not include waiting for data.
 
-    Runs with CUDA graphs are left out: the machine's figures are of launches by the host.
+    Runs with CUDA graphs are left out: the machine's figures are for launches by the host.
     """
     return [
         _row(
@@ -98,7 +98,7 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
 
 
 def compare(machine: Machine, found: list[Found]) -> list[dict]:
-    """A row for each case: what was predicted and measured."""
+    """Return a row for each case, with prediction and measurement."""
     on_gpu = not machine.shared_cores
     rows = []
     for one in found:
@@ -120,7 +120,7 @@ def compare(machine: Machine, found: list[Found]) -> list[dict]:
 def _row(
     machine: Machine, plan: Plan, ranks: int, options: str, seconds: float, peak_bytes: float
 ) -> dict:
-    """A run, and what was predicted and measured of it."""
+    """Return the row of a run, with prediction and measurement."""
     step = step_time(plan, machine, min(ranks, GPUS_PER_NODE))
     predicted = step.work if machine.shared_cores else step.seconds
     held = peak(memory_of(plan, machine)) - machine.reserved_bytes
@@ -136,7 +136,7 @@ def _row(
 
 
 def errors(rows: list[dict], what: str) -> list[float]:
-    """Relative errors of ``seconds`` or ``bytes``, where they were measured."""
+    """Return the relative errors of ``seconds`` or ``bytes``, where they were measured."""
     return [row[what]["predicted"] / row[what]["measured"] - 1 for row in _with(rows, what)]
 
 
@@ -145,7 +145,7 @@ def _with(rows: list[dict], what: str) -> list[dict]:
 
 
 def rank_correlation(rows: list[dict], what: str) -> float:
-    """Spearman's, of predictions and measurements."""
+    """Return Spearman's rank correlation of predictions and measurements."""
     from scipy.stats import spearmanr
 
     pairs = [(row[what]["predicted"], row[what]["measured"]) for row in _with(rows, what)]
@@ -153,13 +153,13 @@ def rank_correlation(rows: list[dict], what: str) -> float:
 
 
 def _units(rows: list[dict]) -> dict[str, tuple[str, float]]:
-    """Of seconds and of bytes the unit in which they are shown, and its size."""
+    """Return the units in which seconds and bytes are shown, and their sizes."""
     large = max(row["bytes"]["predicted"] for row in rows) > 10e9
     return {"seconds": ("s", 1.0), "bytes": ("GB", 1e9) if large else ("MB", 1e6)}
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as a table in Markdown."""
     unit, scale = _units(rows)["bytes"]
     lines = [
         "| ranks | encoder | language | more | s: predicted | measured | error "
@@ -193,7 +193,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Predictions over measurements, with the bounds that are aimed at."""
+    """Draw predictions against measurements, with the error bounds aimed at."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -223,7 +223,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def here(machine: str, out: str, *pictures: str) -> list[dict]:
-    """Measure what OUT lacks, and compare."""
+    """Measure the cases that OUT lacks, and return the rows of all."""
     of_this = find_machine(machine)
     rows = compare(of_this, measure(Path(out), not of_this.shared_cores))
     for picture in pictures:
@@ -232,7 +232,7 @@ def here(machine: str, out: str, *pictures: str) -> list[dict]:
 
 
 def benchmarks(machine: str, *files: str) -> list[dict]:
-    """Compare with the runs of tools/bench/vlm.py in these files."""
+    """Return the rows of the runs of tools/bench/vlm.py in these files."""
     runs = [run for file in files for run in json.loads(Path(file).read_text())["runs"]]
     return benchmarked(find_machine(machine), runs)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Convert weights: Hugging Face's NemotronH, C-RADIO or a whole VLM to a checkpoint, and back.
+"""Convert weights of Hugging Face's NemotronH, C-RADIO or a whole VLM to a checkpoint, and back.
 
 Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
     python tools/checkpoint/convert.py hf-to-megatron --language DIR --vision DIR --out DIR
@@ -21,7 +21,7 @@ from in_checkout import run  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    """Convert; returns the exit status, 2 for what a user got wrong."""
+    """Convert weights; return the exit status, 2 for user errors."""
     options = _parser().parse_args(argv)
     return run(lambda: _convert(options))
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write a small data set for --data energon: strips of handwritten digits, and what they are.
+"""Write a small data set for --data energon: strips of handwritten digits to be read.
 
     tools/data/make_digits_webdataset.py OUT --samples N --seed S
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
 OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
 each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
-to copy. An eighth of the samples is the part ``val``, of scans that ``train`` has not.
+to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ except ImportError as error:
     sys.exit(f"error: {error}; install with pip install '.[energon]'")
 
 LENGTHS = (0.5, 0.3, 0.2)
-"""Shares of the answers that have one digit, two, three. A model learns to see where there is only
-one digit to look at, and then the order: with few such strips it learns neither for long."""
+"""Shares of the answers with one, two and three digits. A model first learns to see from strips of
+one digit, then the order; with few such strips, it takes long to learn either."""
 HEIGHTS = (12, 20)
-"""Of a digit in pixels: so small that an image becomes one 16-pixel tile for each digit."""
+"""Range of a digit's height in pixels: small, so that each digit is one 16-pixel tile."""
 STRETCH = 0.06
-"""By how much of its length a strip is longer or shorter than its digits."""
+"""Largest relative stretch or shrinkage of a strip's length."""
 TEXT_ONLY = 1 / 8
 HELD_OUT = 8
-"""Of so many samples, and of so many scans, one is the validation's."""
+"""One in this many samples, and one in this many scans, is in the validation part."""
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<unk>"]
 WORDS = ["?", "read", "copy", *"0123456789", *"what digits are these them in order".split()]
@@ -53,7 +53,7 @@ TEMPLATE = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the data set; returns 2 if OUT is there already."""
+    """Write the data set; return the exit status, 2 if OUT exists already."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def prepare(path: Path, shards: list[str]) -> None:
-    """What `energon prepare` does: the index, the split by the shards' names, dataset.yaml."""
+    """Do what `energon prepare` does: write index, split by the shards' names, and dataset.yaml."""
     parts = [("train", "train-.*"), ("val", "val-.*")]
     with contextlib.redirect_stdout(io.StringIO()):
         BaseWebdatasetFactory.prepare_dataset(path, shards, split_parts_patterns=parts, workers=1)
@@ -96,7 +96,7 @@ def prepare(path: Path, shards: list[str]) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A tokenizer of words and single digits; the digit d has the id 10 + d."""
+    """Write a tokenizer of words and single digits, in which the digit d has the id 10 + d."""
     words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,17 +122,17 @@ def _sample(draw: np.random.Generator, images: np.ndarray, digits: np.ndarray) -
     question = ("what digits are these ?", "read them in order")[int(draw.integers(2))]
     answer = " ".join(str(digits[i]) for i in chosen)
     strip = _strip(draw, images[chosen])
-    # The image last: with words between it and the answer a tiny model does not find it for long.
+    # The image comes last: with words after it, a tiny model takes long to learn to attend to it.
     return {kind: strip_bytes(strip, kind), "json": _conversation(f"{question}\n<image>", answer)}
 
 
 def _length(draw: np.random.Generator) -> int:
-    """Of an answer, in digits."""
+    """Draw the number of digits of an answer."""
     return 1 + int(draw.choice(len(LENGTHS), p=LENGTHS))
 
 
 def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
-    """Digits beside or below each other, dark on light, of some size and a little stretched."""
+    """Draw digits beside or below each other, dark on light, of random size and stretch."""
     below = draw.random() < 0.5
     pixels = np.concatenate(scans, axis=0 if below else 1)
     strip = Image.fromarray((255 - pixels * 255 / 16).astype(np.uint8))
@@ -142,7 +142,7 @@ def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
 
 
 def strip_bytes(image: Image.Image, kind: str) -> bytes:
-    """An image as a file: 'png' or 'jpg'."""
+    """Encode an image as a file of kind 'png' or 'jpg'."""
     file = io.BytesIO()
     image.save(file, "PNG" if kind == "png" else "JPEG")
     return file.getvalue()

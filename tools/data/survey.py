@@ -5,7 +5,7 @@
 
 tools/data/survey.py PATH --tokenizer DIR --tile 16 --tokens-per-tile 4 [--workers N] …
 
-In a checkout with the overlay: python -m examples.mimo.nemotron_vlm.energon, the same.
+In a checkout with the overlay, python -m examples.mimo.nemotron_vlm.energon does the same.
 """
 
 import sys

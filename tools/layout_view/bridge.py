@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the bridge moves in one step with equal samples, by the bridge's own plans."""
+"""Rows that the bridge moves in a step of equal samples, from the bridge's own plans."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 
 @dataclass(frozen=True)
 class Flows:
-    """Rows that ranks send each other in one direction; arrays of one length.
+    """Rows that ranks send each other in one direction, as arrays of equal length.
 
     Rows that stay on their rank are left out.
 
     Attributes:
-        givers, takers: int64, global ranks.
-        rows: float64; the rows of one message.
+        givers, takers: int64, global ranks that send and receive each message.
+        rows: float64, rows of each message.
     """
 
     givers: np.ndarray
@@ -32,31 +32,31 @@ class Flows:
 
     @property
     def total(self) -> float:
-        """Rows of all messages."""
+        """Rows of all messages together."""
         return float(self.rows.sum())
 
     def sent(self, world: int) -> np.ndarray:
-        """Rows that each rank sends, float64 [world]."""
+        """Return the rows that each rank sends, float64 [world]."""
         return np.bincount(self.givers, self.rows, minlength=world)
 
     def received(self, world: int) -> np.ndarray:
-        """Rows that each rank receives, float64 [world]."""
+        """Return the rows that each rank receives, float64 [world]."""
         return np.bincount(self.takers, self.rows, minlength=world)
 
     def leaving(self, gpus_per_node: int) -> float:
-        """Share of the rows that leaves a node."""
+        """Return the share of the rows that leave a node."""
         leaves = self.givers // gpus_per_node != self.takers // gpus_per_node
         return float(self.rows[leaves].sum()) / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """The bridge of two modules.
+    """The bridge between two modules.
 
     Attributes:
-        topology: who encodes and consumes what; None where modules are non-colocated.
-        blocks: ranks that exchange rows among themselves only.
-        forward, backward: what a step moves.
+        topology: what each rank encodes and consumes; None if modules are non-colocated.
+        blocks: groups of ranks that exchange rows only among themselves.
+        forward, backward: rows moved in a step.
     """
 
     topology: BridgeTopology | None
@@ -66,13 +66,13 @@ class Bridge:
 
 
 def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
-    """The bridge of colocated modules.
+    """Return the bridge of colocated modules.
 
-    All runs of the batch have as many rows, a mean where they are no whole tiles. A row's gradient
-    is on the CP rank that owns its token: every CP rank owns as many rows.
+    All runs of the batch have equally many rows, as a mean if they are not whole tiles. A row's
+    gradient is on the CP rank that owns its token, and all CP ranks own equally many rows.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
     """
     topology = bridge_topology(encoder.grid, language.grid)
     moves = {}
@@ -90,7 +90,7 @@ def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
 
 
 def _moves(crossing: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Giver and taker of every message, by member, and its size in atoms."""
+    """Return giver and taker of every message, as members of the block, and its size in atoms."""
     members = np.arange(len(crossing.before))[:, None, None]
     taker, atom, copy = np.nonzero((crossing.giver != NOBODY) & (crossing.giver != members))
     pair = crossing.giver[taker, atom, copy] * len(members) + taker
@@ -99,13 +99,12 @@ def _moves(crossing: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def non_colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
-    """The bridge of non-colocated modules, of Megatron: from one rank of each DP index to another.
+    """Return Megatron's bridge of non-colocated modules, from one rank of each DP index to another.
 
-    The ranks of a stage with one DP index then get a copy each by a broadcast, which is not
-    counted.
+    A broadcast then gives a copy to each rank of a stage with the same DP index; it is not counted.
 
     Args:
-        rows: of the batch.
+        rows: number of rows of the batch.
     """
     bridge = BridgeCommunicator.__new__(BridgeCommunicator)  # its __init__ makes process groups
     bridge.src_grid, bridge.dest_grid = encoder.grid, language.grid
@@ -121,7 +120,7 @@ def non_colocated_bridge(encoder: Module, language: Module, rows: float) -> Brid
 
 
 def _joined(pairs: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Ranks of pairs that share one: all of them meet in their sender, or in their receiver."""
+    """Yield the ranks of pairs that have the sender, or else the receiver, in common."""
     side = 0 if len({giver for giver, _ in pairs}) <= len({taker for _, taker in pairs}) else 1
     for shared in {pair[side] for pair in pairs}:
         yield sorted({rank for pair in pairs if pair[side] == shared for rank in pair})

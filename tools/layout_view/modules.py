@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of a layout: their grids, and the groups of ranks along each axis.
+"""Modules of a layout: their grids, and the groups of ranks along each axis.
 
 Everything is read from the grids that training makes its process groups from.
 """
@@ -22,14 +22,14 @@ AXES = {
     ENCODER: ("tp", "dp", "pp"),
     LANGUAGE: ("tp", "cp", "dp", "pp", "dp_cp", "ep", "expt_tp", "expt_dp"),
 }
-"""Fields of a module's process groups; gradients are reduced over ``dp_cp``."""
+"""Fields of each module's process groups; gradients are reduced over ``dp_cp``."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """All groups of ranks along one axis of a module, each in the order of the axis.
+    """All groups of ranks along one axis of a module, each in the axis's order.
 
-    All groups of an axis have one size.
+    The groups have the same size.
     """
 
     name: str
@@ -37,22 +37,22 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
+        """Number of ranks of a group."""
         return len(self.groups[0])
 
     @cached_property
     def index(self) -> dict[int, int]:
-        """A rank's place along the axis."""
+        """Index of each rank along the axis."""
         return {rank: place for group in self.groups for place, rank in enumerate(group)}
 
     def leaving(self, gpus_per_node: int) -> int:
-        """Groups with ranks on several nodes."""
+        """Return the number of groups with ranks on several nodes."""
         return sum(leaves_node(group, gpus_per_node) for group in self.groups)
 
 
 @dataclass(frozen=True)
 class Module:
-    """One module on its ranks."""
+    """A module on its ranks."""
 
     name: str
     layout: Layout
@@ -65,7 +65,7 @@ class Module:
 
     @cached_property
     def axes(self) -> dict[str, Axis]:
-        """Groups along each axis, by its name."""
+        """Axes of the module, by name."""
         return {field: Axis(field, self._enumerate(field)) for field in AXES[self.name]}
 
     def _enumerate(self, field: str) -> list[list[int]]:
@@ -75,7 +75,7 @@ class Module:
 
 
 def leaves_node(ranks: list[int], gpus_per_node: int) -> bool:
-    """Whether ranks lie on several nodes."""
+    """Return whether ranks lie on several nodes."""
     return len({rank // gpus_per_node for rank in ranks}) > 1
 
 
@@ -93,11 +93,12 @@ def read_layouts(
 
     Args:
         encoder, language: as ``--encoder`` and ``--language`` take them.
-        microbatches: of a step; by default two for each stage of the pipeline.
+        microbatches: number of microbatches of a step; by default two for each pipeline stage.
         seq_length: tokens of a sample; the preset's by default.
 
     Raises:
-        UserError: naming the numbers, the rule, and the nearest layouts that would work.
+        UserError: a rule is broken; the message names the numbers, the rule, and the nearest
+            layouts that would work.
     """
     asked = parse_layout(encoder, ENCODER), parse_layout(language, LANGUAGE)
     _, ranks = ranks_of_modules(*asked, world, placement)
@@ -109,7 +110,7 @@ def read_layouts(
 
 
 def modules_of(layouts: Layouts) -> tuple[Module, Module]:
-    """Encoder and language model; the environment's WORLD_SIZE must hold both grids."""
+    """Return encoder and language model; WORLD_SIZE in the environment must cover both grids."""
     return (
         Module(ENCODER, layouts.encoder, make_grid(layouts.encoder, "none")),
         Module(

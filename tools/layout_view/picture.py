@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A layout as one picture: rank maps, groups, the bridge and the timeline."""
+"""The picture of a layout: rank maps, groups, the bridge and the timeline."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from layout_view.modules import Axis, Module, leaves_node
 from layout_view.view import View
 
 LABELLED = 64
-"""Ranks up to which a rank map names coordinates, and which the groups are drawn for."""
+"""Most ranks for which a rank map names coordinates, and for which groups are drawn."""
 ARROWS = 32
-"""Ranks up to which the bridge is drawn, and groups are numbered."""
+"""Most ranks for which the bridge is drawn and groups are numbered."""
 STAGES = 32
-"""Stages that the timeline is drawn for."""
+"""Most stages for which the timeline is drawn."""
 EMPTY, WAITING, LEAVES = "#f0f0f0", "#d9d9d9", "#cf1322"
 COLOUR_TABLE = 128
-"""Colours of a PNG."""
+"""Number of colours of a PNG."""
 SHOWN = ("tp", "cp", "dp", "pp", "ep")
-"""Coordinates that are written into a rank's cell."""
+"""Axes whose coordinates are written into a rank's cell."""
 
 
 def draw(view: View, path: Path, kind: str) -> None:
@@ -74,7 +74,7 @@ def draw(view: View, path: Path, kind: str) -> None:
 
 
 def _map_shape(view: View) -> tuple[int, int]:
-    """Ranks in a row of a rank map, whole nodes; and rows."""
+    """Return the ranks in a row of a rank map, which are whole nodes, and the number of rows."""
     size = min(view.gpus_per_node, view.world)
     nodes = -(-view.world // size)
     across = max(1, round((nodes / size) ** 0.5))
@@ -82,7 +82,7 @@ def _map_shape(view: View) -> tuple[int, int]:
 
 
 def _rank_map(axes: Axes, view: View, module: Module, axis: str) -> None:
-    """Every rank a cell, coloured by its index along an axis; nodes are outlined."""
+    """Draw each rank as a cell, coloured by its index along an axis; nodes are outlined."""
     columns, rows = _map_shape(view)
     size = min(view.gpus_per_node, columns)
     index = module.axes[axis].index
@@ -131,7 +131,7 @@ def _shown_groups(view: View) -> list[tuple[Module, Axis]]:
 
 
 def _groups(axes: Axes, view: View, groups: list[tuple[Module, Axis]]) -> None:
-    """A row for each axis: boxes of one colour for the ranks of each group."""
+    """Draw a row for each axis, with boxes of one colour for the ranks of each group."""
     ranks = min(view.world, LABELLED)
     for row, (_, axis) in enumerate(groups):
         touched = [group for group in axis.groups if min(group) < ranks]
@@ -166,7 +166,7 @@ def _groups(axes: Axes, view: View, groups: list[tuple[Module, Axis]]) -> None:
 
 
 def _runs(ranks: list[int]) -> list[range]:
-    """Adjacent ranks together."""
+    """Join adjacent ranks to runs."""
     runs: list[range] = []
     for rank in sorted(ranks):
         if runs and runs[-1].stop == rank:
@@ -177,7 +177,7 @@ def _runs(ranks: list[int]) -> list[range]:
 
 
 def _bridge(axes: Axes, view: View, name: str, way: Flows) -> None:
-    """Ranks that give above, ranks that take below, and an arrow for what goes between them."""
+    """Draw giving ranks above, taking ranks below, and an arrow for each message between them."""
     encoder, language = view.modules
     giving, taking = (encoder, language) if name == "forward" else (language, encoder)
     for y, module in ((1.0, giving), (0.0, taking)):
@@ -210,7 +210,7 @@ def _bridge(axes: Axes, view: View, name: str, way: Flows) -> None:
 
 
 def _timeline(axes: Axes, view: View) -> None:
-    """A row for each stage; what stays grey is waiting."""
+    """Draw a row for each stage, in which grey is waiting."""
     line = view.timeline
     for row, spans in enumerate(line.stages[:STAGES]):
         axes.broken_barh([(0, line.total)], (row + 0.1, 0.8), color=WAITING)

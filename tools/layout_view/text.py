@@ -12,11 +12,11 @@ from layout_view.modules import LANGUAGE, Module
 from layout_view.view import View
 
 EVERY_RANK = 64
-"""Ranks up to which the rank map has all of them; of more it has the first nodes."""
+"""Most ranks that the rank map lists in full; of more, it has the first nodes."""
 EVERY_STAGE = 16
-"""Stages up to which the timeline has all of them."""
+"""Most stages that the timeline shows in full."""
 WIDTH = 72
-"""Characters of a timeline."""
+"""Width of a timeline in characters."""
 MARKS = {
     "encoder forward": ">",
     "language forward": "F",
@@ -27,7 +27,7 @@ MAP_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 
 
 def describe(view: View) -> str:
-    """The tables, one after the other."""
+    """Return all tables, one after another."""
     nodes = -(-view.world // view.gpus_per_node)
     title = (
         f"{_count(view.world, 'rank')}, {_count(nodes, 'node')} of {view.gpus_per_node} GPUs, "

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is shown of a layout."""
+"""The data that is shown of a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class View:
     """A layout on nodes of some size.
 
     Attributes:
-        rows_per_sample: embeddings of a sample; all samples have as many.
+        rows_per_sample: number of embeddings of each sample.
         encoder_share: the encoder's part of a step in which no rank waits.
         in_bubbles, macro_batch: as in :func:`timeline`.
     """
@@ -42,27 +42,27 @@ class View:
 
     @cached_property
     def bridge(self) -> Bridge:
-        """What goes between the modules in a step."""
+        """Rows exchanged between the modules in a step."""
         make = non_colocated_bridge if self.layouts.non_colocated else colocated_bridge
         return make(*self.modules, self.layouts.batch.global_size * self.rows_per_sample)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule of a step."""
+        """Timeline of a step's schedule."""
         return timeline(self.layouts, self.encoder_share, self.in_bubbles, self.macro_batch)
 
     def node(self, rank: int) -> int:
-        """Node of a rank."""
+        """Return the node of a rank."""
         return rank // self.gpus_per_node
 
     def coordinates(self, module: Module, rank: int) -> dict[str, int]:
-        """Place of a rank along each axis of a module; none where it does not hold the module."""
+        """Return a rank's index along each axis of a module; empty if the module is not on it."""
         if rank not in module.ranks:
             return {}
         return {name: axis.index[rank] for name, axis in module.axes.items()}
 
     def data(self) -> dict:
-        """All of it, for JSON."""
+        """Return everything for JSON."""
         ways = {"forward": self.bridge.forward, "backward": self.bridge.backward}
         return {
             "world": self.world,
@@ -109,5 +109,5 @@ class View:
 
     @property
     def blocks_leaving(self) -> int:
-        """Blocks of the bridge with ranks on several nodes."""
+        """Number of blocks of the bridge with ranks on several nodes."""
         return sum(leaves_node(block, self.gpus_per_node) for block in self.bridge.blocks)

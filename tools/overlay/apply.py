@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``apply_overlay.sh``: apply, check, status, revert, and the three-way merge, on one checkout.
 
-What has to change is worked out in full before anything is written.
+All changes are computed before anything is written.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from overlay.store import Manifest, States, Store
 
 @dataclass
 class Merged:
-    """Patched files by path, the version that the patches are for, and what is left to do."""
+    """Patched files by path, the version that the patches are for, and notes on what is left."""
 
     files: dict[str, bytes]
     version: str
@@ -25,7 +25,7 @@ class Merged:
 
 
 class Application:
-    """The patch set as it is, and a checkout as it is."""
+    """The present patch set and the present checkout, and the ways from one state to another."""
 
     def __init__(self, patchset: PatchSet, checkout: Checkout):
         self.patchset, self.checkout, self.store = patchset, checkout, Store(checkout)
@@ -35,7 +35,7 @@ class Application:
         self.notices: list[str] = []
         self._left_out: set[str] = set()  # patches
         self._now: States = {}
-        self._before: States = {}  # as it was before the overlay was first applied
+        self._before: States = {}  # states before the overlay was first applied
 
     def apply(self, link: bool, only_check: bool = False) -> list[str]:
         """Bring the checkout to the present state of the patch set; links stay links."""
@@ -52,14 +52,14 @@ class Application:
         return [self._move(new, ends, tree)]
 
     def _series(self) -> dict[str, bytes]:
-        """The patches that are not left out."""
+        """Return the patches that are not left out."""
         patches = self.patchset.series().items()
         return {name: patch for name, patch in patches if name not in self._left_out}
 
     def three_way(self) -> tuple[str, list[str]]:
         """Merge the patch set into a git tree that differs from the lock.
 
-        Returns what was done, and what is left to do by hand.
+        Return what was done, and what is left to do by hand.
         """
         self._leave_out("a three-way merge has no base for it")
         merged = self._merge()
@@ -68,7 +68,7 @@ class Application:
         return self._move(new, ends, merged.files), merged.notes
 
     def revert(self) -> list[str]:
-        """Give the originals back, byte for byte."""
+        """Restore the originals, byte for byte."""
         if self.old is None:
             return ["not applied"]
         ends = {path: states[0] for path, states in self.known.items()}
@@ -77,7 +77,7 @@ class Application:
         return [self._move(None, ends, {}).replace("updated", "reverted")]
 
     def status(self) -> list[str]:
-        """One of applied, not applied, modified since, partly applied; then the files."""
+        """Return one of applied, not applied, modified since, partly applied; then the files."""
         self._look({*self.known, *self.locked}, strict=False)
         now = self._now
         if self.old is None:
@@ -100,7 +100,7 @@ class Application:
         return ["applied: an earlier state of the patch set; apply again to update"]
 
     def _look(self, paths, strict: bool = True) -> None:
-        """Take down the state of every path; refuse all behind symlinks at once."""
+        """Record the state of every path; refuse all paths behind symlinks in one error."""
         self._now, refused = {}, []
         for path in sorted(paths):
             try:
@@ -115,7 +115,7 @@ class Application:
         self._check_git_only()
 
     def _check_git_only(self) -> None:
-        """Leave the patches of git-only files out where one of these is not as locked."""
+        """Leave out the patches of git-only files if one of these files is not as locked."""
         for path in self.patchset.lock.git_only().keys() & self.locked.keys():
             found = digest(self._before.get(path))
             if found not in self.locked[path]:
@@ -133,8 +133,9 @@ class Application:
         self.notices = [f"left out: {', '.join(sorted(self._left_out))}: {why}"]
 
     def _plan(self, link: bool, merged: Merged | None = None) -> tuple[States, Manifest]:
-        """The end of every path, and the manifest there. Where an earlier state of the patch set is
-        applied, the new one starts from the originals.
+        """Return the final state of every path, and the final manifest.
+
+        If an earlier state of the patch set is applied, the new one starts from the originals.
 
         Raises:
             OverlayError: a file differs from the lock, or local edits would be lost.
@@ -180,7 +181,7 @@ class Application:
         return f"{path} differs from the lock"
 
     def _original(self, path: str) -> bytes | None:
-        """The file as it was before us, None where there was no regular one."""
+        """Return the file as it was before the overlay, None if there was no regular one."""
         if digest(self._before.get(path)) is None:
             return None
         if path in self.known:
@@ -188,8 +189,10 @@ class Application:
         return self.checkout.path(path).read_bytes()
 
     def _is_committed(self, path: str, in_head: bool) -> bool:
-        """Whether a file is as the version's own commit has it, or with ``in_head`` the last one:
-        then an overlay file may replace it, and --revert restores it."""
+        """Return whether a file's original is committed, in the version or with ``in_head`` HEAD.
+
+        Then an overlay file may replace it, and --revert restores it.
+        """
         if (data := self._original(path)) is None:
             return False
         version = self.patchset.lock.versions.get(self.checkout.version)
@@ -197,7 +200,7 @@ class Application:
         return git.is_committed(self.checkout.root, revision, path, data)
 
     def _move(self, new: Manifest | None, ends: States, tree: dict[str, bytes]) -> str:
-        """Go to the ends; ``tree`` has the patched files."""
+        """Bring all paths to the states ``ends``; ``tree`` has the patched files."""
         changes = [path for path, state in ends.items() if not same(self._now[path], state)]
         contents = {}
         for path in [path for path in changes if digest(ends[path])]:
@@ -213,8 +216,11 @@ class Application:
         return f"{'updated' if self.old else 'applied'}: {_count(changes)} changed"
 
     def _merge(self) -> Merged:
-        """Merge every patched file. Base is the file of the version that the patches are for, ours
-        is the file as the last commit has it, theirs is the base with all patches."""
+        """Merge every patched file.
+
+        Base is the file of the version that the patches are for, ours is the last commit's file,
+        theirs is the base with all patches.
+        """
         lock, overlay = self.patchset.lock, self.patchset.overlay
         version = self.checkout.version if self.checkout.version in lock.locked else lock.pin
         original = upstream(lock, version, self.patchset.root).get
@@ -230,7 +236,7 @@ class Application:
         for path in sorted({*theirs, *overlay}):
             data = self._original(path)
             if path in overlay:
-                # The sdist knows nothing of the examples that a git tree has.
+                # The sdist lacks the examples that a git tree has.
                 if data != original(path) and path.startswith("megatron/"):
                     notes.append(f"review: {path} is ours, and not what upstream has in {version}")
                 continue
@@ -246,7 +252,7 @@ class Application:
 
 
 def _refuse(code: int, lines: list[str]) -> None:
-    """Raise where there is something to say."""
+    """Raise OverlayError with the lines, if there are any."""
     if lines:
         raise OverlayError(code, *lines)
 

@@ -1,9 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkout, seen without following symlinks, and never anything outside it.
+"""Files of a checkout, read without following symlinks, and nothing outside it.
 
-What stands at a path is its state, a text: ``MODE SHA256`` of a regular file, ``link TARGET`` of a
-symlink, ``other`` of what this tool never makes or replaces, such as a folder. Absence is ``None``.
+The state of a path is a text: ``MODE SHA256`` for a regular file, ``link TARGET`` for a symlink,
+``other`` for what this tool never makes or replaces, such as a folder. If nothing is there, it is
+``None``.
 """
 
 import hashlib
@@ -23,33 +24,38 @@ def sha256(data: bytes) -> str:
 
 
 def digest(state: str | None) -> str | None:
-    """The sha256 of a regular file's state."""
+    """Return the sha256 from a regular file's state; None for other states."""
     kind, _, content = (state or "").partition(" ")
     return content if kind not in ("", "link", "other") else None
 
 
 def same(state: str | None, *others: str | None) -> bool:
-    """``state`` has the content of one of ``others``. The mode is kept for restoring, not compared:
-    whoever changes it has edited nothing."""
+    """Return whether ``state`` has the content of one of ``others``.
+
+    The mode, which is kept for restoring, is not compared: changing it is no edit.
+    """
     return any(state == other or (digest(state) or "") == digest(other) for other in others)
 
 
 def regular(before: str | None, sha: str, executable: bool = False) -> str:
-    """The state of a regular file that takes the place of ``before``, and its mode."""
+    """Return the state of a regular file that replaces ``before`` and takes its mode."""
     mode = before.partition(" ")[0] if digest(before) else "755" if executable else "644"
     return f"{mode} {sha}"
 
 
 def check_relative(path: str, where: str) -> str:
-    """Return ``path`` if it is a plain relative path that stays inside a checkout and out of the
-    private folders of git and of this tool. ``where`` says who asks for it."""
+    """Return ``path`` if it is a plain relative path inside a checkout, else raise OverlayError.
+
+    The private folders of git and of this tool are refused, too. ``where`` names the origin of the
+    path in the error.
+    """
     if path.startswith("/") or _FORBIDDEN_PARTS & set(path.split("/")) or "\0" in path:
         raise OverlayError(FAILED, f"{where}: refused path {path!r}: it leaves the checkout")
     return path
 
 
 def parents(path: str) -> list[str]:
-    """Folders above a relative path, outermost first, without the checkout itself."""
+    """Return the folders above a relative path, outermost first, without the checkout itself."""
     return [str(folder) for folder in reversed(PurePosixPath(path).parents)][1:]
 
 
@@ -57,7 +63,7 @@ class Checkout:
     """A Megatron-LM tree. ``root`` is resolved once; below it no symlink is ever followed.
 
     Raises:
-        OverlayError: ``root`` is no Megatron-LM checkout.
+        OverlayError: ``root`` is not a Megatron-LM checkout.
     """
 
     def __init__(self, root: Path):
@@ -76,7 +82,7 @@ class Checkout:
         return self.path(relative).read_bytes()
 
     def look(self, relative: str) -> str | None:
-        """The state of a path.
+        """Return the state of a path.
 
         Raises:
             OverlayError: a folder on the way is a symlink or a file.
@@ -104,7 +110,7 @@ class Checkout:
 
 
 def read_version(package_info: str) -> str:
-    """Version that upstream's ``package_info.py`` states, read as text: nothing is imported."""
+    """Return the version in upstream's ``package_info.py``, read as text: nothing is imported."""
     fields = dict.fromkeys(_VERSION_FIELDS, "")
     for line in package_info.splitlines():
         name, equals, value = line.partition(" = ")

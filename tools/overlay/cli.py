@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line."""
+"""Fetch Megatron-LM, apply the patch set, refresh it, or compare it with another version."""
 
 import argparse
 import contextlib
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command and print what it says; returns the exit code."""
+    """Run the command and print its lines; return the exit code."""
     root, code = options.root, 0
     if options.command == "fetch":
         lock = Lock.read(root / "patches/upstream.toml")
@@ -99,7 +99,7 @@ def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], 
 
 
 def reported(command: Callable[[], int]) -> int:
-    """Run a command; where it refuses, say why, and return the exit code of that."""
+    """Run a command; if it refuses, print why and return the refusal's exit code."""
     try:
         return command()
     except OverlayError as error:

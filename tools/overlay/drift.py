@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What another Megatron-LM tree means for the patch set, worked out without changing anything."""
+"""Comparison of the patch set with another Megatron-LM tree, without changing anything."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -16,12 +16,12 @@ from overlay.uses import Uses, changed_names
 _APPLIES, _OFFSET = "applies", "applies with offset"
 _LEFT_OUT = "left out"
 _NOTHING_TO_DO = {_APPLIES, _OFFSET, _LEFT_OUT, "unchanged"}
-_PLACES = 4  # places of use that the table shows
+_PLACES = 4  # most places of use that the table shows
 
 
 @dataclass
 class Row:
-    """A patch, an overlay file, or a name: what is with it, and where (files, or places of use)."""
+    """A patch, an overlay file, or a name: its state, and where (files, or places of use)."""
 
     name: str
     state: str
@@ -31,7 +31,11 @@ class Row:
 
 @dataclass
 class Report:
-    """``names`` has only rows that mean work; ``new_files`` counts overlay files that are new."""
+    """The comparison.
+
+    ``names`` has only rows that need work; ``new_files`` counts overlay files that replace none of
+    upstream's.
+    """
 
     pin: str
     version: str
@@ -94,7 +98,7 @@ def drift(patchset: PatchSet, checkout: Checkout) -> Report:
 
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
-    """How each patch of the sdist's files fares upon those before it."""
+    """Return how each patch of the sdist's files applies after those before it."""
     git_only = patchset.lock.git_only_patches()
     patches = {name: p for name, p in patchset.series().items() if name not in git_only}
     steps = series.build(patches, old.get)
@@ -114,7 +118,7 @@ def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -
 
 
 def _git_only(patchset: PatchSet, checkout: Checkout) -> list[Row]:
-    """How the patches of git-only files fare. Without the pin's files, none can be merged."""
+    """Return how the patches of git-only files apply; without the pin's files, none can merge."""
     git_only, patches = patchset.lock.git_only(), patchset.series()
     files = {path: checkout.read(path) for path in git_only if digest(checkout.look(path))}
     rows = []
@@ -145,7 +149,7 @@ def _how_it_applies(name: str, patches: dict[str, bytes], files: dict[str, bytes
 def _files(
     patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]
 ) -> tuple[list[Row], int]:
-    """The overlay files that replace upstream's, and how many others there are."""
+    """Return the overlay files that replace upstream's, and the number of others."""
     rows, pin, other = [], Tree(old), Tree(new)
     replaced = sorted(path for path in patchset.overlay if path in old or path in new)
     for path in replaced:
@@ -162,7 +166,7 @@ def _files(
 
 
 def _names(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
-    """Upstream's names that our code uses and that are gone or declared otherwise."""
+    """Return upstream's names that our code uses and that are gone or declared differently."""
     sources = {path: source.path for path, source in patchset.overlay.items()}
     for path in (patchset.root / "tests").glob("**/*.py"):
         sources[path.relative_to(patchset.root).as_posix()] = path

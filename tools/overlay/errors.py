@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools refuse, and the exit code that goes with it."""
+"""Refusals of the tools, with their exit codes."""
 
 FAILED = 1  # the patch set is inconsistent, or the machine refused an operation
 USAGE = 2

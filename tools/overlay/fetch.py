@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetch a locked upstream: the package's sdist, or a clone of the tag, verified before use.
 
-The tree is prepared beside its destination and renamed: the destination is whole or absent.
+The tree is prepared beside its destination and then renamed: the destination is complete or absent.
 """
 
 import functools
@@ -19,13 +19,13 @@ from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 from overlay.git import user_git
 from overlay.lock import Lock, Version, check_version
 
-# What upstream's build needs: pip reads an sdist's metadata by running its build. Given them, pip
+# Requirements of upstream's build, which pip runs to read an sdist's metadata. Given these, pip
 # need not make an isolated environment with all of torch in it.
 _BUILD_REQUIREMENTS = ["setuptools>=80", "pybind11", "packaging>=24.2"]
 
 
 def upstream(lock: Lock, version: str, root: Path) -> dict[str, bytes]:
-    """The files of a locked version, by path, from its sdist."""
+    """Return the files of a locked version from its sdist, by path."""
     return _files(sdist_file(lock.versions[version], root))
 
 
@@ -37,7 +37,7 @@ def _files(sdist: Path) -> dict[str, bytes]:
 
 
 def sdist_file(version: Version, root: Path) -> Path:
-    """The sdist, verified, downloaded once into ``build/cache``."""
+    """Return the path of the verified sdist, which is downloaded once into ``build/cache``."""
     cache = root / "build" / "cache"
     cached = cache / (version.sdist.replace("-", "_").replace("==", "-") + ".tar.gz")
     if not cached.is_file():
@@ -83,10 +83,11 @@ def _pip(args: list[str], work: Path) -> None:
 def fetch(
     lock: Lock, root: Path, destination: Path, version: str | None, remote: str | None
 ) -> str:
-    """Make ``destination`` a checkout of a locked version; returns what was done, in a line.
+    """Make ``destination`` a checkout of a locked version; return what was done, in one line.
 
     Raises:
-        OverlayError: what came is not that version (nothing is left), or something else lies there.
+        OverlayError: the fetched tree is not that version (nothing is kept), or the destination is
+            something else.
     """
     version = version or lock.pin
     if version not in lock.versions:
@@ -121,7 +122,7 @@ def _unpack(sdist: Path, into: Path) -> None:
 
 
 def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
-    """Clone the tag, and check its commit or, where the lock has none, the files that we change."""
+    """Clone the tag, and check its commit or, if not locked, the files that we change."""
     wanted = lock.versions[version]
     clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
     done = user_git([*clone, "--branch", wanted.tag, "--", remote, str(into)])

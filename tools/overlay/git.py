@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""git as a library: it reads, applies, makes and merges patches, so that no code of ours must.
+"""Functions that run git to read, apply, make and merge patches.
 
-It runs outside any repository and without the user's configuration and attributes. Folders for its
-files are made below ``scratch``.
+git runs outside any repository and without the user's configuration and attributes. Its temporary
+folders are made below ``scratch``.
 """
 
 import hashlib
@@ -42,10 +42,11 @@ def write_files(root: Path, files: dict[str, bytes]) -> None:
 
 
 def touched(name: str, patch: bytes) -> dict[str, int]:
-    """Paths that a patch touches, with the number of lines it adds and deletes in each.
+    """Return the paths that a patch touches, with the number of lines it adds and deletes in each.
 
     Raises:
-        OverlayError: git cannot read it, or it does more than edit the text of existing files.
+        OverlayError: git cannot read the patch, or it does more than edit the text of existing
+            files.
     """
     done = _run(["apply", "--numstat", "--summary", "-z"], Path("/"), patch)
     if done.returncode:
@@ -66,10 +67,10 @@ def touched(name: str, patch: bytes) -> dict[str, int]:
 def apply(
     name: str, patch: bytes, files: dict[str, bytes], scratch: Path | None = None
 ) -> tuple[dict[str, bytes], bool]:
-    """``files`` (path to content) with one patch applied, and whether lines had moved.
+    """Return ``files`` (path to content) with a patch applied, and whether lines had moved.
 
     Raises:
-        OverlayError: it does not apply.
+        OverlayError: the patch does not apply.
     """
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         work = Path(folder)
@@ -84,8 +85,10 @@ def apply(
 
 
 def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
-    """The canonical diff between two trees: fixed algorithm and context, no index lines, nothing
-    behind the hunk ranges, so that equal trees give equal bytes."""
+    """Return the canonical diff between two trees, so that equal trees give equal bytes.
+
+    Algorithm and context are fixed; there are no index lines, and nothing after the hunk ranges.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for side, files in (("a", old), ("b", new)):
             Path(folder, side).mkdir()
@@ -104,8 +107,10 @@ def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
 def merge(
     ours: bytes, base: bytes, theirs: bytes, *options: str, scratch: Path | None = None
 ) -> tuple[bytes, bool]:
-    """``ours`` with the change from ``base`` to ``theirs``, and whether that left no conflict.
-    ``options`` are those of ``git merge-file``."""
+    """Return ``ours`` with the change from ``base`` to ``theirs``, and whether it was clean.
+
+    ``options`` are those of ``git merge-file``.
+    """
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         versions = {"ours": ours, "base": base, "theirs": theirs}
         write_files(Path(folder), versions)
@@ -116,7 +121,7 @@ def merge(
 
 
 def is_committed(repository: Path, revision: str, path: str, data: bytes) -> bool:
-    """Whether ``path`` has the content ``data`` in ``revision`` of the user's ``repository``."""
+    """Return whether ``path`` has the content ``data`` in ``revision`` of ``repository``."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     args = ["rev-parse", "--verify", "--quiet", f"{revision}:{path}"]
     done = user_git(["-C", str(repository), *args])
@@ -124,6 +129,6 @@ def is_committed(repository: Path, revision: str, path: str, data: bytes) -> boo
 
 
 def user_git(args: list[str]) -> subprocess.CompletedProcess:
-    """Run git as the user would, on a repository of theirs."""
+    """Run git with the user's configuration, on the user's repository."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_DIR")}
     return subprocess.run(["git", *args], env=env, capture_output=True, text=True)

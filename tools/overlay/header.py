@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a patch file: why the patch exists, and when it may go."""
+"""The header of a patch file: why the patch exists, and when it may be dropped."""
 
 import re
 
@@ -8,13 +8,13 @@ from overlay.errors import FAILED, OverlayError
 
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
 EXPLANATION = "Why-Not-A-Hook"
-HOOK_LINES = 40  # changed lines up to which a patch counts as a hook
-MOST_PATCHES, MOST_LINES = 25, 450  # of the whole set
+HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
+MOST_PATCHES, MOST_LINES = 25, 450  # limits of the whole set
 _STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+")
 
 
 def split(patch: bytes) -> tuple[bytes, bytes]:
-    """Header and diff of a patch file; either may be empty."""
+    """Split a patch file into header and diff; either may be empty."""
     start = 0 if patch.startswith(b"diff --git ") else patch.find(b"\ndiff --git ") + 1
     if start == 0 and not patch.startswith(b"diff --git "):
         return patch, b""
@@ -22,13 +22,13 @@ def split(patch: bytes) -> tuple[bytes, bytes]:
 
 
 def join(header: bytes, diff: bytes) -> bytes:
-    """A patch file in canonical form: header without stray blanks, a blank line, the diff."""
+    """Return a patch file in canonical form: header without stray blanks, blank line, diff."""
     lines = [line.rstrip() for line in header.strip().splitlines()]
     return b"\n".join(lines) + b"\n\n" + diff
 
 
 def fields(name: str, header: bytes) -> dict[str, str]:
-    """Header fields; a line that starts with a blank continues the field above it."""
+    """Parse header fields; a line that starts with a blank continues the field above it."""
     found: dict[str, str] = {}
     key = None
     for line in header.decode().strip().splitlines():
@@ -43,7 +43,7 @@ def fields(name: str, header: bytes) -> dict[str, str]:
 
 
 def problems(name: str, patch: bytes, changed_lines: int) -> list[str]:
-    """What is wrong with the header of a patch that changes so many lines."""
+    """Return the errors in the header of a patch that changes ``changed_lines`` lines."""
     found = fields(name, split(patch)[0])
     lines = [f"patches/{name}: no {key} in the header" for key in REQUIRED if not found.get(key)]
     status = found.get("Upstream-Status", "")
@@ -60,6 +60,6 @@ def problems(name: str, patch: bytes, changed_lines: int) -> list[str]:
 
 
 def problems_of_all(patches: int, changed_lines: int) -> list[str]:
-    """What is wrong with the size of the whole set."""
+    """Return the limits that the size of the whole set exceeds."""
     sizes = [(patches, MOST_PATCHES, "patches"), (changed_lines, MOST_LINES, "changed lines")]
     return [f"patches: {n} {what}, over {most}" for n, most, what in sizes if n > most]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The lock, ``patches/upstream.toml``: upstream's versions, and what the patch set does to each."""
+"""The lock, ``patches/upstream.toml``: upstream's versions, and the patch set's changes to each."""
 
 import json
 import tomllib
@@ -21,7 +21,7 @@ _TOP = """\
 
 @dataclass(frozen=True)
 class Version:
-    """A release of upstream. Without ``commit``, a clone is checked file by file."""
+    """A release of upstream. If ``commit`` is empty, a clone is checked file by file."""
 
     tag: str
     sdist: str
@@ -31,9 +31,12 @@ class Version:
 
 @dataclass(frozen=True)
 class LockedFile:
-    """An upstream file that we change: which patches do it (``("overlay",)`` where it is replaced
-    whole), and its sha256 before and after in each version that has it. With ``git_only`` no sdist
-    has it; its patches are left out where it is not as locked."""
+    """An upstream file that we change.
+
+    by: the patches that change it, or ``("overlay",)`` if an overlay file replaces it. before,
+    after: its sha256 in each version that has it. git_only: no sdist has it, and its patches are
+    left out where it is not as locked.
+    """
 
     by: tuple[str, ...]
     before: dict[str, str]
@@ -43,8 +46,11 @@ class LockedFile:
 
 @dataclass
 class Lock:
-    """``pin`` is the version that the patches are written for. They apply to all that are
-    ``locked``: those of the ``versions`` that ``files`` was made for."""
+    """The lock's content.
+
+    ``pin`` is the version that the patches are written for. They apply to all ``locked`` versions:
+    those of ``versions`` that ``files`` was made for.
+    """
 
     pin: str
     versions: dict[str, Version]
@@ -82,13 +88,13 @@ class Lock:
         return _TOP + "\n".join(lines) + "\n"
 
     def _side(self, name: str, digests: dict[str, str]) -> list[str]:
-        """One line where all versions agree, else one for each."""
+        """Return one line if all versions agree, else one for each."""
         if len(digests) == len(self.locked) and len(set(digests.values())) == 1:
             return [f'{name} = "{digests[self.pin]}"']
         return [f'{name}."{version}" = "{digest}"' for version, digest in digests.items()]
 
     def changed_in(self, version: str) -> dict[str, tuple[str, str]]:
-        """By path, the sha256 before and after of each file of ``version`` that we change."""
+        """Return the sha256 before and after of each changed file of ``version``, by path."""
         return {
             path: (entry.before[version], entry.after[version])
             for path, entry in self.files.items()
@@ -96,11 +102,11 @@ class Lock:
         }
 
     def git_only(self) -> dict[str, LockedFile]:
-        """Files that only git checkouts have, by path."""
+        """Return the files that only git checkouts have, by path."""
         return {path: entry for path, entry in self.files.items() if entry.git_only}
 
     def git_only_patches(self) -> set[str]:
-        """The patches of such files, which touch no others."""
+        """Return the patches of git-only files, which touch no others."""
         return {name for entry in self.git_only().values() for name in entry.by}
 
     def is_patched(self, path: str) -> bool:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and signatures in a tree of Python files, from the syntax alone: nothing is imported.
 
-Modules are parsed when they are first asked for. Names are followed through re-exports, relative
-imports, base classes and annotations. What cannot be told is ``UNKNOWN``, what is of another
-package is ``EXTERNAL``, and what should be in the tree and is not is ``None``.
+Modules are parsed when they are first needed. Names are followed through re-exports, relative
+imports, base classes and annotations. A name that cannot be resolved is ``UNKNOWN``, one of another
+package is ``EXTERNAL``, and one that is missing in the tree is ``None``.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Definition:
 
     @cached_property
     def members(self) -> dict[str, "Definition"]:
-        """What a class itself defines: methods, attributes, and what its methods set on self."""
+        """Members that the class itself defines, including attributes that methods set on self."""
         found: dict[str, Definition] = {}
         for name, node, annotation in _bindings(self.node.body):
             found[name] = Definition(self.module, name, node, self, annotation)
@@ -58,7 +58,7 @@ class Definition:
 
 
 class Module:
-    """One file: what its names are bound to."""
+    """One file, with the bindings of its names."""
 
     def __init__(self, name: str, path: str, tree: ast.Module):
         self.name, self.path, self.tree = name, path, tree
@@ -78,14 +78,14 @@ class Module:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; ``inherited``: as ``super()`` sees it."""
+    """An object of a class; with ``inherited``, as ``super()`` sees it."""
 
     of: Definition
     inherited: bool = False
 
 
 class Tree:
-    """The modules among ``files`` (path to source)."""
+    """The modules in ``files`` (path to source)."""
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
@@ -104,14 +104,14 @@ class Tree:
         return self._modules[name]
 
     def follow(self, module: str, *chain: str):
-        """What ``module`` and the names below it lead to."""
+        """Resolve a chain of names that starts with ``module``."""
         found = self.module(module)
         for name in chain:
             found = self.member(found, name)
         return found
 
     def member(self, of, name: str):
-        """One step: a name of a module, class, object, or value of a known class."""
+        """Resolve one name of a module, class, object, or value of a known class."""
         if isinstance(of, Module):
             return self._in_module(of, name, frozenset())
         if isinstance(of, Instance):
@@ -148,7 +148,7 @@ class Tree:
         return None
 
     def bases(self, of: Definition, seen: frozenset = frozenset()) -> Iterator:
-        """The class and its bases, nearest first; UNKNOWN for one that lies outside the tree."""
+        """Yield the class and its bases, nearest first; UNKNOWN for a base outside the tree."""
         yield of
         for expression in of.node.bases:
             base = self.evaluate(of.module, expression)
@@ -158,12 +158,12 @@ class Tree:
                 yield UNKNOWN
 
     def value_of(self, of: Definition):
-        """The object that a value, a property, or a call of a function gives."""
+        """Return the object that a value, a property, or a call of a function gives."""
         annotation = getattr(of.node, "returns", of.type_name)
         return self.instance_of(of.module, annotation)
 
     def evaluate(self, module: Module, expression: ast.expr):
-        """The definition that a dotted name means in ``module``."""
+        """Return the definition that a dotted name has in ``module``."""
         if isinstance(expression, ast.Subscript):  # Generic[T]
             return self.evaluate(module, expression.value)
         if isinstance(expression, ast.Attribute):
@@ -173,7 +173,7 @@ class Tree:
         return UNKNOWN
 
     def instance_of(self, module: Module, annotation: ast.expr | None):
-        """What an annotation promises: ``C``, ``"C"``, ``C | None`` or ``Optional[C]``."""
+        """Return the object for an annotation: ``C``, ``"C"``, ``C | None`` or ``Optional[C]``."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             try:
                 annotation = ast.parse(annotation.value, mode="eval").body
@@ -189,7 +189,7 @@ class Tree:
         return Instance(found) if is_class(found) else UNKNOWN
 
     def signature(self, of) -> Signature | None:
-        """How a function, method, class or module object is called; None where that is not told."""
+        """Return the signature of a function, method, class or module object; None if unknown."""
         if isinstance(of, Instance):
             return self.signature(self.member(of, "forward"))
         if not isinstance(of, Definition) or of.node is None:
@@ -204,7 +204,7 @@ class Tree:
         return Signature.of(of.node.args, bound)
 
     def _of_fields(self, of: Definition) -> Signature | None:
-        """The constructor that a dataclass or a NamedTuple gets from its fields."""
+        """Return the signature of the constructor that a dataclass or NamedTuple gets."""
         names: dict[str, bool] = {}
         bases = list(self.bases(of))
         named_tuple = any(last_name(b) == "NamedTuple" for b in of.node.bases)
@@ -221,7 +221,7 @@ class Tree:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class, also those inside if, try, with and for."""
+    """Yield the statements of a module or class, including those inside if, try, with and for."""
     for node in body:
         yield node
         if not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
@@ -230,7 +230,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None, ast.expr | None]]:
-    """Names that statements bind: name, class or function, annotation."""
+    """Yield the names that statements bind: name, class or function, annotation."""
     for node in _statements(body):
         if isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
             yield node.name, node, None
@@ -244,7 +244,7 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None, ast.e
 def _set_on(
     receiver: str | None, node: ast.AST, hints: dict
 ) -> Iterator[tuple[str, ast.expr | None]]:
-    """Attributes that a statement sets on ``receiver``, each with what is known of its type."""
+    """Yield the attributes that a statement sets on ``receiver``, each with its type if known."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         return
@@ -260,7 +260,7 @@ def _set_on(
 
 
 def imports_of(node: ast.AST, package: str) -> Iterator[tuple[str, str, str | None]]:
-    """Names that an import statement binds: (name, module, name in that module)."""
+    """Yield the names that an import statement binds: (name, module, name in that module)."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             top = alias.name.partition(".")[0]
@@ -278,7 +278,7 @@ def is_class(found) -> bool:
 
 
 def last_name(expression: ast.expr) -> str:
-    """``c`` of ``a.b.c`` and of ``a.b.c(…)``."""
+    """Return ``c`` for ``a.b.c`` and for ``a.b.c(…)``."""
     if isinstance(expression, ast.Call):
         return last_name(expression.func)
     return getattr(expression, "attr", getattr(expression, "id", ""))

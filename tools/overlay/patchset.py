@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The patch set on our side: the lock, the patches, and the overlay files."""
+"""The patch set in our repository: the lock, the patches, and the overlay files."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from overlay.checkout import check_relative, sha256
 from overlay.errors import FAILED, OverlayError
 from overlay.lock import BY_OVERLAY, Lock
 
-# Folder of ours -> where it lands in a checkout.
+# Folder in our repository -> its place in a checkout.
 OVERLAY_ROOTS = {"megatron_overlay": "", "examples/mimo": "examples/mimo"}
 _PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
 
@@ -26,7 +26,7 @@ class Source:
 
 
 class PatchSet:
-    """Everything that an application needs, read from the repository at ``root``."""
+    """The patch set, read from the repository at ``root``."""
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
@@ -35,7 +35,7 @@ class PatchSet:
         self.overlay = _overlay_files(self.root)
 
     def series(self) -> dict[str, bytes]:
-        """The patches by name, in the order of their numbers, in which they apply."""
+        """Return the patches by name, in the order of their numbers, in which they apply."""
         names = sorted(path.name for path in self.patch_dir.glob("*.patch"))
         for name, following in zip(names, [*names[1:], "end"], strict=True):
             if not _PATCH_NAME.fullmatch(name):
@@ -47,7 +47,7 @@ class PatchSet:
     def check_against_lock(self) -> None:
         """Refuse a patch set that was edited after the lock was made.
 
-        Given this and the hashes of upstream's files, what application gives is determined.
+        This and the hashes of upstream's files determine the result of applying the patch set.
         """
         locked, found = self.lock.patches, {n: sha256(p) for n, p in self.series().items()}
         stale = [f"patches/{n}" for n in sorted({*found, *locked}) if found.get(n) != locked.get(n)]
@@ -63,7 +63,7 @@ class PatchSet:
 
 
 def _overlay_files(root: Path) -> dict[str, Source]:
-    """Overlay files by their path in a checkout; a symlink among them is refused."""
+    """Return the overlay files by their path in a checkout; refuse symlinks among them."""
     found = {}
     for ours, theirs in OVERLAY_ROOTS.items():
         for path in sorted((root / ours).rglob("*")):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write our side of the patch set, canonical patches and the lock, or check it.
+"""Write the canonical patches and the lock, or check them.
 
-What patches change comes from the sdists, or, where only git checkouts have it, from the checkout
-that is given; without one, the patches of such files and their part of the lock stay as they are.
+The files that patches change come from the sdists, or, if only git checkouts have them, from the
+given checkout; without one, the patches of such files and their part of the lock stay as they are.
 """
 
 from dataclasses import replace
@@ -24,10 +24,10 @@ Texts = dict[str, bytes]  # patches by name
 def refresh(
     patchset: PatchSet, checkout: Checkout | None, into: list[str], only_check: bool = False
 ) -> list[str]:
-    """Bring patches and lock to their canonical form, with an applied checkout's edits.
+    """Bring patches and lock to their canonical form, including an applied checkout's edits.
 
     Raises:
-        OverlayError: the patch set is inconsistent; or, with ``only_check``, not in that form.
+        OverlayError: the patch set is inconsistent; or, with ``only_check``, not in canonical form.
     """
     lines: list[str] = []
     patches, lock, old_pin = patchset.series(), patchset.lock, patchset.lock.pin
@@ -55,7 +55,7 @@ def refresh(
 
 
 def _originals(patchset: PatchSet, version: str, checkout: Checkout | None) -> Original:
-    """Upstream's files of a version: the sdist's, and what only the checkout has, before us."""
+    """Return a lookup of upstream's files: the sdist's, or those that only the checkout has."""
     sdist = upstream(patchset.lock, version, patchset.root)
     if checkout is None:
         return sdist.get
@@ -74,10 +74,10 @@ def _originals(patchset: PatchSet, version: str, checkout: Checkout | None) -> O
 
 
 def _kept(patchset: PatchSet, checkout: Checkout | None) -> Texts:
-    """The patches of git-only files, where the checkout has not all of these.
+    """Return the patches of git-only files if the checkout lacks some of these, else none.
 
     Raises:
-        OverlayError: they were edited.
+        OverlayError: such a patch was edited.
     """
     lock, patches = patchset.lock, patchset.series()
     original = _originals(patchset, lock.pin, checkout)
@@ -100,8 +100,10 @@ def _kept(patchset: PatchSet, checkout: Checkout | None) -> Texts:
 def _take_edits(
     patchset: PatchSet, checkout: Checkout, steps: list[Step], into: list[str]
 ) -> tuple[list[Step], list[str]]:
-    """The steps with what was edited in the checkout. One that was merged onto another version by
-    ``--three-way`` moves the pin to that version."""
+    """Return the steps with the checkout's edits, and lines that list these.
+
+    A checkout onto whose version the patches were merged by ``--three-way`` moves the pin there.
+    """
     lock, manifest = patchset.lock, Store(checkout).manifest()
     version, conflicts = checkout.version, {}
     check_version(checkout.root, version, lock.versions)
@@ -133,7 +135,7 @@ def _take_edits(
 def _edits(
     patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes], manifest: Manifest
 ) -> dict[str, bytes]:
-    """Upstream's Python files that are not as the patches leave them."""
+    """Return upstream's Python files that differ from what the patches make of them."""
     edits = {}
     sdist = upstream(patchset.lock, patchset.lock.pin, patchset.root)
     beside = [path for path in applied if path not in sdist and path in manifest.files]
@@ -151,8 +153,11 @@ def _edits(
 
 
 def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: list[str]) -> int:
-    """Index of the patch that an edit of ``path`` belongs to: the one that ``into`` names for it
-    or for all, else the only one that conflicted in it, else the only one that touches it."""
+    """Return the index of the patch that an edit of ``path`` belongs to.
+
+    It is the one that ``into`` names for this path or for all, else the only one that conflicted in
+    it, else the only one that touches it.
+    """
     named = [number for number, _, of in (i.partition(":") for i in into) if of in ("", path)]
     if named:
         found = [i for i, step in enumerate(steps) if step.name.startswith(f"{named[-1]}-")]
@@ -167,7 +172,7 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
 
 
 def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkout | None) -> None:
-    """Bring the tables of the lock up to date: apply the patches to every version in it."""
+    """Update the lock's tables by applying the patches to every version in it."""
     lock, files = patchset.lock, {}
     for path, entry in lock.git_only().items():
         if not kept.keys() & set(entry.by):
@@ -216,7 +221,7 @@ def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -
 
 
 def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
-    """Record that the checkout, as it stands, is what the new lock gives."""
+    """Record in the checkout's manifest that its present files are those of the new lock."""
     store, lock = Store(checkout), patchset.lock
     original = _originals(patchset, lock.pin, checkout)
     with store.locked():
@@ -233,10 +238,10 @@ def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
 
 
 def check_headers(patchset: PatchSet) -> list[str]:
-    """Check the header and size of every patch, and of all together.
+    """Check the header and size of every patch, and the size of all together.
 
     Raises:
-        OverlayError: one line for each thing that is wrong.
+        OverlayError: there are errors; it has a line for each.
     """
     wrong, total, patches = [], 0, patchset.series()
     for name, patch in patches.items():

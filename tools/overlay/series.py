@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The patches one after the other: what each leaves, on the pin and upon another version."""
+"""The series of patches: the files after each of them, on the pin or another version."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from overlay import git, header
 from overlay.checkout import check_relative
 from overlay.errors import FAILED, OverlayError
 
-Original = Callable[[str], bytes | None]  # upstream's file at a path, if there is one
+Original = Callable[[str], bytes | None]  # returns upstream's file at a path, or None
 
 
 @dataclass
 class Step:
-    """One patch: the files it touches, and all patched files as it leaves them."""
+    """One patch: the files that it touches, and all patched files after it."""
 
     name: str
     header: bytes
@@ -28,7 +28,7 @@ def build(patches: dict[str, bytes], original: Original, scratch: Path | None = 
     """Apply the patches in order to upstream's files.
 
     Raises:
-        OverlayError: a patch does not apply, or touches what upstream does not have.
+        OverlayError: a patch does not apply, or touches a file that upstream does not have.
     """
     steps, tree = [], {}
     for name, patch in patches.items():
@@ -47,12 +47,12 @@ def build(patches: dict[str, bytes], original: Original, scratch: Path | None = 
 
 
 def last_tree(steps: list[Step]) -> dict[str, bytes]:
-    """All patched files, with every patch."""
+    """Return all patched files after the last patch."""
     return steps[-1].tree if steps else {}
 
 
 def render(steps: list[Step], original: Original) -> dict[str, bytes]:
-    """The canonical text of each patch: what it changes against what stands before it."""
+    """Return the canonical text of each patch: its changes to the files before it."""
     texts, before = {}, {}
     for step in steps:
         old = {path: before.get(path, original(path)) for path in step.paths}
@@ -65,9 +65,9 @@ def render(steps: list[Step], original: Original) -> dict[str, bytes]:
 def port(
     steps: list[Step], old: Original, new: Original
 ) -> tuple[list[Step], dict[str, list[int]]]:
-    """The steps upon the originals of another version, each patch by a three-way merge.
+    """Port the steps to the originals of another version, each patch by a three-way merge.
 
-    A change that conflicts stays out. Also returned: by file, the steps that conflict in it.
+    Conflicting changes are left out. Also return the steps that conflict in each file.
     """
     ported, tree, before, conflicts = [], {}, {}, defaultdict(list)
     for index, step in enumerate(steps):
@@ -93,10 +93,11 @@ def port(
 def carry(
     steps: list[Step], owner: int, path: str, applied: bytes, edited: bytes, original: Original
 ) -> None:
-    """Put the edit of a fully patched file into step ``owner``, and through the later ones.
+    """Put an edit of a fully patched file into step ``owner``, and carry it through the later
+    steps.
 
     Raises:
-        OverlayError: the edit meets lines of a later patch.
+        OverlayError: the edit conflicts with a later patch.
     """
     for step in steps[owner:]:
         merged, clean = git.merge(step.tree.get(path, original(path)), applied, edited)

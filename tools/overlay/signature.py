@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a function takes, and whether a call fits it."""
+"""Signatures of functions, and checks of calls against them."""
 
 import ast
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call may pass. ``positional`` holds names in order; receivers are left out."""
+    """Arguments that a call may pass. ``positional`` has names in order, without the receiver."""
 
     positional: tuple[str, ...]
     keyword: frozenset[str]
@@ -18,7 +18,7 @@ class Signature:
 
     @classmethod
     def of(cls, args: ast.arguments, bound: bool) -> "Signature":
-        """The signature of a function; ``bound``: its first argument is the receiver."""
+        """Return the signature of a function; if ``bound``, its first argument is the receiver."""
         positional = [arg.arg for arg in args.posonlyargs + args.args]
         needed = positional[: len(positional) - len(args.defaults)]
         pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
@@ -32,8 +32,11 @@ class Signature:
         )
 
     def problem(self, positional: int, keywords: frozenset[str], more: bool) -> str | None:
-        """Why a call with so many positional arguments and these keywords fails. ``more``: it also
-        passes ``*args`` or ``**kwargs``."""
+        """Return why a call with these arguments fails, or None.
+
+        positional: number of positional arguments. keywords: names of the others. more: whether
+        ``*args`` or ``**kwargs`` are passed as well.
+        """
         if positional > len(self.positional) and not self.any_positional:
             return f"takes {len(self.positional)} positional arguments, {positional} are passed"
         if not self.any_keyword and (unknown := keywords - {*self.positional, *self.keyword}):

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private folder of a checkout, and how the checkout moves from one state to another.
 
-``.mimo-overlay/`` holds
-    originals/SHA256   the contents that we replaced
-    applied.json       the manifest: per path what stood there, and what of ours may stand there
+``.mimo-overlay/`` holds:
+    originals/SHA256   contents of the files that we replaced
+    applied.json       the manifest: each path's original state, and the states we give it
 
-Before any file changes, the originals are kept and the manifest names, for every path, each state
-that the run may leave there: the old one and the new one. A killed run thus leaves only files that
-the manifest knows as ours or as upstream's, and the next run goes from them to wherever it is sent.
+Before any file changes, the originals are stored, and the manifest lists for every path each state
+that the run may leave there: the old one and the new one. So a killed run leaves only files that
+the manifest knows as ours or as upstream's, and the next run can start from them.
 """
 
 import contextlib
@@ -28,9 +28,12 @@ States = dict[str, str | None]  # by path
 
 @dataclass
 class Manifest:
-    """What is applied. ``version`` is the one that the patches are written for, after a three-way
-    merge another one than the checkout's. ``files`` has, by path, what stood there before us, then
-    the states that we put there: several only while a run is under way or after it was killed."""
+    """The record of what is applied.
+
+    version: the one that the patches are written for, which is not the checkout's after a three-way
+    merge. files: by path, the original state, followed by the states that we gave it; several only
+    while a run is under way or after it was killed.
+    """
 
     version: str
     files: dict[str, list[str | None]]
@@ -50,7 +53,7 @@ class Store:
 
     @contextmanager
     def locked(self):
-        """Keep a second run out of this checkout while the body runs, and tidy up after it."""
+        """Lock this checkout against other runs inside the block, and tidy up after it."""
         descriptor = os.open(self.checkout.root, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +79,7 @@ class Store:
             raise OverlayError(FAILED, message) from None
 
     def original(self, path: str, manifest: Manifest) -> bytes:
-        """The file that stood at ``path``, which must have been a regular one."""
+        """Return the original content of ``path``, which must have been a regular file."""
         wanted = digest(manifest.files[path][0])
         kept = self._originals / Path(wanted).name
         data = kept.read_bytes() if kept.is_file() else b""
@@ -85,17 +88,18 @@ class Store:
         return data
 
     def scratch(self) -> Path:
-        """The private folder itself, made if need be: the place for temporary files."""
+        """Return the private folder for temporary files, and make it if it is missing."""
         self._originals.mkdir(parents=True, exist_ok=True)
         if not (self.root / ".gitignore").exists():
             self._replace(self.root / ".gitignore", b"*\n")
         return self.root
 
     def move(self, new: Manifest | None, ends: States, contents: dict[str, bytes]) -> None:
-        """Bring every path to its end, then let the manifest be ``new`` (None: nothing is applied).
+        """Bring every path to its final state, then write the manifest ``new`` (None: nothing
+        applied).
 
         Raises:
-            OverlayError: the machine refused a step; what was done is undone.
+            OverlayError: the operating system refused a step; all changes are undone.
         """
         old = self.manifest() or Manifest("", {})
         now = {path: self.checkout.look(path) for path in ends}
@@ -142,7 +146,7 @@ class Store:
         self._replace(path, target if mode == "link" else data, mode)
 
     def _replace(self, path: Path, content: bytes | str, mode: str = "644") -> None:
-        """Make a file, or a symlink to a text, so that it is old or new, never torn."""
+        """Write a file, or a symlink if ``content`` is a text, atomically."""
         temporary = self.root / "tmp"
         temporary.unlink(missing_ok=True)
         if isinstance(content, str):
@@ -153,7 +157,7 @@ class Store:
         os.replace(temporary, path)
 
     def _remove_empty_folders(self, path: str) -> None:
-        """Remove folders above a file of ours that is gone. Bytecode caches do not count."""
+        """Remove empty folders above a removed file of ours; bytecode caches count as empty."""
         for folder in map(self.checkout.path, reversed(parents(path))):
             if folder.is_dir():
                 if any(entry.name != "__pycache__" for entry in folder.iterdir()):
@@ -162,7 +166,7 @@ class Store:
                 folder.rmdir()
 
     def _tidy(self) -> None:
-        """Remove what no manifest needs; without a manifest, the private folder itself."""
+        """Remove what the manifest does not need; without a manifest, the private folder itself."""
         manifest = self.manifest()
         used = {".gitignore", "applied.json", "originals"} if manifest else set()
         used |= {digest(states[0]) for states in manifest.files.values()} if manifest else set()

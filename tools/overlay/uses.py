@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What our code uses of upstream, and what of it another version lacks or declares otherwise.
+"""Names of upstream that our code uses and that another version lacks or declares differently.
 
 Our files are walked once, and every expression is looked up in two trees: the pin's, where it must
-be found, and the other one's. Our overlay lies over both.
+be found, and the other version's. Both include our overlay.
 """
 
 import ast
@@ -30,9 +30,9 @@ Finding = tuple[str, str, str]  # kind, upstream's name, detail
 
 
 class Uses:
-    """Compares what ``ours`` (path to source; all of it is in both trees) uses.
+    """Compares the names that ``ours`` (path to source; in both trees) uses in the two trees.
 
-    ``found`` has, by finding, the places of ours that it concerns: ``path:line``.
+    ``found`` has the places in our files, as ``path:line``, of each finding.
     """
 
     def __init__(self, ours: dict[str, bytes], pin: Tree, other: Tree):
@@ -52,8 +52,11 @@ class Uses:
 
     @cached_property
     def candidates(self) -> dict[str, list[tuple[Definition, Definition | None]]]:
-        """By name, the members of the classes in upstream's modules that we import, each with what
-        the other tree has in its place: what an object of an unknown class may mean."""
+        """Members, by name, of the classes in upstream's modules that we import.
+
+        Each comes with the other tree's member of that name. They are the candidates for an
+        attribute of an object whose class is unknown.
+        """
         modules = {}
         for name in self._names:
             for node in ast.walk(self.pin.module(name).tree):
@@ -72,7 +75,7 @@ class Uses:
 
     @cached_property
     def our_members(self) -> set[str]:
-        """Names of attributes that our own code makes."""
+        """Names that our own code defines, as globals or as attributes."""
         modules = [self.pin.module(name) for name in self._names]
         definitions = [d for module in modules for d in module.names.values()]
         found = {definition.name for definition in definitions}
@@ -80,7 +83,7 @@ class Uses:
 
 
 class _File:
-    """One file of ours. A scope is, for either tree, what local names mean there."""
+    """One file of ours. A pair of scopes has the meaning of local names in either tree."""
 
     def __init__(self, uses: Uses, path: str, name: str):
         self.uses, self.path = uses, path
@@ -123,7 +126,7 @@ class _File:
                 self._report(node, "gone", whole or f"{target}.{of}")
 
     def _enter(self, node, scopes, our_class):
-        """The scope of a function of ours: what its arguments are annotated with, and self."""
+        """Return the scopes of a function of ours, with its annotated arguments and self."""
         inner = tuple(dict(scope) for scope in scopes)
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         for tree, module, scope in zip(self.trees, self.modules, inner, strict=True):
@@ -146,7 +149,7 @@ class _File:
                         scopes[index][name.id] = value if name is target else UNKNOWN
 
     def _evaluate(self, index: int, node: ast.expr, scope: dict):
-        """What an expression is in one of the trees."""
+        """Return what an expression means in one of the trees."""
         tree, module = self.trees[index], self.modules[index]
         if isinstance(node, ast.Name):
             if node.id in scope:
@@ -172,7 +175,7 @@ class _File:
         return [self._evaluate(index, node, scopes[index]) for index in (0, 1)]
 
     def _attribute(self, node: ast.AST, value: ast.expr, name: str, scopes) -> None:
-        """``value.name``, wherever it is written."""
+        """Check ``value.name``, also when written as getattr or dataclasses.replace."""
         bases = self._both(value, scopes)
         if bases[0] in (EXTERNAL, None) or bases[1] is None:
             return
@@ -180,14 +183,14 @@ class _File:
             self._guess(node, name)
             return
         found = [tree.member(base, name) for tree, base in zip(self.trees, bases, strict=True)]
-        if found[0] is None or found[0] is UNKNOWN:  # perhaps of a subclass
+        if found[0] is None or found[0] is UNKNOWN:  # perhaps a subclass has it
             self._guess(node, name)
         elif found[1] is None and self.uses.is_upstream(found[0]):
             label = found[0].name if isinstance(found[0], Module) else found[0].label
             self._report(node, "gone", label)
 
     def _guess(self, node: ast.AST, name: str) -> None:
-        """An attribute of an object of an unknown class: does a class that has it lose it?"""
+        """Report an attribute of an object of an unknown class if a class that has it loses it."""
         lost = [old.label for old, new in self.uses.candidates.get(name, ()) if new is None]
         if lost and name not in self.uses.our_members:
             self._report(node, "perhaps gone", " or ".join(sorted(lost)))
@@ -197,7 +200,7 @@ class _File:
         method = isinstance(node.func, ast.Attribute)
         if self.uses.is_upstream(_callee(found[0])):
             owner = self._evaluate(0, node.func.value, scopes[0]) if method else None
-            if is_class(found[0]) or not is_class(owner):  # C.method(object) counts its receiver
+            if is_class(found[0]) or not is_class(owner):  # C.method(object) passes its receiver
                 self._check_call(node, "signature", found)
         elif method and found[0] is UNKNOWN and node.func.attr not in self.uses.our_members:
             pairs = self.uses.candidates.get(node.func.attr, [])
@@ -232,7 +235,7 @@ class _File:
             self._report(node, kind, _callee(found[0]).label, f"{problem}; now {new}")
 
     def _overrides(self, node: ast.ClassDef) -> None:
-        """Methods of ours that stand for upstream's."""
+        """Check methods of ours that override upstream's."""
         classes = [module.names.get(node.name) for module in self.modules]
         if not all(is_class(found) and found.node.lineno == node.lineno for found in classes):
             return
@@ -254,7 +257,7 @@ class _File:
                 self._report(method, "signature", found[0].label, detail)
 
     def _dotted(self, node: ast.Constant) -> None:
-        """``"megatron.core.module.name"``, the target of a helper that patches or imports."""
+        """Check ``"megatron.core.module.name"``, the target of a helper that patches or imports."""
         if _DOTTED.fullmatch(node.value):
             found = [tree.follow(*node.value.split(".")) for tree in self.trees]
             if found[1] is None and self.uses.is_upstream(found[0]):
@@ -262,7 +265,7 @@ class _File:
 
 
 def _callee(found):
-    """What a call of ``found`` runs: a class, a function, or the class of a called object."""
+    """Return the class or function that a call runs, or the class of a called object."""
     return found.of if isinstance(found, Instance) else found
 
 
@@ -271,8 +274,10 @@ def module_name(path: str) -> str:
 
 
 def changed_names(old: Tree, new: Tree, path: str) -> Iterator[Finding]:
-    """What upstream's own file at ``path`` defines otherwise in ``new``: functions, classes and
-    methods that are new, gone or have another signature."""
+    """Yield the functions, classes and methods of upstream's file ``path`` that ``new`` changes.
+
+    They are new, gone, or have another signature.
+    """
     name = module_name(path)
     before, after = ({d.label: (t, d) for d in _definitions(t.module(name))} for t in (old, new))
     for label in sorted(before.keys() | after.keys()):

@@ -27,27 +27,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
 SOURCES = ("megatron_overlay", "examples", "patches")
 KILL_AFTER_S = 40
-"""Once its time is over, torchrun has this long to end its ranks; its own limit is 30 s."""
+"""Seconds that torchrun has to end its ranks after a case's time; its own limit is 30 s."""
 
 STARTING_S = 120
-"""That srun may take beside the case's own time, to start and to end."""
+"""Seconds that srun may take in addition to the case's own time, to start and to end."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm gave the job, or this host."""
+    """The resources that Slurm gave the job, or those of this host."""
 
     job: str
     nodes: int
     gpus: int
-    """On each node."""
+    """GPUs on each node."""
 
     here: bool = False
-    """Without Slurm."""
+    """Whether the cases run on this host, without Slurm."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Allocation | None:
-        """This process's; none outside of Slurm."""
+        """Return this process's allocation; None outside of Slurm."""
         if "SLURM_JOB_ID" not in environment:
             return None
         return cls(
@@ -57,7 +57,7 @@ class Allocation:
         )
 
     def nodes_for(self, ranks: int) -> int:
-        """As many nodes as share the ranks evenly."""
+        """Return the largest number of nodes that divides the ranks."""
         return max(n for n in range(1, self.nodes + 1) if ranks % n == 0)
 
 
@@ -66,8 +66,8 @@ class Batch:
 
     Args:
         chosen: the cases to run, those that others need first.
-        allocation: to run them in.
-        out: directory that all nodes see.
+        allocation: the allocation to run them in.
+        out: a directory that all nodes see.
         python: the ranks' interpreter.
         container: srun's options that start a container.
     """
@@ -86,7 +86,7 @@ class Batch:
         self.results: dict[str, Result] = {}
 
     def run(self) -> bool:
-        """Run what is not done yet; returns whether all passed."""
+        """Run the cases that are not done yet; return whether all passed."""
         for case in self.cases.values():
             key, directory = self._key(case), self.directory / case.name
             result = read_result(directory)
@@ -121,7 +121,7 @@ class Batch:
         return ""
 
     def _launch(self, case: Case) -> str:
-        """Start the ranks and wait; returns what went wrong."""
+        """Start the ranks and wait for them; return what went wrong, or an empty text."""
         log_path = self.directory / case.name / "log.txt"
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
         with log_path.open("w") as log:
@@ -158,7 +158,7 @@ class Batch:
         return [str(part) for part in (*start, *limit, *torchrun, *program)]
 
     def _key(self, case: Case) -> str:
-        """A hash of the overlay, the case, its nodes, and the cases it needs."""
+        """Return a hash of the overlay, the case, its nodes, and the cases that it needs."""
         needed = [self._key(self.cases[name]) for name in case.needs]
         parts = (_sources_hash(), case, self.allocation.nodes_for(case.ranks), needed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -166,7 +166,7 @@ class Batch:
 
 @cache
 def _sources_hash() -> str:
-    """Of every file of the overlay."""
+    """Return a hash of every file of the overlay."""
     digest = hashlib.sha256()
     for path in sorted(path for source in SOURCES for path in (ROOT / source).rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -181,13 +181,13 @@ def _free_port() -> int:
 
 
 def prepare(checkout: Path) -> None:
-    """Unpack a pristine upstream, where there is none yet, and apply the overlay."""
+    """Unpack a pristine upstream, unless there is a checkout already, and apply the overlay."""
     for tool in ("fetch_upstream.sh", "apply_overlay.sh"):
         subprocess.run([ROOT / "tools" / tool, checkout], check=True)
 
 
 def container_options(image: str | None, mounts: str | None, out: Path) -> list[str]:
-    """Of srun with pyxis: the image sees the output directory, and what else is mounted."""
+    """Return srun's options for pyxis, with the output directory and ``mounts`` mounted."""
     if not image:
         return []
     mounted = f"{out}:{out}" + (f",{mounts}" if mounts else "")
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; returns its exit status."""
+    """Run the command line; return its exit status."""
     parser = _parser()
     args = parser.parse_args(arguments)
     allocation = Allocation.read(os.environ)

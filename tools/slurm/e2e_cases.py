@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of a batch: read from a file, chosen, and what must hold once one has run."""
+"""The cases of a batch: reading them from a file, choosing some, and checking their results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Case:
     """One run of the program, in its own torchrun.
 
     Attributes:
-        steps: that it records, first and last.
-        same_as: the case whose losses and gradient norms it must have.
-        tolerance: of that, relative.
+        steps: the first and the last step that it records.
+        same_as: the case whose losses and gradient norms it must reproduce.
+        tolerance: relative tolerance of that comparison.
     """
 
     name: str
@@ -37,22 +37,22 @@ class Case:
 
     @property
     def needs(self) -> list[str]:
-        """The cases that must have passed before."""
+        """Names of the cases that must have passed before."""
         named = OTHER_CASE.findall(self.arguments)
         found = [self.same_as, *named] if self.same_as else named
         return [name for name in dict.fromkeys(found) if name != self.name]
 
     def command_line(self, directory: Path) -> list[str]:
-        """Its arguments of the program, where each case has a directory of its name."""
+        """Return the program's arguments; ``directory`` has a directory for each case, by name."""
         text = OTHER_CASE.sub(lambda match: shlex.quote(str(directory / match[1])), self.arguments)
         return [*shlex.split(text), "--metrics-out", str(directory / self.name / "metrics.jsonl")]
 
 
 def read_cases(path: Path) -> list[Case]:
-    """All cases of a file, in its order.
+    """Read all cases of a file, in its order.
 
     Raises:
-        ValueError: if two have one name, or a case needs one that does not come before it.
+        ValueError: two cases have the same name, or a case needs one that does not come before it.
     """
     content = tomllib.loads(path.read_text())
     cases: dict[str, Case] = {}
@@ -72,10 +72,10 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def choose(cases: list[Case], device: str, patterns: list[str]) -> list[Case]:
-    """The device's cases whose names fit a pattern, and all that these need.
+    """Return the device's cases whose names match a pattern, and all that these need.
 
     Raises:
-        ValueError: if a pattern fits none.
+        ValueError: a pattern matches no case.
     """
     cases = [case for case in cases if case.device == device]
     for pattern in patterns:
@@ -89,7 +89,7 @@ def choose(cases: list[Case], device: str, patterns: list[str]) -> list[Case]:
 
 
 def what_is_wrong(case: Case, directory: Path) -> str:
-    """Why the records of a run that ended well do not hold; empty if they do."""
+    """Return why the records of a successful run are wrong; empty if they are right."""
     found = _records(directory / case.name)
     first, last = case.steps
     if sorted(found) != list(range(first, last + 1)):

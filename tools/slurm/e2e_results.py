@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What cases came to: one file each, which outlives the job, a table and JUnit XML."""
+"""Results of cases: a file each, which outlives the job, and all of them as table and JUnit XML."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 LOG_TAIL = 60
-"""Lines of its log that the report of a failure has."""
+"""Last lines of a failed case's log that its report includes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a case ended.
+    """The result of a case.
 
     Attributes:
         message: why it failed; empty if it passed.
-        key: hash of all that the result depends on.
-        job: the Slurm job, which keeps its number when it is requeued.
+        key: hash of everything that the result depends on.
+        job: number of the Slurm job, which stays the same when it is requeued.
     """
 
     name: str
@@ -33,34 +33,34 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether it did."""
+        """Whether the case passed."""
         return not self.message
 
     def holds(self, key: str, job: str) -> bool:
-        """Whether the case need not run again: a new job repeats what failed."""
+        """Return whether the case need not run again: only a new job repeats a failed case."""
         return self.key == key and (self.passed or self.job == job)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that other processes see whole or not at all."""
+    """Write a file that other processes see complete or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)
 
 
 def write_result(directory: Path, result: Result) -> None:
-    """Keep a result in its case's directory."""
+    """Write a result into its case's directory."""
     write_whole(directory / "result.json", json.dumps(asdict(result)) + "\n")
 
 
 def read_result(directory: Path) -> Result | None:
-    """What a case came to, if it came to an end."""
+    """Read the result of a case; None if it has not ended."""
     path = directory / "result.json"
     return Result(**json.loads(path.read_text())) if path.exists() else None
 
 
 def table(results: Iterable[Result]) -> str:
-    """A line for each case, and one for all."""
+    """Return a line for each case, and one for all."""
     results = list(results)
     width = max((len(result.name) for result in results), default=0)
     lines = [
@@ -73,10 +73,10 @@ def table(results: Iterable[Result]) -> str:
 
 
 def junit(results: Iterable[Result], directory: Path) -> str:
-    """The same as JUnit XML; a failure has the end of its log.
+    """Return the results as JUnit XML, where a failure has the end of its log.
 
     Args:
-        directory: that of the cases.
+        directory: the directory with those of the cases.
     """
     results = list(results)
     suite = ElementTree.Element(

@@ -1,3 +1,3 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream PRs of the patch set's features."""
+"""Staging of the patch set's features as upstream PRs."""

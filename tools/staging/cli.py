@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line."""
+"""The command line of ``stage_upstream_pr.sh``."""
 
 import argparse
 import signal
@@ -44,10 +44,10 @@ def _parser() -> argparse.ArgumentParser:
 def stage(
     features: Features, wanted: list[Feature], root: Path, branch: str, out: Path
 ) -> list[str]:
-    """Make the branch, and write descriptions and patches into ``out``; returns lines to print.
+    """Make the branch, and write descriptions and patches into ``out``; return the lines to print.
 
     Raises:
-        OverlayError: nothing was made.
+        OverlayError: a feature cannot be staged; no branch is made.
     """
     repository = Repository(root)
     repository.check_new_branch(branch)
@@ -68,10 +68,10 @@ def stage(
 def try_each(
     features: Features, wanted: list[Feature], root: Path, worlds: list[int] | None, out: Path
 ) -> bool:
-    """Stage each feature upon what it needs and run its tests there; True if all passed.
+    """Stage each feature on those it needs, and run its tests there; return whether all passed.
 
     Args:
-        worlds: numbers of ranks; None: those that the feature's tests are for.
+        worlds: numbers of ranks; None for those that the feature's tests need.
 
     Raises:
         OverlayError: a feature cannot be staged.
@@ -135,7 +135,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, else as that of apply_overlay.sh."""
+    """Run the command line; return 0 if done, 1 if tests failed, else as apply_overlay.sh."""
     parser = _parser()
     options = parser.parse_args(argv)
     # Ending this process must end the ranks of a trial, and leave no worktree.

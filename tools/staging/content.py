@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What each feature's commit changes, worked out in memory."""
+"""Changes of each feature's commit, computed in memory."""
 
 import re
 
@@ -14,7 +14,7 @@ _OUR_HEADER = b"# Copyright (c) 2026, Megatron MIMO overlay contributors."
 
 
 class Content:
-    """The files of one feature after the other, upon a checkout of a locked version.
+    """The files of one feature after another, on a checkout of a locked version.
 
     Raises:
         OverlayError: the checkout is of another version, or a file that we change differs.
@@ -43,11 +43,11 @@ class Content:
         ]
 
     def start_again(self) -> None:
-        """Go back to upstream's files."""
+        """Go back to upstream's unpatched files."""
         self._tree = {}
 
     def patched(self, feature: Feature) -> dict[str, bytes]:
-        """Upstream's files with the feature's patches, on top of the features before it."""
+        """Return upstream's files with the feature's patches, on top of the features before it."""
         names, paths = list(self._steps), set()
         for name in self.features.patches_of(feature):
             if name not in self._steps:
@@ -71,17 +71,17 @@ class Content:
         return {path: self._tree[path] for path in paths}
 
     def own(self, feature: Feature) -> dict[str, bytes]:
-        """The feature's own files and tests, with upstream's header and the tests' new names."""
+        """Return the feature's files and tests, with upstream's header and the tests' new names."""
         files = self.features.files_of(feature) | self.features.tests_of(feature)
         return {path: self._staged(source.read_bytes()) for path, source in files.items()}
 
     def executables(self, feature: Feature) -> list[str]:
-        """Those of the feature's files that are programs."""
+        """Return the feature's files that are executable."""
         sources = self.features.patchset.overlay
         return [path for path in self.features.files_of(feature) if sources[path].executable]
 
     def take(self, path: str, data: bytes) -> None:
-        """Go on from a patched file as it was committed, with its lines formatted."""
+        """Continue from a patched file as it was committed, after formatting."""
         if path in self._tree:
             self._tree[path] = data
 

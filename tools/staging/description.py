@@ -11,13 +11,13 @@ _PLUGIN = "rank_agreement"
 
 
 def message(feature: Feature) -> str:
-    """The text of a feature's commit."""
+    """Return the message of a feature's commit."""
     paragraphs = [feature.what, feature.why, feature.design]
     return "\n\n".join([feature.title, *(textwrap.fill(text, 72) for text in paragraphs)])
 
 
 def pr_text(features: Features, feature: Feature) -> str:
-    """The description of a feature's PR, in Markdown."""
+    """Return the description of a feature's PR, in Markdown."""
     tests = sorted(features.tests_of(feature))
     lines = [f"# {feature.title}", "", "## What", "", feature.what, "", "## Why", "", feature.why]
     lines += ["", "## Design", "", feature.design, "", "## Tests", ""]
@@ -35,14 +35,17 @@ def pr_text(features: Features, feature: Feature) -> str:
 
 
 def setting(features: Features, feature: Feature) -> list[str]:
-    """What a shell has before the commands: the environment, and `tests`."""
+    """Return the shell lines that come before the commands: the environment, and `tests`."""
     files = [path for path in sorted(features.tests_of(feature)) if _is_test(path)]
     lines = ["export PYTHONPATH=. OMP_NUM_THREADS=1", "export TRITON_INTERPRET=1  # without a GPU"]
     return [*lines, f"tests=({' '.join(files)})"]
 
 
 def commands(features: Features, feature: Feature) -> dict[int, str]:
-    """How to run a feature's tests on N ranks, without upstream's conftest (it downloads data)."""
+    """Return the commands for a feature's tests by number of ranks.
+
+    Upstream's conftest is left out because it downloads data.
+    """
     below = {path for one in features.stack(feature.name) for path in features.tests_of(one)}
     plugin = [f"-p {TESTS}.{_PLUGIN}".replace("/", ".")]
     if f"{TESTS}/{_PLUGIN}.py" not in below:
@@ -60,7 +63,7 @@ def _is_test(path: str) -> bool:
 
 
 def graph(features: Features) -> str:
-    """The graph of features for the docs: a drawing, and what each has."""
+    """Return the graph of features for the docs: a drawing, and a table of patches."""
     lines = ["```mermaid", "graph BT"]
     alone = [f for f in features.all() if not f.needs]
     for feature in features.all():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features of features.toml: their graph, and which file is whose."""
+"""The features of features.toml: their graph, and the files that each has."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ from overlay.patchset import PatchSet
 DATA = "tools/staging/features.toml"
 TESTS = "tests/unit_tests"
 TEST_ROOTS = (TESTS, "tools/staging/fix_tests")
-"""Folders of ours whose files land below upstream's `TESTS`."""
+"""Folders of ours whose files are staged below upstream's `TESTS`."""
 
 _WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)
 
@@ -42,7 +42,8 @@ class Features:
     """All features, and the files of the repository that each has.
 
     Raises:
-        OverlayError: a feature needs one that is unknown, or itself.
+        OverlayError: features.toml is malformed, or a feature needs an unknown one or, in a cycle,
+            itself.
     """
 
     def __init__(self, patchset: PatchSet):
@@ -73,7 +74,7 @@ class Features:
         return self.by_name[name]
 
     def stack(self, name: str) -> list[Feature]:
-        """A feature and all that it needs, each after what it needs."""
+        """Return a feature and all that it needs, each after those it needs."""
         wanted, ahead = set(), [name]
         while ahead:
             if (one := ahead.pop()) not in wanted:
@@ -82,23 +83,23 @@ class Features:
         return [self.by_name[one] for one in self.order if one in wanted]
 
     def all(self) -> list[Feature]:
-        """Every feature, each after what it needs."""
+        """Return all features, each after those it needs."""
         return [self.by_name[name] for name in self.order]
 
     def files_of(self, feature: Feature) -> dict[str, Path]:
-        """A feature's overlay files, by their path in a checkout."""
+        """Return a feature's overlay files, by their path in a checkout."""
         found = {path: source.path for path, source in self.patchset.overlay.items()}
         return {path: found[path] for path in _fit(found, feature.files)}
 
     def tests_of(self, feature: Feature) -> dict[str, Path]:
-        """A feature's tests and their helpers, by their path in upstream's tree."""
+        """Return a feature's tests and their helpers, by their path in upstream's tree."""
         return {
             f"{TESTS}/{self.landing.get(path, path)}": self.tests[path]
             for path in _fit(self.tests, feature.tests)
         }
 
     def ranks_of(self, feature: Feature) -> list[int]:
-        """The numbers of ranks on which a feature's tests run, as their marks say; 1 without."""
+        """Return the numbers of ranks of a feature's tests: 1, its own, and those in marks."""
         sizes = {1, *feature.ranks}
         for path in self.tests_of(feature).values():
             if path.name.startswith("test_"):
@@ -106,11 +107,11 @@ class Features:
         return sorted(sizes)
 
     def patches_of(self, feature: Feature) -> list[str]:
-        """The full names of a feature's patches."""
+        """Return the full names of a feature's patches."""
         return [name for name in self.patchset.series() if name[:4] in feature.patches]
 
     def problems(self) -> list[str]:
-        """Every file and patch that has no owner, or several; every pattern that fits nothing."""
+        """Return files, patches and tests without exactly one owner, and patterns without match."""
         kinds = {
             "file": (sorted(self.patchset.overlay), "files"),
             "patch": ([name[:4] for name in self.patchset.series()], "patches"),

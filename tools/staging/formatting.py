@@ -11,7 +11,7 @@ from pathlib import Path
 from overlay.errors import FAILED, OverlayError
 
 _TOOLS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.+)"}
-"""Each with what it prints for a file that it would change."""
+"""Formatters, each with the pattern of its output for a file that it would change."""
 
 
 def check_tools() -> None:
@@ -23,7 +23,7 @@ def check_tools() -> None:
 
 
 def unclean(tree: Path, paths: list[str]) -> dict[str, set[str]]:
-    """By formatter, the files that it would change, which are upstream's choice to leave so."""
+    """Return the files that each formatter would change, which upstream leaves as they are."""
     found = {}
     for tool, line in _TOOLS.items():
         python = [path for path in paths if path.endswith(".py")]
@@ -36,7 +36,7 @@ def unclean(tree: Path, paths: list[str]) -> dict[str, set[str]]:
 
 
 def format_files(tree: Path, paths: list[str], left: dict[str, set[str]]) -> None:
-    """Format files of a tree in place, but those that are ``left`` to a formatter."""
+    """Format files of a tree in place, except those that ``left`` has for each formatter."""
     for tool in _TOOLS:
         wanted = [path for path in paths if path.endswith(".py") and path not in left[tool]]
         if not wanted:

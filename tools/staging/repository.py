@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The user's git repository: it gets a branch, and nothing else in it changes."""
+"""The user's git repository, which gets a branch and is not changed otherwise."""
 
 import contextlib
 import os
@@ -13,10 +13,10 @@ from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, USAGE, OverlayError
 
 
 class Repository:
-    """A clean git checkout, whose user can sign off.
+    """A clean git checkout with an identity to sign off commits.
 
     Raises:
-        OverlayError: it is none.
+        OverlayError: the checkout is not clean, not the top of one, or has no identity.
     """
 
     def __init__(self, root: Path):
@@ -58,7 +58,7 @@ class Repository:
 
     @contextlib.contextmanager
     def worktree(self) -> Iterator[Path]:
-        """A second working tree of HEAD in a temporary folder, gone at the end."""
+        """Provide a worktree of HEAD in a temporary folder, which is removed after the block."""
         with tempfile.TemporaryDirectory(prefix="staging-") as folder:
             tree = Path(folder, "tree")
             self.git("worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
@@ -68,9 +68,9 @@ class Repository:
                 self.git("worktree", "remove", "--force", str(tree))
 
     def commit(self, tree: Path, paths: list[str], message: str) -> str:
-        """Commit files of a worktree, signed off; returns the commit."""
+        """Commit files of a worktree, signed off; return the commit."""
         self.git("add", "--force", "--", *paths, folder=tree)
-        # The user's hooks are for the user's own tree.
+        # The user's hooks are meant for the user's own tree.
         self.git("commit", "--quiet", "--no-verify", "--signoff", "-m", message, folder=tree)
         return self.git("rev-parse", "HEAD", folder=tree).strip()
 
@@ -78,7 +78,7 @@ class Repository:
         self.git("branch", "--no-track", name, commit)
 
     def format_patch(self, branch: str, out: Path) -> list[str]:
-        """Write the commits that the branch has over HEAD as mails; returns their paths."""
+        """Write the branch's commits since HEAD as patch files; return their paths."""
         args = ["--quiet", "--output-directory", str(out), f"HEAD..{branch}"]
         self.git("format-patch", *args)
         return sorted(str(path) for path in out.glob("*.patch"))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Try features: each staged alone, its own tests and upstream's run in that tree."""
+"""Trials of features: each is staged alone, and its own tests and upstream's run in that tree."""
 
 import dataclasses
 import os
@@ -28,13 +28,13 @@ _RUNTIME = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One feature's tests on some ranks."""
+    """Results of one feature's tests on a number of ranks."""
 
     feature: str
     ranks: int
-    ours_pass: bool  # False also where all of them are skipped
+    ours_pass: bool  # False also if all of them are skipped
     outcomes: str  # what pytest counted
-    pristine: int  # of upstream's tests, those that pass without the feature
+    pristine: int  # upstream's tests that pass without the feature
     staged: int
     lost: list[str]
 
@@ -43,7 +43,7 @@ class Trial:
         return self.ours_pass and not self.lost
 
     def row(self) -> str:
-        """A row of the table, with the tests that are lost below it."""
+        """Return a row of the table, with the lost tests below it."""
         counts = f"{self.pristine} | {self.staged} | {len(self.lost)}"
         ours = self.outcomes if self.ours_pass else f"**{self.outcomes or 'no tests'}**"
         row = f"| {self.feature} | {self.ranks} | {ours} | {counts} |"
@@ -53,11 +53,12 @@ class Trial:
 def try_feature(
     features: Features, feature: Feature, ranks: int, pristine: Path, tree: Path, out: Path
 ) -> Trial:
-    """Run a feature's tests in its staged tree as its description says, then upstream's.
+    """Run a feature's tests in its staged tree as its description says, and upstream's in both
+    trees.
 
     Args:
         pristine: upstream's tree without the feature.
-        out: takes the logs.
+        out: folder for the logs.
     """
     log = out / f"{feature.name}-{ranks}.log"
     ours_pass, outcomes = True, "none"
@@ -78,7 +79,7 @@ def try_feature(
 
 
 def _shell(lines: list[str], tree: Path, log: Path) -> int:
-    """Run lines of a description in a tree; this repository is not on the path."""
+    """Run shell lines of a description in a tree, without this repository on the path."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     with log.open("w") as output:

@@ -1,3 +1,3 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs upstream's own tests on a pristine and on an applied tree, and compares the outcomes."""
+"""Comparison of upstream's own tests on a pristine and on an applied tree."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line."""
+"""The command line of ``upstream_tests.sh``."""
 
 import argparse
 import functools
@@ -34,14 +34,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say(line: str) -> None:
-    """Tell the user, on standard error, how far the run is."""
+    """Print progress on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path) -> int:
-    """Compare copies of `checkout`, with the patch set in `root` and our CPU runtime in `runtime`.
+    """Compare pristine and applied copies of `checkout`; return the exit status.
 
-    The exit status; raises OverlayError.
+    `root` has the patch set, and `runtime` our CPU runtime. Raises OverlayError.
     """
     check(checkout)
     selection = Selection.read(Path(__file__).parent / "selection.toml")
@@ -80,7 +80,7 @@ def _run_world(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 nothing lost · 1 tests lost · 2 usage · else what refused the checkout."""
+    """Return the exit status: 0 nothing lost, 1 tests lost, 2 usage, else the refusal's."""
     options = _parser().parse_args(argv)
     # Ending this process must end the ranks too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a test, from the records of the ranks."""
+"""Outcomes of tests, from the records of the ranks."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _WORST_FIRST = ("hung", "crashed", "failed", "passed", "skipped")
 
 
 class Outcome(NamedTuple):
-    """What became of a test in one world. It passed if it passed on every rank that took part."""
+    """The outcome of a test in one world: passed if it passed on every rank that took part."""
 
     outcome: str  # one of _WORST_FIRST
     reason: str = ""
@@ -19,24 +19,24 @@ class Outcome(NamedTuple):
 
 PASSED = Outcome("passed")
 Outcomes = dict[str, Outcome]
-"""By node id; by the path of a file that could not be imported."""
+"""Outcomes by node id; for a file that could not be imported, by its path."""
 
 
 class Records(NamedTuple):
-    """What the ranks of one world wrote down."""
+    """Records that the ranks of one world wrote."""
 
-    collected: list[str] | None  # node ids, in the order in which they run; None: never got there
+    collected: list[str] | None  # node ids in the order of running; None: collection did not end
     outcomes: Outcomes
-    fatal: list[str]  # the tests during which ranks ended
+    fatal: list[str]  # tests during which ranks ended
 
 
 def merge(records: Iterable[Outcome]) -> Outcome:
-    """The outcome of a test from those of its ranks: the worst, with its reason."""
+    """Return the outcome of a test from those of its ranks: the worst, with its reason."""
     return min(records, key=lambda record: _WORST_FIRST.index(record.outcome))
 
 
 def read_records(folder: Path, world: int) -> Records:
-    """Read `rank0.jsonl` … in `folder`; a rank that wrote nothing has recorded nothing."""
+    """Read the ranks' records, `rank0.jsonl` … in `folder`; a missing file has no records."""
     collected: list[str] | None = None
     begun: dict[str, None] = {}
     by_test: dict[str, dict[int, Outcome]] = {}
@@ -60,10 +60,10 @@ def read_records(folder: Path, world: int) -> Records:
 
 
 def file_of(test: str) -> str:
-    """The path in a node id."""
+    """Return the file's path in a node id."""
     return test.split("::")[0]
 
 
 def passing(outcomes: Outcomes) -> set[str]:
-    """The tests that pass."""
+    """Return the tests that pass."""
     return {test for test, found in outcomes.items() if found.outcome == "passed"}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison prints, in Markdown."""
+"""Report of the comparisons, in Markdown."""
 
 from collections import Counter, defaultdict
 
@@ -14,7 +14,7 @@ HEADS = ["world", "pristine", "applied", "lost", "gained", *NOT_PASSED]
 
 
 def summary(release: str, worlds: Worlds, selection: Selection) -> list[str]:
-    """Everything that is printed."""
+    """Return all lines of the report."""
     lines = [f"Upstream's tests of {release}", "", *counts_table(worlds, selection)]
     for title, tests in (
         ("Cannot run without a GPU", _unable(worlds, selection, "gpu")),
@@ -29,7 +29,7 @@ def summary(release: str, worlds: Worlds, selection: Selection) -> list[str]:
 
 
 def sort_of(found: Outcome, selection: Selection) -> str:
-    """The column of a test that does not pass: what it lacks, if it says so, else its outcome."""
+    """Return the column of a test that does not pass: its need if known, else its outcome."""
     if found.outcome in ("hung", "crashed"):
         return "hung"
     need = selection.need(found.reason)
@@ -37,7 +37,7 @@ def sort_of(found: Outcome, selection: Selection) -> str:
 
 
 def counts_table(worlds: Worlds, selection: Selection) -> list[str]:
-    """A row for each world."""
+    """Return the table of counts, with a row for each world."""
     rows = []
     for world, found in worlds.items():
         before, after = passing(found.pristine), passing(found.applied)
@@ -51,12 +51,12 @@ def counts_table(worlds: Worlds, selection: Selection) -> list[str]:
 
 
 def _neither(found: Comparison) -> list[str]:
-    """The tests of the pristine tree that pass on neither."""
+    """Return the tests of the pristine tree that pass on neither tree."""
     return sorted(found.pristine.keys() - passing(found.pristine) - passing(found.applied))
 
 
 def _unable(worlds: Worlds, selection: Selection, kind: str) -> list[str]:
-    """What of this kind the tests need that pass in no world; how many there are in which file."""
+    """Return the needs of a kind of tests that pass in no world, with counts by file."""
     passed = set().union(*(passing(found.pristine) for found in worlds.values()))
     tests_of: dict[str, set[str]] = defaultdict(set)
     for found in worlds.values():

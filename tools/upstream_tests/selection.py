@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which of upstream's tests run, in which worlds, and how their failures are sorted."""
+"""Selection of upstream's tests and their worlds, and classification of their failures."""
 
 import fnmatch
 import re
@@ -13,7 +13,7 @@ TESTS = "tests/unit_tests"
 
 @dataclass(frozen=True)
 class Need:
-    """What a test that does not pass lacks: other ranks, a GPU or a package."""
+    """A need that keeps a test from passing: other ranks, a GPU or a package."""
 
     kind: str  # "ranks" | "gpu" | "package"
     name: str
@@ -31,15 +31,15 @@ class Selection:
 
     @classmethod
     def read(cls, path: Path) -> "Selection":
-        """Raises KeyError, `re.error` and `tomllib.TOMLDecodeError` for what is malformed."""
+        """Read `selection.toml`; raise KeyError, `re.error` or `tomllib.TOMLDecodeError`."""
         table = tomllib.loads(path.read_text())
         needs = (Need(n["kind"], n["name"], re.compile(n["pattern"])) for n in table["needs"])
         return cls(table["paths"], table["one_rank"], table["excluded"], tuple(needs))
 
     def files(self, tree: Path, world: int, only: str = "*") -> list[str]:
-        """The test files of `tree`, relative to it, that run in a world of this size.
+        """Return the test files of `tree`, relative to it, that run in a world of this size.
 
-        `only` is a pattern of the paths below `tests/unit_tests`.
+        `only` is a pattern for the paths below `tests/unit_tests`.
         """
         found = set(_below(tree / TESTS, self.paths))
         if world > 1:
@@ -47,12 +47,12 @@ class Selection:
         return [f"{TESTS}/{file}" for file in sorted(found) if fnmatch.fnmatch(file, only)]
 
     def need(self, reason: str) -> Need | None:
-        """The first need whose pattern is in what a failure or a skip says."""
+        """Return the first need whose pattern matches the message of a failure or skip."""
         return next((need for need in self.needs if need.pattern.search(reason)), None)
 
 
 def _below(folder: Path, paths: list[str]) -> list[str]:
-    """The test files at or below `paths`, relative to `folder`."""
+    """Return the test files at or below `paths`, relative to `folder`."""
     files = []
     for path in (folder / name for name in paths):
         files += [path] if path.is_file() else path.rglob("test_*.py")

@@ -28,7 +28,7 @@ def check(checkout: Path) -> None:
 
 @dataclass(frozen=True)
 class Overlay:
-    """The patch set in `root`, used through the command that its users use."""
+    """The patch set in `root`, applied with the command for users."""
 
     root: Path
 
@@ -40,7 +40,7 @@ class Overlay:
         return done.stdout
 
     def pristine_copy(self, checkout: Path, copy: Path) -> Path:
-        """Copy `checkout`, without our changes if it has them."""
+        """Copy `checkout`, and revert the overlay in the copy if it is applied."""
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(checkout, copy, symlinks=True, ignore=_NOT_COPIED)
         if (copy / _OURS).exists():

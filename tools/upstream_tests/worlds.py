@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of a world on upstream's tests, again for the rest when a test hangs them."""
+"""Worlds of ranks that run upstream's tests, restarted for the remaining tests when one hangs."""
 
 import itertools
 import os
@@ -17,21 +17,21 @@ from upstream_tests.outcomes import Outcome, Outcomes, file_of, read_records
 
 PLUGIN = Path(__file__).parent / "plugin"
 TEST_LIMIT_S = 150
-"""A test that takes longer hangs, and ends its world."""
+"""Seconds after which a test counts as hanging, which ends its world."""
 COLLECTIVE_LIMIT_S = 30
 _SILENCE_LIMIT_S = TEST_LIMIT_S + 240
-"""The longest that a world may write nothing: it starts, or collects, for a part of it."""
+"""Most seconds that a world may write nothing, including its start and collection."""
 _MEMORY_LIMIT = 0.6 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes that all ranks may hold. A test for GPUs of 80 GB must not end what else runs here."""
+"""Bytes that all ranks may hold, so that a test for GPUs of 80 GB does not harm other programs."""
 _END_LIMIT_S = 5
-"""After one rank has ended, the others have this long to end too."""
+"""Seconds that the other ranks have to end after the first one has."""
 
 
 class World:
     """`size` ranks on this host that run upstream's tests on one tree.
 
-    `cpu_runtime` is the folder of our package; `scratch` takes records, logs and temporary files,
-    and is made anew.
+    `cpu_runtime` is the folder of our package; `scratch` is for records, logs and temporary files,
+    and is emptied.
     """
 
     def __init__(self, tree: Path, size: int, cpu_runtime: Path, scratch: Path):
@@ -41,7 +41,7 @@ class World:
         scratch.mkdir(parents=True)
 
     def run(self, files: list[str], excluded: list[str], say: Callable[[str], None]) -> Outcomes:
-        """What became of the tests in `files`, which are relative to the tree."""
+        """Run the tests in `files`, paths relative to the tree, and return their outcomes."""
         found: Outcomes = {}
         remaining = list(files)
         for attempt in itertools.count():
@@ -63,7 +63,7 @@ class World:
             remaining = list(dict.fromkeys(file_of(test) for test in rest))
 
     def _run_ranks(self, files: list[str], folder: Path) -> None:
-        """Run pytest on every rank until all have ended, or are made to."""
+        """Run pytest on every rank until all have ended or are killed."""
         environment = self._environment(folder)
         options = ["-p", "upstream_rank", "-p", "no:cacheprovider", "-o", "addopts="]
         options += ["--rootdir", ".", "-c", self._configuration()]
@@ -91,7 +91,7 @@ class World:
                 _end_session(rank)
 
     def _configuration(self) -> str:
-        """Upstream's settings of pytest. Without them pytest would look above for ours."""
+        """Return upstream's pytest settings; without them, pytest would find ours in a parent."""
         return "pyproject.toml" if (self._tree / "pyproject.toml").exists() else os.devnull
 
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -117,7 +117,7 @@ class World:
 
     @staticmethod
     def _watch(ranks: list[subprocess.Popen], folder: Path) -> None:
-        """Return when all ranks have ended, or they are not going to."""
+        """Return when all ranks have ended, or when the rest must be killed."""
         first_end = None
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
@@ -133,7 +133,7 @@ class World:
 
 
 def _end_session(rank: subprocess.Popen) -> None:
-    """End the rank and what it started; its session has its process id."""
+    """Kill the rank and all processes that it started, which are in its session."""
     try:
         os.killpg(rank.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: Megatron's whole parser, a few options of ours, and presets as defaults.
+"""The command line: Megatron's parser, a few options of ours, and defaults from presets.
 
-Bad input ends here, before any process group is made, and with the same words on every rank.
+Bad input is refused here, before any process group is made, with the same message on every rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
 
 @dataclass(frozen=True)
 class Options:
-    """A run, as asked for: Megatron's arguments, and what was made of them."""
+    """Megatron's validated arguments, and what is derived from them."""
 
     args: argparse.Namespace
     preset: VLMPreset
@@ -62,13 +62,13 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     """Read and check the command line.
 
     Args:
-        argv: without the program's name.
+        argv: the command line without the program's name.
         world_size: ranks of the run; torchrun's by default.
 
     Raises:
-        UserError: for what cannot work, naming the fact and the fix.
+        UserError: the options cannot work; the message names the fact and the fix.
     """
-    os.environ.update(at_start(argv))  # the program has done so, before its imports
+    os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
     preset = find_preset(own.model)
 
@@ -78,11 +78,11 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
 
         def parse_args() -> argparse.Namespace:
             found = read(argv)
-            # Before Megatron acts on any: --yaml-cfg would replace them all.
+            # Refuse before Megatron acts on the arguments: --yaml-cfg would replace them all.
             refuse(found, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
             return found
 
-        parser.parse_args = parse_args  # Megatron's takes them from sys.argv
+        parser.parse_args = parse_args  # Megatron's parse_args reads sys.argv
         return parser
 
     with _one_line():
@@ -103,15 +103,15 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
-    """Make Megatron's parser this program's: with its own options, and its own defaults."""
+    """Add this program's options to Megatron's parser, and set this program's defaults in it."""
     add_own_options(parser)
     _set_defaults(parser, defaults(preset, device, packs))
-    for action in parser._actions:  # one help of Megatron's has a bare per cent sign
+    for action in parser._actions:  # one help text of Megatron's has a bare per cent sign
         action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
 
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
-    """Set defaults, with an option to turn each flag back that they turn."""
+    """Set defaults, and add an opposite option for each flag that a default switches."""
     parser.set_defaults(**values)
     flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
     for flag in flags:
@@ -126,7 +126,7 @@ def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object])
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Errors of Megatron's checks become `UserError`s."""
+    """Raise the errors of Megatron's checks as `UserError`s of one line."""
     kinds = AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError, OSError
     try:
         yield
@@ -165,16 +165,16 @@ def _check_own(args: argparse.Namespace) -> None:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Defaults that follow from other options."""
+    """Fill in the defaults that depend on other options."""
 
     def default(name: str, value: object) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
 
     if args.use_checkpoint_opt_param_scheduler:
-        args.override_opt_param_scheduler = False  # a default here, and Megatron takes one of both
-    args.image_token_id = IMAGE  # until the source is known
-    args.language_std = args.init_method_std  # None: of each matrix from its inputs
+        args.override_opt_param_scheduler = False  # Megatron refuses both together
+    args.image_token_id = IMAGE  # until the data source is known
+    args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:
         default("train_iters", 20)
@@ -191,7 +191,7 @@ def _complete(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
         args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
     is_passing = args.linear_context_parallel == STATE_PASSING
-    # Graphs of single layers get each layer's input as it comes: zigzag, as attention has it.
+    # Graphs of single layers take their input in the zigzag layout, as attention has it.
     is_contiguous = is_passing and args.cuda_graph_impl == "none"
     default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
 
@@ -228,14 +228,14 @@ def _resolve(
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
-    """Global batches of the run, the first one first."""
+    """Global batch sizes of the run, in the order in which they are used."""
     if args.step_batch_size_schedule is None:
         return [args.global_batch_size]
     return [size for _, size in growing_batch(args).schedule]
 
 
 def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
-    """The rules that batches keep hold of those of an evaluation too."""
+    """Hold evaluation's batches to the rules that training's batches keep."""
     if not args.eval_iters:
         return
     sizes = args.eval_global_batch_size, args.eval_micro_batch_size
@@ -262,7 +262,7 @@ def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
 
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:
-    """Megatron's own checks, which know the language model's ranks only."""
+    """Run Megatron's own checks, with the language model's ranks as the world."""
     world_size, args.world_size = args.world_size, language_ranks
     try:
         validate_args(args, {"dataloader_type": "external"})

@@ -26,7 +26,7 @@ from megatron.training.training import num_floating_point_operations
 
 @dataclass(kw_only=True)
 class VLMBuildConfig(ModelConfig):
-    """What the builder needs; Megatron does not write fields with an underscore anywhere."""
+    """The builder's inputs; Megatron does not serialize fields that begin with an underscore."""
 
     builder: ClassVar[str] = "examples.mimo.nemotron_vlm.builder.VLMBuilder"
     _options: Options
@@ -37,7 +37,7 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
     """Builds the Nemotron VLM on this rank."""
 
     def build_model(self, pg_collection, pre_process=None, post_process=None, vp_stage=None):
-        """The bare model's virtual stage ``vp_stage``; the other arguments do not matter."""
+        """Return the bare model's virtual stage ``vp_stage``; the other arguments are ignored."""
         return self._build()[vp_stage or 0]
 
     def build_distributed_models(
@@ -47,12 +47,12 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         wrap_with_ddp: bool = True,
         **_,
     ) -> list[MimoModel]:
-        """The model's virtual stages, initialized and ready to train.
+        """Build this rank's virtual stages of the model, initialized and ready to train.
 
         Args:
-            pg_collection: not read: each module has the groups of its own grid.
-            ddp_config: of all modules.
-            wrap_with_ddp: whether anything is trained.
+            pg_collection: ignored: each module has the groups of its own grid.
+            ddp_config: data-parallel settings of all modules.
+            wrap_with_ddp: whether the run trains; otherwise no parameter requires a gradient.
         """
         options, modules = self._model_config._options, self._model_config._modules
         args = options.args
@@ -64,13 +64,14 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         freeze(stages, args.freeze.split(",") if args.freeze else [])
         if not wrap_with_ddp:
             for stage in stages:
-                stage.requires_grad_(False)  # names stay as they are, and no gradient has a buffer
+                stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
         stages[0].optimizer_overrides = part_overrides(args)
         prepare_for_training(
             stages, modules, ddp_config, args.recompute_encoder or None, args.encoder_macro_batch
         )
         if args.encoder_schedule == BUBBLES:
-            # What the plan of bubbles counts with: shares of floating-point operations.
+            # The plan of the bubbles weighs encoder and language model by floating-point
+            # operations.
             share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
             encode_in_bubbles(stages, Costs.of_share(share, options.layouts.language.vpp))
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)

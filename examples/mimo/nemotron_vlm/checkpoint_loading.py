@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What this program adds to Megatron's loading of checkpoints: no code runs, refusals are one line.
+"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line.
 
-Random states are of one layout: they are loaded where the layouts of both modules are the saved.
+Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ from megatron.training import checkpointing, training
 from megatron.training.utils import print_rank_0
 
 LAYOUT = ("placement", "encoder", "language")
-"""Arguments that say which rank holds what."""
+"""Arguments that determine which rank holds which part of the model."""
 
 STREAM = (
     *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
     *("tokenizer_model", "image_token", "prompt", "max_tiles", "thumbnail"),
 )
-"""Arguments that may say which sample has which number; the fingerprint of the data decides."""
+"""Arguments that may change which sample has which number, for the refusal's text; whether it has
+changed is decided by the fingerprint of the data."""
 
 torch.serialization.add_safe_globals([Call, Caller, HostTokens])
-"""Of a step whose result was not finite; Megatron saves a checkpoint with a record of it."""
+"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result,
+and the tokens in its microbatch."""
 
 
 @contextmanager
 def safe_loading(args: Namespace) -> Iterator[None]:
-    """While it lasts, Megatron's loop loads checkpoints so.
+    """Make Megatron's training loop load checkpoints this way inside the block.
 
     Raises:
-        UserError: inside, for a checkpoint that is damaged (on every rank alike) or of another
-            model (on the ranks that find it so).
+        UserError: inside the block, if a checkpoint is damaged (on every rank alike) or is of
+            another model (on the ranks that notice).
     """
     load = partial(_load, training.load_checkpoint, args)
     with no_code_from_checkpoints(), replaced(training, load_checkpoint=load):
@@ -68,16 +70,16 @@ def _load(
     **named,
 ) -> tuple[int, int]:
     before = args.no_load_rng, args.verify_integrity
-    if optimizer:  # --skip-train has none
+    if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
         directory = _newest(args)
         if directory and args.verify_integrity:
-            verify_manifest(directory)  # before anything is read, which Megatron does after it
+            verify_manifest(directory)  # before anything is read; Megatron verifies after reading
             args.verify_integrity = False
         if directory:
             saved = load_common_state_dict(directory).get("args")
-            # A pretrained checkpoint's directory is another: it begins its data anew.
+            # A run that starts from --pretrained-checkpoint begins its data anew.
             is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
             if is_own and not args.finetune:
                 _check_data(args, saved)
@@ -86,7 +88,7 @@ def _load(
                 print_rank_0("another layout was saved: random states are not loaded")
         result = load(model, optimizer, scheduler, *arguments, **named)
         if scheduler:
-            scheduler.step(0)  # Megatron's loads its weight decay after it has applied it
+            scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
         return result
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
@@ -103,7 +105,7 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
 
 
 def _newest(args: Namespace) -> str | None:
-    """The directory that Megatron will load; None where there is none."""
+    """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
     for source in filter(None, (args.load, args.pretrained_checkpoint)):
         tracker = checkpointing.get_checkpoint_tracker_filename(source)
         if os.path.isfile(tracker):
@@ -115,7 +117,7 @@ def _newest(args: Namespace) -> str | None:
 
 
 def _check_data(args: Namespace, saved: Namespace | None) -> None:
-    """The run goes on in the stream that it left, wherever that lies now."""
+    """Check that the data is the stream of samples that the saved run left, wherever it lies."""
     if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
         return
     others = [

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a rank that writes its asynchronous saves."""
+"""The process that writes a rank's asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.training import async_utils
 
 
 def start_checkpoint_writer(args: Namespace) -> object:
-    """Start it deaf to the signal that asks ranks to save and leave; Megatron finds it started.
+    """Start the writer, ignoring the signal that asks ranks to save and exit; Megatron uses it.
 
-    Such a signal may go to all processes of a job. It would end this one, and the last save would
-    wait for it for ever. What a process ignores, those that it starts ignore too.
+    The signal may go to all processes of a job. It would end the writer, and the last save would
+    wait for it for ever. A process passes the signals that it ignores on to those that it starts.
 
     Returns:
-        What must live as long as the training: where it is deleted, NVRx ends the process.
+        A handle to keep until training ends: NVRx ends the process when it is deleted.
     """
     handler = signal.signal(args.exit_signal, signal.SIG_IGN)
     async_utils.init_persistent_async_worker(args.rank, "forkserver")

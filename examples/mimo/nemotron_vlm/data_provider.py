@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The iterators over microbatches that Megatron's loop draws from.
 
-Loading processes read ahead, the next microbatch is copied to the device while the one before is
-computed, and what the step has waited for all this is counted.
+Loading processes read ahead, the next microbatch is copied to the device while the current one is
+computed, and the time that steps wait for data is counted.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LA
 from megatron.core.models.mimo.module_groups import Modules, encoder_part
 
 Step = tuple[int, int, int]
-"""Number of a step's first row, its microbatches, and a DP rank's rows of one of them."""
+"""A step: number of its first row, number of its microbatches, and rows of a DP rank in each."""
 
 
 class Loading:
-    """What a rank reads, and how.
+    """A rank's data loading.
 
     Args:
-        args: Megatron's and ours.
-        layouts: of both modules.
-        preset: sizes of the encoder.
+        args: Megatron's arguments and ours.
+        layouts: layouts of both modules.
+        preset: the model's sizes.
         modules: grids and groups of this rank.
-        source: of samples.
+        source: the samples.
 
-    waited_s: seconds that steps have waited for data so far.
+    Attribute ``waited_s``: seconds that steps have waited for data so far.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Loading:
         )
 
     def rows(self, split: str) -> Rows:
-        """Rows of a split, from the source as it is now."""
+        """Return the rows of a split."""
         args = self.args
         return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed)
 
     def training(self) -> Iterator[Microbatch]:
-        """Microbatches from the first row on that the run has not consumed, without end."""
+        """Yield microbatches without end, from the first row that the run has not consumed."""
         return self._loaded(self._takes("train", training_steps(self.args, self._dp)))
 
     def held_out(self) -> Iterator[Microbatch]:
-        """Microbatches of the test split; every evaluation reads the same rows."""
+        """Yield microbatches of the test split; every evaluation reads the same rows."""
         return self._loaded(self._takes("test", held_out_steps(self.args, self._dp)))
 
     def _takes(self, split: str, steps: Iterator[Step]) -> Iterator[Take]:
@@ -100,13 +100,13 @@ class Loading:
             yield from self.plan.takes(rows, *step)
 
     def _reading_ahead(self) -> dict[str, object]:
-        """How loading processes work, as a DataLoader takes it."""
+        """Return the DataLoader's arguments for loading processes."""
         args, language = self.args, self.layouts.language
         count = args.encoder_macro_batch
         if self._all_at_once and not self.layouts.non_colocated:
-            # The schedule draws all microbatches of a step when the step begins.
+            # The schedule draws all microbatches of a step at its beginning.
             count = args.global_batch_size // (args.micro_batch_size * language.dp)
-        # The signal that makes the run save and end goes to all its processes; these go on.
+        # Loading processes ignore the signal that tells all processes of a run to save and end.
         ignored = partial(signal.signal, args.exit_signal, signal.SIG_IGN)
         return {
             "prefetch_factor": max(2, -(-count // args.num_workers) + 1),
@@ -121,13 +121,13 @@ class Loading:
             self.reader,
             sampler=takes,
             batch_size=None,
-            collate_fn=lambda batch: batch,  # PyTorch's own makes tensors of arrays
+            collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
             num_workers=self.args.num_workers,
             pin_memory=on_gpu,
             **self._reading_ahead() if self.args.num_workers else {},
         )
         batches = map(received, loader)
-        # On a CPU, the runtime has what would be on a GPU.
+        # Without GPUs, the CPU runtime stands in for Tensor.cuda.
         on_device = partial(_moved, move=torch.Tensor.cuda)
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
         while True:
@@ -138,10 +138,10 @@ class Loading:
 
 
 def data_provider(loading: Loading) -> Callable:
-    """What ``pretrain`` takes as its provider of data sets: iterators for training and evaluation.
+    """Return the data provider for ``pretrain``: it gives iterators for training and evaluation.
 
     Args:
-        loading: of this rank; anything with ``training`` and ``held_out``.
+        loading: this rank's data loading; any object with ``training`` and ``held_out``.
     """
 
     def provider(_sizes, vp_stage: int | None = None):
@@ -152,16 +152,17 @@ def data_provider(loading: Loading) -> Callable:
 
 
 def row_cost(packed: bool, tokens: list[int]) -> float:
-    """Cost of a row for the language model, beside what all rows cost alike: its attention.
+    """Return what a row costs the language model beyond what all rows cost alike: its attention.
 
     Args:
-        tokens: of each of the row's samples.
+        packed: whether rows are packed; otherwise all cost the same.
+        tokens: number of tokens of each of the row's samples.
     """
     return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
 
 
 def training_steps(args: Namespace, dp: int) -> Iterator[Step]:
-    """All steps from the first row on that the run has not consumed, without end."""
+    """Yield steps without end, from the first row that the run has not consumed."""
     growing = args.step_batch_size_schedule and growing_batch(args)
     size, micro_size = args.global_batch_size, args.micro_batch_size
     first = args.consumed_train_samples
@@ -174,7 +175,7 @@ def training_steps(args: Namespace, dp: int) -> Iterator[Step]:
 
 
 def held_out_steps(args: Namespace, dp: int) -> Iterator[Step]:
-    """The batches of one evaluation after the other; all evaluations read the same rows."""
+    """Yield the steps of one evaluation after another; every evaluation reads the same rows."""
     size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
     while True:
         for number in range(args.eval_iters):
@@ -182,10 +183,10 @@ def held_out_steps(args: Namespace, dp: int) -> Iterator[Step]:
 
 
 def received(batch: Microbatch | str) -> Microbatch:
-    """What a `Reader` has read, with tensors in place of its arrays.
+    """Return what a `Reader` has read, with its arrays as tensors.
 
     Raises:
-        UserError: it says why it could not.
+        UserError: the `Reader` could not read it; the message is the reader's.
     """
     if isinstance(batch, str):
         raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
@@ -197,7 +198,7 @@ def received(batch: Microbatch | str) -> Microbatch:
 
 
 def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
-    """Microbatches on this GPU; the next is copied beside the one in use."""
+    """Yield microbatches on this GPU; the next one is copied while one is in use."""
     stream, held = torch.cuda.Stream(), None
     for batch in batches:
         with torch.cuda.stream(stream):
@@ -220,7 +221,7 @@ def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
 
 
 def _moved(batch: dict, move: Callable[[torch.Tensor], torch.Tensor]) -> dict:
-    """The batch with ``move`` done to all tensors but those that the host reads."""
+    """Apply ``move`` to all tensors of a batch but those in its ``host_tokens``."""
 
     def moved(value):
         if isinstance(value, dict):

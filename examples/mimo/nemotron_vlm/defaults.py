@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults of Megatron's options in this program: the model's, and what a first run needs."""
+"""This program's defaults of Megatron's options: the model's, and those that a first run needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = {
     "moe_token_dispatcher_type": "alltoall",
     "make_vocab_size_divisible_by": 1,
 }
-"""What all presets share; the names are those of Megatron's arguments."""
+"""Defaults that all presets share, by the names of Megatron's arguments."""
 
 TRAINING = {
     "micro_batch_size": 4,
@@ -66,7 +66,7 @@ WITHOUT_KERNELS = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
-"""On a CPU, whose cores the ranks share."""
+"""Defaults on CPUs: no GPU kernels, and no loading processes, as ranks share the cores."""
 
 WITH_ENGINE = {
     "transformer_impl": "transformer_engine",
@@ -74,16 +74,18 @@ WITH_ENGINE = {
     "moe_permute_fusion": True,
     "use_fused_weighted_squared_relu": True,
 }
-"""On a GPU with Transformer Engine."""
+"""Defaults on GPUs with Transformer Engine."""
 
 
 def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
-    """Of a preset on a device, by the names of Megatron's arguments.
+    """Return the defaults of a preset on a device, by the names of Megatron's arguments.
 
     Args:
-        packs: several samples into a row, which then is a microbatch.
+        preset: the model's sizes.
+        device: 'cpu' or 'cuda'.
+        packs: whether several samples are packed into a row, which then is a microbatch.
     """
-    left_open = dict.fromkeys(SIZES["language"].values())  # so that --language may give them
+    left_open = dict.fromkeys(SIZES["language"].values())  # None, so that --language can set them
     chosen = {**MODEL, **asdict(preset.language), **TRAINING, **left_open}
     chosen["seq_length"] = preset.seq_length
     if packs:
@@ -93,7 +95,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
-    # --moe-grouped-gemm is taken from A100s on, without the engine by PyTorch's.
+    # --moe-grouped-gemm needs an A100 or newer, and Transformer Engine or PyTorch's grouped_mm.
     has_grouped_gemm = has_engine or hasattr(torch.nn.functional, "grouped_mm")
     is_recent = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     chosen |= WITH_ENGINE if has_engine else {"transformer_impl": "local"}
@@ -107,10 +109,10 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
 
 
 def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
-    """Megatron's reading of ``--step-batch-size-schedule``.
+    """Return Megatron's batch size calculator for ``--step-batch-size-schedule``.
 
     Raises:
-        UserError: it is no schedule.
+        UserError: the option's value is no schedule.
     """
     text = args.step_batch_size_schedule
     try:
@@ -122,9 +124,9 @@ def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
 
 
 def batches_of_first_size(args: Namespace) -> int:
-    """How many batches of a growing batch's first size hold the samples of all iterations.
+    """Return how many batches of a growing batch's first size hold the samples of all iterations.
 
-    Megatron turns iterations of a learning rate's schedule into samples by the first size.
+    Megatron converts the learning rate schedule from iterations to samples by the first size.
     """
     batch, consumed = growing_batch(args), 0
     first = batch.get_current_global_batch_size()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would be, without one rank: parameters, memory, and which layouts to take."""
+"""Answers about a run without starting it: parameters, memory, and the fastest layouts."""
 
 from __future__ import annotations
 
@@ -42,27 +42,29 @@ KINDS = {
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
-    """Parameter counts, of one rank by part, of several by module and pipeline stage; and memory.
+    """Return parameter counts and predicted memory as text.
+
+    For one rank, parameters are counted by part; for several, by module and pipeline stage.
 
     Args:
         argv: the command line.
-        ranks: as many as the layouts are for; their groups send nothing.
+        ranks: number of ranks that the layouts are for; their process groups send nothing.
 
     Raises:
-        UserError: for bad input, or where several processes were started.
+        UserError: the input is bad, or several processes were started.
     """
     _check_alone()
-    os.environ["WORLD_SIZE"] = str(ranks)  # which grids are held to
+    os.environ["WORLD_SIZE"] = str(ranks)  # HyperCommGrid checks its size against it
     options = parse(argv, ranks)
     counted = _parameters(options) if ranks == 1 else _parameters_of_ranks(options)
     return f"{counted}\n{_memory(options)}"
 
 
 def plan(argv: list[str], own: Namespace) -> str:
-    """The fastest plans for the GPUs of ``--plan``, as text.
+    """Return the fastest plans for the GPUs of ``--plan``, as text.
 
     Raises:
-        UserError: for bad input, or where no plan fits.
+        UserError: the input is bad, several processes were started, or no plan fits.
     """
     _check_alone()
     if own.language or own.encoder:
@@ -82,7 +84,7 @@ def _check_alone() -> None:
 
 
 def _parameters(options: Options) -> str:
-    """Parameters by part, in total and active for one token: of routed experts, top-k are."""
+    """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, total, active = options.preset.language, Counter(), Counter()
     with stages_on_meta(options, 0) as (model,):
         parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -109,7 +111,7 @@ def _kind(name: str, pattern: str) -> str:
 
 
 def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
-    """Parameters that a rank holds, by module, of all its virtual stages."""
+    """Count the parameters of all virtual stages of a rank, by module."""
     counts = dict.fromkeys(PARTS, 0)
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -118,9 +120,9 @@ def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
 
 
 def _parameters_of_ranks(options: Options) -> str:
-    """What ranks of each pipeline stage hold, a line each.
+    """Return a table of the parameters that a rank of each pipeline stage holds.
 
-    Colocated modules split the ranks at the stages of the language model, the encoder having one.
+    Colocated modules are listed by the language model's stages, as the encoder has a single one.
     """
     rows, layouts = [["ranks", *PARTS, "sum"]], options.layouts
     modules = [(layouts.language_offset, layouts.language)]
@@ -137,7 +139,7 @@ def _parameters_of_ranks(options: Options) -> str:
 
 
 def _memory(options: Options) -> str:
-    """What the planner predicts of the memory of these options, and with other recompute."""
+    """Return the memory that the planner predicts, with these options and other recompute."""
     args, asked = options.args, plan_of(options)
     machine = replace(
         find_machine("h200"),
@@ -159,10 +161,10 @@ def _memory(options: Options) -> str:
 
 @contextmanager
 def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
-    """The model's virtual stages on a rank, on the meta device, in groups that send nothing."""
+    """Build a rank's virtual stages on the meta device, with process groups that send nothing."""
     args, configs = options.args, options.configs
     with ExitStack() as undone:
-        # Nothing runs: no graph does, and Megatron's own layers have the engine's parameters.
+        # Nothing runs, so no graph is needed; Megatron's own layers have the same parameters.
         counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
         for part in (args, configs.encoder, configs.projector, configs.language):
             undone.enter_context(replaced(part, **counted))
@@ -172,7 +174,7 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
         undone.callback(dist.destroy_process_group)
         modules = make_modules(placed(options.layouts), "fake")
         prepare_process(modules, args)
-        # Layers of Megatron's name the current device, whatever the default is.
+        # Some of Megatron's layers ask for the current CUDA device instead of the default one.
         with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):
             stages = build_vlm(args, options.preset, configs, modules)
         undone.callback(destroy, stages, modules)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""When colocated modules encode: before and after the language model's pipeline, or within it."""
+"""Schedules of the colocated encoder: around the language model's pipeline, or in its bubbles."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Layout, 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 
 FASTEST = 2
-"""Microbatches encoded at once on GPUs, where one has too little work for what it launches."""
+"""Microbatches encoded at once on GPUs: one alone has too little work for its kernels."""
 
 
 def encodes_all_at_once(language: Layout, in_bubbles: bool) -> bool:
-    """Whether colocated modules encode all microbatches of a step at its begin."""
+    """Return whether colocated modules encode all microbatches of a step at its beginning."""
     return language.pp > 1 and not in_bubbles
 
 
 def fastest_macro_batch(layouts: Layouts, in_bubbles: bool) -> int:
-    """Microbatches that GPUs encode at once by default: in bubbles, half of a step's at most."""
+    """Return how many microbatches GPUs encode at once by default; in bubbles, at most half."""
     if layouts.non_colocated or encodes_all_at_once(layouts.language, in_bubbles):
         return 1
     number = layouts.num_microbatches
@@ -30,7 +30,7 @@ def fastest_macro_batch(layouts: Layouts, in_bubbles: bool) -> int:
 
 
 def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
-    """Choose the schedule, and how many microbatches are encoded at once, where it was not said."""
+    """Choose the schedule and the microbatches encoded at once, unless options set them."""
     if args.encoder_schedule is None:
         args.encoder_schedule = BUBBLES if bubbles_win(args, layouts) else THREE_PHASES
     if args.encoder_macro_batch is None:
@@ -39,10 +39,11 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
 
 
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
-    """Whether encoding in the bubbles is faster than in three phases, as far as was measured.
+    """Return whether bubbles are known, from measurements, to be faster than three phases.
 
-    CUDA graphs need a GPU and colocated modules. A check of each loss for NaN makes the host wait,
-    which must run ahead. Other axes than pp and dp were not measured.
+    They are with CUDA graphs, which need a GPU and colocated modules. Checking each loss for NaN
+    makes the host wait, but it must run ahead of the device. Axes other than pp and dp were not
+    measured.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
@@ -58,26 +59,26 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
 
 
 def _kernels_run_beside_waiting_ones() -> bool:
-    """Whether a kernel that waits for another rank holds back no kernel of this one.
+    """Return whether a kernel that waits for another rank holds back no kernel of this rank.
 
-    It does over a single connection to the device, while another kernel is loaded, and where ranks
-    share a GPU. The program sets both variables, but for those that are set already.
+    It does so on a single connection to the device, while another kernel is loaded, and if ranks
+    share a GPU. The program sets both variables unless they are set already.
     """
-    import torch  # after the program has set what it reads at its start
+    import torch  # after the program has set the variables that it reads
 
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     return (
         os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         and os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
-        and (gpus == 0 or ranks <= gpus)  # no GPU is seen where a run is only described
+        and (gpus == 0 or ranks <= gpus)  # none if a run is only described
     )
 
 
 def check_encoder_schedule(args: Namespace, language: Layout) -> None:
-    """Refuse options that go with another schedule or placement.
+    """Refuse options that need another schedule or placement.
 
     Raises:
-        UserError: there is one.
+        UserError: such an option is set.
     """
     apart, in_bubbles = args.placement == NON_COLOCATED, args.encoder_schedule == BUBBLES
     if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(language, in_bubbles)):
@@ -94,15 +95,15 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
 
 
 def bubbles_may_run(layouts: Layouts) -> bool:
-    """Whether each TP group of the encoder lies in one pipeline stage."""
+    """Return whether each TP group of the encoder lies in one pipeline stage, as bubbles need."""
     return layouts.language.size // layouts.language.pp % layouts.encoder.tp == 0
 
 
 def check_bubbles(args: Namespace, layouts: Layouts) -> None:
-    """Refuse what the encoder cannot have in the pipeline's bubbles.
+    """Refuse layouts and options with which the encoder cannot run in the pipeline's bubbles.
 
     Raises:
-        UserError: it is asked for.
+        UserError: the layouts or options are such.
     """
     if args.encoder_schedule != BUBBLES:
         return

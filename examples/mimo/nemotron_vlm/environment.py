@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment that CUDA, Triton, PyTorch and Transformer Engine read when they start.
 
-This file imports none of them, so that the program can set it before.
+This module imports none of them, so the program can set the environment before they start.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from examples.mimo.nemotron_vlm.layout import SIZES, asked_layout
 
 
 def uses_gpus(argv: list[str]) -> bool:
-    """Whether a command line trains on GPUs.
+    """Return whether a command line trains on GPUs.
 
-    Other runs must not see any: libraries of kernels begin to use what they see when they are
-    imported, and then the CPU runtime cannot take the place of CUDA.
+    Other runs must see no GPU: kernel libraries use the GPUs that they see when they are imported,
+    and then the CPU runtime cannot stand in for CUDA.
     """
     asked = _seen(argv)
     return asked.device == "cuda" and not (asked.dry_run or asked.plan)
 
 
 def at_start(argv: list[str]) -> dict[str, str]:
-    """Variables to set before those libraries are imported, but for those that are set already.
+    """Return the variables to set before those libraries are imported, without those already set.
 
     Raises:
         UserError: the language model's layout cannot be read.
@@ -34,35 +34,35 @@ def at_start(argv: list[str]) -> dict[str, str]:
     asked = _seen(argv)
     language = asked_layout(asked, "language")
     ahead = asked.encoder_schedule == BUBBLES or asked.cuda_graph_impl == "local"
-    # Megatron asks for one connection with tensor or context parallelism; over a single one, a
-    # kernel that waits for a rank holds back those behind it.
+    # Megatron asks for one connection with tensor or context parallelism; on a single one, a
+    # kernel that waits for another rank holds back those behind it.
     single = language.tp > 1 or language.cp > 1 or not ahead
     kernels = _kernels()
     found = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if single else "8",
-        "NVTE_FRAMEWORK": "pytorch",  # else Transformer Engine imports JAX, where there is one
+        "NVTE_FRAMEWORK": "pytorch",  # else Transformer Engine imports JAX if it is installed
         "TRITON_CACHE_AUTOTUNING": "1",
         "TRITON_CACHE_DIR": str(kernels / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
     }
     if ahead:
-        # A kernel that is loaded later may wait for another rank, see encode_in_bubbles.
+        # Loading a kernel later may wait for another rank, see encode_in_bubbles.
         found["CUDA_MODULE_LOADING"] = "EAGER"
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def _kernels() -> Path:
-    """Where kernels and what their tuning found are kept for the next run, by device and version.
+    """Return the folder that keeps compiled kernels and autotuning results for the next run.
 
-    Each host has a folder: on a network file system, a file that another host replaces while it is
-    read is a stale handle, which ends the run.
+    Each host has its own: on a network file system, replacing a file that another host reads leaves
+    that host a stale handle, which ends the run.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return home / "megatron-mimo" / os.uname().nodename
 
 
 def _seen(argv: list[str]) -> argparse.Namespace:
-    """The few options that the environment depends on; the program's parser checks them later."""
+    """Read the options that the environment depends on; the program's parser checks them later."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--device", "--encoder-schedule", "--cuda-graph-impl"):
         parser.add_argument(name, nargs="?")

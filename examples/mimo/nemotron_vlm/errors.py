@@ -14,11 +14,11 @@ def report(text: str) -> None:
 
 
 class UserError(Exception):
-    """A fact the user can fix; its text is one line that names the fact and the fix.
+    """An error that the user can fix; its text is one line that names the fact and the fix.
 
     Args:
-        text: the line.
-        rank: that found it, where others may not know; None where all ranks say the same.
+        text: the line of text.
+        rank: the rank that found it, if others may not know; None if all ranks raise the same.
     """
 
     def __init__(self, text: str, rank: int | None = None) -> None:

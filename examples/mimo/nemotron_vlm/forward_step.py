@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward step: the loss in training, what the model reads in evaluation."""
+"""The forward step: losses in training, the model's answers in evaluation."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
-"""Names in Megatron's log, the first as in its own programs."""
+"""Names in Megatron's log; the first is that of its own programs."""
 
 Answers = dict[tuple[int, int], int]
-"""Token that was read, by sample and position."""
+"""The token that the model read, by sample and position."""
 
 answers: Answers = {}
-"""What this rank read in the last evaluation, where the run makes a report."""
+"""Tokens read by this rank in the last evaluation; filled only with ``--report``."""
 
 AT_A_TIME = 512
-"""Answer tokens whose whole logits a rank has."""
+"""Answer tokens for which a rank gathers whole-vocabulary logits at a time."""
 
 
 def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | None = None):
-    """One microbatch of training or, where no gradient is asked for, of an evaluation.
+    """Run one microbatch of training or, if gradients are disabled, of an evaluation.
 
     Args:
-        score: of answers, from the source of samples.
+        score: scores answers, from the source of samples.
 
     Returns:
-        Losses or logits, and what makes the loss, the number of tokens and the report of them.
+        Losses or logits, and a function of them that returns the loss, the number of tokens and the
+        report.
     """
     batch = dict(next(microbatches))
     samples, places = batch.pop("samples"), batch.pop("sample_places")
@@ -50,25 +51,25 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
 
 
 def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, groups):
-    """A sum over tokens, divided by the global count afterwards.
+    """Sum the loss over tokens; Megatron divides it by the global number of tokens.
 
     Args:
-        losses: [b, S] loss of each token.
-        loss_mask: [b, S].
+        losses: [b, S], loss of each token.
+        loss_mask: [b, S], 1 for tokens that count.
     """
     total, tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
     _validate(total)
     share = 1.0 / (get_num_microbatches() * groups.dp_cp.size())
     report = {
         LOSS: torch.stack([total.detach().double(), tokens.double()]),
-        # Megatron reports a quotient of sums: over all reports the shares add up to 1.
+        # Megatron logs a quotient of sums: the shares of all reports add up to 1.
         TOKENS: torch.stack([tokens.double(), torch.full_like(tokens, share).double()]),
     }
     return total, tokens.to(torch.int), report
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """What Megatron's programs check of a loss, where it is asked for."""
+    """Check a loss as Megatron's programs do, if options ask for it."""
     args, machine = get_args(), get_rerun_state_machine()
     checks: list[tuple[str, Callable, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
@@ -97,11 +98,12 @@ def _read(batch: dict, model: MimoModel, samples: list[int], places, score: Scor
 
 
 def _count(asked, labels, positions, places, samples: list[int], groups, score, logits) -> tuple:
-    """Count what was read right.
+    """Count the answers that were read right.
 
     Args:
-        asked: bool [b, S] on this CP rank, which tokens are answers.
-        labels, positions, places: int64 [n] of these; a place is that of the sample in ``samples``.
+        asked: bool [b, S], which tokens on this CP rank are answers.
+        labels, positions, places: int64 [n] for these n tokens; a place is the sample's index in
+            ``samples``.
         logits: [b, S, V/tp].
     """
     read, loss = read_answers(logits[asked], labels, groups.tp)
@@ -119,9 +121,9 @@ def _count(asked, labels, positions, places, samples: list[int], groups, score, 
 def read_answers(
     logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens, int64 [n], and the sum of the labels' losses, float64.
+    """Return the most likely tokens, int64 [n], and the sum of the labels' losses, float64.
 
-    Some tokens at a time: the whole vocabulary's logits of all answers may not fit.
+    `AT_A_TIME` tokens are taken at a time: whole-vocabulary logits of all answers may not fit.
 
     Args:
         logits: [n, V/tp].
@@ -138,14 +140,14 @@ def read_answers(
 def count_exact(
     is_right: torch.Tensor, places: torch.Tensor, samples: int, cp_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Samples whose answers are right as a whole, and those with answers, as [2] float64.
+    """Count the samples whose whole answers are right, and those with answers; float64 [2].
 
-    All CP ranks hold some of a sample's tokens; the first counts, the others give zeros.
+    Each CP rank holds some of a sample's tokens; the first returns the counts, the others zeros.
 
     Args:
-        is_right: bool [n], of the answer tokens on this rank.
-        places: int64 [n], the samples that they are of.
-        samples: of the microbatch.
+        is_right: bool [n], which answer tokens on this rank are right.
+        places: int64 [n], the index of each token's sample.
+        samples: number of samples of the microbatch.
     """
     found = torch.zeros(2, samples, dtype=torch.int64, device=places.device)
     found[0].index_add_(0, places, (~is_right).long())
@@ -157,7 +159,7 @@ def count_exact(
 
 
 def gather_logits(part: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Whole-vocabulary logits, float32 [n, V], of this rank's [n, V/tp]."""
+    """Gather whole-vocabulary logits, float32 [n, V], from each rank's [n, V/tp]."""
     part = part.float().contiguous()
     parts = [torch.empty_like(part) for _ in range(tp_group.size())]
     dist.all_gather(parts, part, group=tp_group)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer implementation each part is built of."""
+"""The layer implementations that each part of the model is built of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 @dataclass(frozen=True)
 class LayerSpecs:
-    """Layers of the ViT, the projector and the hybrid stack."""
+    """Layer specs of the ViT, the projector and the hybrid stack."""
 
     vit_layer: ModuleSpec
     projector_norm: type
@@ -22,7 +22,7 @@ class LayerSpecs:
 
 
 def layer_specs(transformer_impl: str) -> LayerSpecs:
-    """Specs for 'local' (Megatron's own layers, any device) or 'transformer_engine' (GPU)."""
+    """Return the specs for 'local' (Megatron's own layers) or Transformer Engine (on GPUs)."""
     return _local() if transformer_impl == "local" else _transformer_engine()
 
 
@@ -56,7 +56,7 @@ def _transformer_engine() -> LayerSpecs:
     from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 
     class BiasInGemm(TELayerNormColumnParallelLinear):
-        """Adds its bias in the GEMM; MLP would add it in a pass of its own before an exact GELU."""
+        """Adds its bias in the GEMM; MLP would add it in a separate pass before an exact GELU."""
 
         def __init__(self, *args, skip_bias_add: bool, **kwargs) -> None:
             super().__init__(*args, skip_bias_add=False, **kwargs)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a layout is, how it is written on the command line, and how it is shown."""
+"""Layouts of the modules, their form on the command line, and tables of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from examples.mimo.nemotron_vlm.errors import UserError
 
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
-"""Both modules on all ranks, or the encoder on the first ranks and the language model on others."""
+"""Both modules on all ranks; or the encoder on the first ranks, the language model on the rest."""
 
 TOKEN_MULTIPLE = "tp, times 2·cp with context parallelism"
 
@@ -26,12 +26,12 @@ SIZES = {
     },
     "encoder": {"tp": "encoder_tp", "dp": "encoder_dp", "pp": "encoder_pp"},
 }
-"""Options that give single sizes of a module's layout."""
+"""Names of the arguments that set single axes of a module's layout."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one module's axes; ``dp`` 0 means: whatever fills the ranks.
+    """Sizes of one module's axes; 0 for ``dp`` means: as many as fill the ranks.
 
     ``ep`` and ``etp`` factor the same ranks as tp·cp·dp, inside one pipeline stage.
     """
@@ -51,17 +51,17 @@ class Layout:
 
     @property
     def sequence_parallel(self) -> bool:
-        """MoE with TP trains only with sequence parallelism, so TP always brings it."""
+        """Whether the module has sequence parallelism: with TP always, as MoE needs it to train."""
         return self.tp > 1
 
     @property
     def token_multiple(self) -> int:
-        """What must divide the tokens of a row, see ``TOKEN_MULTIPLE``."""
+        """Number that must divide the tokens of a row, see ``TOKEN_MULTIPLE``."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def expt_dp(self) -> int:
-        """Replicas of an expert."""
+        """Number of replicas of an expert."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples a step, samples a microbatch of one language DP rank, and tokens a sample."""
+    """Samples of a step, samples of a microbatch on a language DP rank, and tokens of a sample."""
 
     global_size: int
     micro_size: int
@@ -81,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of both modules, checked: over one set of ranks, or each over its own."""
+    """The checked layouts of both modules: on the same ranks, or each on its own."""
 
     encoder: Layout
     language: Layout
@@ -90,7 +90,7 @@ class Layouts:
 
     @property
     def non_colocated(self) -> bool:
-        """Whether each module has ranks that the other has not."""
+        """Whether each module has its own ranks."""
         return self.placement == NON_COLOCATED
 
     @property
@@ -105,10 +105,10 @@ class Layouts:
 
 
 def parse_layout(text: str, module: str) -> Layout:
-    """Read ``tp=2,dp=4``.
+    """Parse a layout such as ``tp=2,dp=4``.
 
     Raises:
-        UserError: on unknown, repeated or non-positive sizes.
+        UserError: an axis is unknown or repeated, or a size is not positive.
     """
     names = [f.name for f in fields(Layout)]
     sizes: dict[str, int] = {}
@@ -126,7 +126,7 @@ def parse_layout(text: str, module: str) -> Layout:
 
 
 def asked_layout(args: Namespace, module: str) -> Layout:
-    """A module's layout from its short form and the single options.
+    """Return a module's layout from its short form and the options of single axes.
 
     Raises:
         UserError: the short form cannot be read, or an option differs from it.
@@ -143,7 +143,7 @@ def asked_layout(args: Namespace, module: str) -> Layout:
 
 
 def layout_table(layouts: Layouts) -> str:
-    """The layout, the ranks and the pipeline stages of each module, a line each."""
+    """Return a table with the layout, the ranks and the pipeline stages of each module."""
     rows = [["module", "layout", "ranks", "stages"]]
     for name, layout, first in (
         ("encoder", layouts.encoder, 0),
@@ -155,7 +155,7 @@ def layout_table(layouts: Layouts) -> str:
 
 
 def table(rows: list[list[object]]) -> str:
-    """The cells as text, with columns of one width."""
+    """Return the rows as text, with aligned columns."""
     texts = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in texts)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel layouts of the modules: the rules they must keep, and what would fit instead.
+"""Rules that the modules' parallel layouts must keep, and the nearest layouts that keep them.
 
 Pure arithmetic: no process, no device. Every rank reaches the same verdict from the same text.
 """
@@ -25,10 +25,10 @@ from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
 STATE_PASSING = "state-passing"
-"""Of ``--linear-context-parallel``; the other is ``head-parallel``."""
+"""The default of ``--linear-context-parallel``; the other value is ``head-parallel``."""
 
 Rule = Callable[[Layout], str | None]
-"""The first rule that a module's layout breaks, or None."""
+"""Returns the first rule that a module's layout breaks, or None."""
 
 
 def resolve(
@@ -40,10 +40,11 @@ def resolve(
     placement: str = COLOCATED,
     linear_context_parallel: str = STATE_PASSING,
 ) -> Layouts:
-    """Derive what was left out, check every rule, and return the layouts.
+    """Derive the sizes that were left out, check every rule, and return the layouts.
 
     Raises:
-        UserError: naming the numbers, the rule, and the nearest layouts that would work.
+        UserError: a rule is broken; the message names the numbers, the rule, and the nearest
+            layouts that would work.
     """
     for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
     encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
@@ -79,13 +80,13 @@ def resolve(
 def ranks_of_modules(
     encoder: Layout, language: Layout, world_size: int, placement: str
 ) -> tuple[int, int]:
-    """How many ranks the encoder and the language model have.
+    """Return the number of ranks of the encoder and of the language model.
 
-    Non-colocated, a module takes what its layout says; one without ``dp`` takes what the other
-    leaves, and an encoder beside a language model without ``dp`` takes one replica.
+    Non-colocated, a module takes the ranks that its layout needs. If one layout lacks ``dp``, that
+    module takes the remaining ranks; if both lack it, the encoder takes one replica.
 
     Args:
-        encoder, language: layouts as asked for; ``dp`` is 0 where it was left out.
+        encoder, language: layouts as asked for; ``dp`` is 0 if it was left out.
 
     Raises:
         UserError: one module leaves no rank for the other.
@@ -128,7 +129,7 @@ def _undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
 def encoder_violation(
     layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool
 ) -> str | None:
-    """The first rule that this encoder layout breaks, or None."""
+    """Return the first rule that this encoder layout breaks, or None."""
     e, p = layout, preset.encoder
     if e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined):
         return f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})"
@@ -152,10 +153,11 @@ def language_violation(
     batch: Batch,
     linear_context_parallel: str,
 ) -> str | None:
-    """The first rule that this language layout breaks, or None.
+    """Return the first rule that this language layout breaks, or None.
 
     Args:
-        linear_context_parallel: which ranks have all heads of recurrent layers.
+        linear_context_parallel: 'state-passing', where each CP rank has all heads of the recurrent
+            layers, or 'head-parallel', where CP splits them too.
     """
     lay, p = layout, preset.language
     layers = p.hybrid_layer_pattern
@@ -207,9 +209,9 @@ def _recurrent_violation(p: LanguagePreset, tp: int, spread_over: int) -> str | 
 
 
 def pair_violation(layouts: Layouts) -> str | None:
-    """The first rule that the two layouts break together, or None.
+    """Return the first rule that the two layouts break together, or None.
 
-    Colocated there is none: the bridge takes any number of rows from each of the encoder's ranks.
+    Colocated there is no such rule: the bridge takes any number of rows from each encoder rank.
     """
     e, lang, micro_size = layouts.encoder, layouts.language, layouts.batch.micro_size
     if not layouts.non_colocated:
@@ -252,6 +254,6 @@ def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
 
 
 def staged_pattern(pattern: str, layout: Layout) -> str:
-    """The layers with ``|`` between (virtual) pipeline stages, which have as many layers each."""
+    """Return the pattern with ``|`` between (virtual) pipeline stages of equally many layers."""
     size = len(pattern) // (layout.pp * layout.vpp)
     return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))

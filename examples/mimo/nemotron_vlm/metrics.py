@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports beside Megatron's log: one JSON line a step, and its progress; by one rank."""
+"""A run's metrics beside Megatron's log: a JSON line per step, and progress; from the last rank."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
 
 SHOWN = ("loss", "eval_accuracy")
-"""In the progress bar."""
+"""Metrics in the progress bar."""
 
 LINE_INTERVAL_S = 10
-"""Where there is no terminal, progress is a line so often, and after the last step."""
+"""Seconds between lines of progress if there is no terminal; the last step has a line, too."""
 
 Record = dict[str, float | int | bool | None]
 
@@ -39,14 +39,14 @@ Record = dict[str, float | int | bool | None]
 def observed(
     args: Namespace, loading: Loading, note: Callable[[Record], object] | None = None
 ) -> Iterator[None]:
-    """While it lasts, Megatron's loop is watched, and its steps are reported.
+    """Watch Megatron's training loop inside the block, and report its steps.
 
-    A step is reported when the next one ends, before a checkpoint that has it is saved, and at the
-    end: until then its numbers come from the device, and the host does not wait for them.
+    A step is reported when the next one ends, before a checkpoint that includes it is saved, or at
+    the end of the run. Until then its numbers are copied from the device without the host waiting.
 
     Args:
-        args: Megatron's and ours.
-        loading: of the data, which counts what steps wait for it.
+        args: Megatron's arguments and ours.
+        loading: the data loading, which counts the seconds that steps wait for it.
         note: called with each record, on the last rank, which has the loss.
     """
     if args.rank < args.world_size - 1:
@@ -60,7 +60,7 @@ def observed(
 
 
 def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:
-    """``watch`` in the place of ``function``: gets the call, and its arguments by name."""
+    """Wrap ``function``: call ``watch`` instead, with the call and its arguments by name."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -72,7 +72,7 @@ def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> C
 
 
 class _OnTheWay:
-    """Scalars that are copied from the device while the host goes on."""
+    """Scalars copied asynchronously from the device to the host."""
 
     def __init__(self, scalars: dict[str, Tensor]) -> None:
         self._names, self._arrived = list(scalars), torch.cuda.Event()
@@ -82,13 +82,13 @@ class _OnTheWay:
         self._arrived.record()
 
     def read(self) -> dict[str, float]:
-        """The numbers by name, for which this waits."""
+        """Wait for the numbers, and return them by name."""
         self._arrived.synchronize()
         return dict(zip(self._names, self._host.numpy().tolist(), strict=True))
 
 
 class _Watch:
-    """Makes records of the calls that it stands for, and hands them to a writer."""
+    """Makes records from the watched calls, and hands them to a writer."""
 
     def __init__(
         self, args: Namespace, loading: Loading, note: Callable[[Record], object] | None
@@ -101,7 +101,7 @@ class _Watch:
 
     def train_step(self, call: Callable, seen: dict) -> object:
         started, waited = time.perf_counter(), self._loading.waited_s
-        # The log has the next step's.
+        # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
         result = call()
         self._of_step = {
@@ -134,7 +134,7 @@ class _Watch:
         return result
 
     def save_checkpoint(self, call: Callable, _) -> object:
-        # A run that goes on from the checkpoint needs the step; an evaluation may still follow.
+        # A run resumed from the checkpoint needs the step; an evaluation may still follow.
         if self._held is not None:
             self._writer.write(self._completed())
         return call()
@@ -152,7 +152,7 @@ class _Watch:
             self._note(record)
 
     def _completed(self) -> Record:
-        """The record that is held, with the numbers that came from the device."""
+        """Return the held record, completed with the numbers from the device."""
         reported = self._reported.read()
         self._held["loss"] = _finite(reported.get(LOSS))
         self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
@@ -167,9 +167,9 @@ class MetricsWriter:
     """Writes records as they come.
 
     Args:
-        path: of the JSON lines; a resumed run appends to what the steps before it wrote. None:
-            the progress only, a bar on a terminal, else lines.
-        total_steps: of the whole run.
+        path: file of JSON lines; a resumed run keeps the records of the steps before it. None shows
+            only progress, as a bar on a terminal, else as lines.
+        total_steps: steps of the whole run.
     """
 
     def __init__(self, path: Path | None, total_steps: int | None) -> None:
@@ -179,11 +179,11 @@ class MetricsWriter:
         self._last_line = time.monotonic()
 
     def write(self, record: Record) -> None:
-        """Append one step's record; `step` counts from 1, and is in every record.
+        """Append one step's record; its `step` counts from 1.
 
-        A second record of a step replaces the first. The first record of all says where a resumed
-        run goes on: the file's records of that step and later ones are dropped. None stands for a
-        number that is not finite.
+        A second record of a step replaces the first. The first record of all shows where a resumed
+        run continues: the file's records from that step on are dropped. None stands for a number
+        that is not finite.
         """
         if self._bar is None:
             self._open(record["step"] - 1)
@@ -218,7 +218,7 @@ class MetricsWriter:
             print(f"step {step} of {self._total_steps}: {numbers}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Finish the file and the bar."""
+        """Close the file and the bar."""
         if self._bar is not None:
             self._bar.close()
         if self._file:
@@ -226,13 +226,13 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All whole records of a file, if there is one, without a last line that a kill cut short."""
+    """Read the records of a file, if there is one, without a last line that a kill cut short."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _reopen(path: Path, steps_before: int) -> TextIO:
-    """The file to append to, with the records of the steps before only."""
+    """Keep only the records of the steps before in the file, and return it open to append."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [r for r in read_metrics(path) if r["step"] <= steps_before] if steps_before else []
     partial = path.with_name(path.name + ".partial")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Nemotron VLM as a MimoModel: configurations from Megatron's arguments, and the parts."""
+"""The Nemotron VLM as a MimoModel: its configurations from Megatron's arguments, and its parts."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ IMAGES = "images"
 """Name of the vision module in grids, batches and checkpoints."""
 
 ENCODER = "radio"
-"""Of its encoder, in the same."""
+"""Name of the vision module's encoder in batches and checkpoints."""
 
 SHARED = """
     params_dtype pipeline_dtype bf16 fp16 calculate_per_token_loss gradient_accumulation_fusion
     masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
     use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type cuda_graph_impl""".split()
-"""What the encoder's and the projector's configurations take over from the language model's."""
+"""Fields that the encoder's and the projector's configurations copy from the language model's."""
 
 OF_LANGUAGE = """
     hybrid_layer_pattern fp16_lm_cross_entropy position_embedding_type rotary_percent
     rotary_base""".split()
-"""What the language model takes of Megatron's arguments by the same names."""
+"""Megatron's arguments that are the language model's parameters of the same names."""
 
 
 @dataclass(frozen=True)
 class VLMConfigs:
-    """Configurations of the parts of a model."""
+    """Configurations of the model's parts."""
 
     encoder: TransformerConfig
     projector: TransformerConfig
@@ -53,21 +53,21 @@ class VLMConfigs:
 
 
 def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConfigs:
-    """Configurations from validated arguments.
+    """Make the configurations from validated arguments.
 
     Args:
-        args: Megatron's, which hold for the language model.
+        args: Megatron's arguments, which describe the language model.
         preset: sizes of the encoder and the projector.
-        encoder: its layout.
+        encoder: the encoder's layout.
 
     Raises:
-        ValueError, AssertionError: from Megatron, for options that do not go together.
+        ValueError, AssertionError: from Megatron: options do not go together.
     """
     language = core_transformer_config_from_args(args)
     language.perform_initialization = False  # weights are initialized by name
     # Non-colocated stages exchange tensors of their own shapes.
     language.variable_seq_lengths = args.placement == "non-colocated"
-    # A graph's outputs are there again in the next step.
+    # A graph reuses its output tensors in the next step.
     language.deallocate_pipeline_outputs &= args.cuda_graph_impl == "none"
     shared = {name: getattr(language, name) for name in SHARED} | {
         "tensor_model_parallel_size": encoder.tp,
@@ -75,7 +75,7 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
         "perform_initialization": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Else the backward of a step's first microbatch overwrites main gradients (Transformer
+        # Otherwise the backward of a step's first microbatch overwrites main gradients (Transformer
         # Engine's is_first_microbatch), and Megatron counts the language model's microbatches.
         "disable_parameter_transpose_cache": True,
     }
@@ -156,7 +156,7 @@ def _language_spec(
 
 
 def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
-    """Layout and first rank of each module, as ``make_modules`` takes them."""
+    """Return the layout and first rank of each module, for ``make_modules``."""
     return {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)}
 
 
@@ -166,9 +166,9 @@ def build_vlm(
     """Build the bare model on this rank; its weights are not initialized.
 
     Args:
-        args: Megatron's.
+        args: Megatron's arguments.
         preset: sizes of the encoder.
-        configs: of the parts.
+        configs: configurations of the parts.
         modules: grid and groups of IMAGES and LANGUAGE.
 
     Returns:

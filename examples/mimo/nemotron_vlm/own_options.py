@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The options that this program has beside Megatron's."""
+"""This program's own options, in addition to Megatron's."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 
 @dataclass
 class OwnOptions:
-    """All others are Megatron's."""
+    """Options of this program; all others are Megatron's."""
 
     model: str = field(
         default="tiny",
@@ -28,14 +28,15 @@ class OwnOptions:
         },
     )
     device: Literal["cpu", "cuda"] = "cpu"
-    """where the ranks compute"""
+    """device that the ranks compute on"""
     placement: Literal[COLOCATED, NON_COLOCATED] = COLOCATED
-    """both modules on all ranks, or the encoder on the first, the language model on the others"""
+    """run both modules on all ranks, or the encoder on the first ranks and the language model on
+    the others"""
     language: str = ""
-    """AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is derived when left out; short
-    for --tensor-model-parallel-size and so on"""
+    """the language model's layout, AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is
+    derived when left out; short for --tensor-model-parallel-size and so on"""
     encoder: str = ""
-    """layout of encoder and projector, in the same words: tp dp pp"""
+    """layout of encoder and projector, in the same form, with axes tp dp pp"""
     encoder_tp: int | None = None
     """the encoder's tensor-parallel size"""
     encoder_dp: int | None = None
@@ -43,70 +44,75 @@ class OwnOptions:
     encoder_pp: int | None = None
     """the encoder's pipeline-parallel size, on ranks of its own"""
     recompute_encoder: int = 0
-    """colocated, keep no encoder activations but run the encoder again in the backward, so many
-    microbatches' worth at a time; 0 keeps them"""
+    """with colocated modules, keep no encoder activations but recompute them in the backward, for
+    so many microbatches at a time; 0 keeps them"""
     encoder_macro_batch: int | None = None
-    """colocated without a pipeline or in its bubbles, encode the images of so many microbatches at
-    once; by default 2 on GPUs, where a step has as many (in the bubbles, 4), and else 1"""
+    """with colocated modules, without a pipeline or in its bubbles, encode the images of so many
+    microbatches at once; default: 2 on GPUs if a step has that many (in the bubbles, 4), else 1"""
     encoder_schedule: Literal[THREE_PHASES, BUBBLES] | None = None
-    """colocated with a pipeline, encode all images of a step before it and go back through the
-    encoder after it, or both where its stages would wait; by default bubbles with --cuda-graph-impl
-    local and 4 microbatches or more, where tp, cp and vpp are 1, and else three-phases"""
+    """with colocated modules and a pipeline, run the encoder's forward for a whole step before the
+    pipeline and its backward after it (three-phases), or both while the pipeline's stages would
+    wait (bubbles); default: bubbles with --cuda-graph-impl local, 4 microbatches or more, and tp,
+    cp and vpp of 1, else three-phases"""
     freeze: str = ""
-    """parts that are not trained, with commas between: encoder, projector, language"""
+    """comma-separated parts that are not trained: encoder, projector, language"""
     encoder_lr: float | None = None
-    """of the encoder, in place of --lr"""
+    """learning rate of the encoder; default: --lr"""
     projector_lr: float | None = None
-    """of the projector, in place of --lr"""
+    """learning rate of the projector; default: --lr"""
     encoder_weight_decay: float | None = None
-    """of the encoder, in place of --weight-decay"""
+    """weight decay of the encoder; default: --weight-decay"""
     projector_weight_decay: float | None = None
-    """of the projector, in place of --weight-decay"""
+    """weight decay of the projector; default: --weight-decay"""
     data: str = "digits"
-    """digits|digits:N|mock|energon:PATH: strips of one to three scanned digits, of N digits, noise,
-    or shards"""
+    """data set: digits (strips of one to three scanned digits), digits:N (of N digits), mock
+    (noise) or energon:PATH (shards)"""
     pack: bool = False
-    """as many samples in a row of --seq-length as fit; none sees another, and a batch's sizes count
-    rows"""
+    """pack as many samples as fit into a row of --seq-length tokens; samples do not attend to each
+    other, and batch sizes count rows"""
     pack_window: int = 1024
-    """neighbours in the stream of samples that are packed together"""
+    """number of consecutive samples that are packed together"""
     sample_multiple: int = 16
-    """packed, each sample is padded to a multiple of so many tokens, which 2·cp·tp must divide"""
+    """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
+    or of 2·cp·tp with context parallelism"""
     balance: bool = True
-    """give rows to ranks and microbatches in the stream's order, not by what they cost"""
+    """assign rows to ranks and microbatches by their cost (default); --no-balance takes the
+    stream's order"""
     max_tiles: int = 12
-    """most tiles of an image, its thumbnail not counted"""
+    """most tiles of an image, not counting its thumbnail"""
     thumbnail: bool = True
-    """only the tiles themselves"""
+    """add a thumbnail of the whole image if it has several tiles (default);
+    --no-thumbnail adds none"""
     bad_samples: Literal["skip", "refuse"] = "skip"
-    """what to do with a data set that has any"""
+    """skip samples that cannot be used, or refuse a data set that has any"""
     prompt: str = "Describe the image."
     """question asked where a sample has only a caption"""
     image_token: str = "<image>"
     """the tokenizer's token for an image"""
     surveys: str | None = None
-    """directory of surveys; beside the data by default"""
+    """directory of the data's surveys; default: beside the data"""
     metrics_out: Path | None = None
-    """JSON lines, one per step"""
+    """write a JSON line per step to this file"""
     report: Path | None = None
-    """PNG of curves and readings at the end"""
+    """write a PNG with curves and test answers to this file at the end"""
     log_file: str | None = None
-    """where Megatron's own output goes; log.txt beside --metrics-out by default, - is the
-    terminal"""
+    """file that Megatron's own output goes to, or - for the terminal; default: log.txt beside
+    --metrics-out"""
     dry_run: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
     )
-    """count the parameters of the model, or of so many ranks in the layouts, predict their memory,
-    and end"""
+    """print the parameter counts of the model, or of RANKS ranks in the layouts, with a prediction
+    of their memory, and end"""
     plan: int = 0
-    """print the fastest layouts of the model and the batch on so many GPUs, 8 a node, and end;
+    """print the fastest layouts for the model and the batch on so many GPUs, 8 per node, and end;
     tools/plan_layout.py of the repository can do more"""
     plan_gpu: str = "h200"
-    """h100, h200, b200, or a file of tools/plan_layout.py calibrate"""
+    """GPU that --plan is for: h100, h200, b200, or a file that tools/plan_layout.py calibrate
+    wrote"""
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Enter the options of this program, as Megatron does its own; errors are `UserError`s."""
+    """Add this program's options to a parser, and make its errors `UserError`s."""
     ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
     parser.error = _refuse
 
@@ -116,10 +122,10 @@ def _refuse(message: str):
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:
-    """What of a command line is ours.
+    """Parse this program's own options from a command line, and ignore all others.
 
     Raises:
-        UserError: for a value that is none.
+        UserError: an option has an invalid value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the model: which are trained, and which at a rate of their own."""
+"""Parts of the model: freezing them, and their own learning rates and weight decays."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.moe.frozen_routers import freeze_routers
 
 PARTS = ("encoder", "projector", "language")
-"""As ``--freeze`` names them."""
+"""Names of the parts, for ``--freeze``."""
 
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
-"""Of the parameters of the parts that may have a learning rate and weight decay of their own."""
+"""Parameter name patterns of the parts that may have their own learning rate and weight decay."""
 
 
 def part_of(name: str) -> str:
-    """Which of ``PARTS`` has a parameter of the bare model."""
+    """Return the part, one of ``PARTS``, that a parameter of the bare model belongs to."""
     if not name.startswith(f"modality_submodules.{IMAGES}."):
         return "language"
     return "projector" if ".input_projections." in name else "encoder"
 
 
 def freeze(stages: list[MimoModel], parts: list[str]) -> None:
-    """Take the parameters of ``parts`` out of training, before DDP wraps the modules.
+    """Freeze the parameters of ``parts``; call it before DDP wraps the modules.
 
     Args:
         stages: the bare model's virtual stages on this rank.
-        parts: of ``PARTS``.
+        parts: names from ``PARTS``.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -42,9 +42,9 @@ def freeze(stages: list[MimoModel], parts: list[str]) -> None:
 
 
 def part_overrides(args: Namespace) -> dict[ParamKey, ParamGroupOverride]:
-    """What differs from ``--lr`` and ``--weight-decay``, for Megatron's optimizer.
+    """Return the parts' learning rates and weight decays as overrides for Megatron's optimizer.
 
-    A part's learning rate has the schedule of the others, and ends at the same share of itself.
+    A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
     """
     found = {}
     for part, names in NAMES.items():

@@ -20,9 +20,9 @@ from megatron.core.models.mimo.flops import mlp_flops, vit_flops
 
 @dataclass(frozen=True)
 class EncoderPreset:
-    """RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
+    """Sizes of the RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
 
-    pixel_mean, pixel_std: of each channel of pixels in [0, 1], by which they are normalized.
+    pixel_mean, pixel_std: mean and deviation by channel, for normalizing pixels in [0, 1].
     """
 
     layers: int
@@ -45,14 +45,14 @@ class EncoderPreset:
 
     @property
     def output_size(self) -> int:
-        """Features of one of these tokens, before the projector."""
+        """Features of one of these tokens before the projector."""
         return self.hidden * self.pixel_shuffle**2
 
 
 @dataclass(frozen=True)
 class LanguagePreset:
-    """Hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention (``*``), MLP
-    (``-``), MoE (``E``). Fields are options of Megatron; the sizes of a kind of layer that the
+    """Sizes of the hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention
+    (``*``), MLP (``-``), MoE (``E``). Fields are options of Megatron; sizes of layers that the
     pattern lacks do not matter.
     """
 
@@ -81,9 +81,9 @@ class LanguagePreset:
 
 @dataclass(frozen=True)
 class VLMPreset:
-    """A whole model.
+    """Sizes of a whole model.
 
-    projector_ffn: the projector's inner width. seq_length: tokens of a sample, by default.
+    projector_ffn: the projector's inner width. seq_length: default number of tokens of a sample.
     """
 
     name: str
@@ -94,7 +94,7 @@ class VLMPreset:
 
     @property
     def flops_per_tile(self) -> float:
-        """Floating-point operations of encoder and projector, forward and backward."""
+        """Floating-point operations of encoder and projector per tile, forward and backward."""
         e = self.encoder
         patches = (e.tile // e.patch) ** 2
         sizes = e.layers, e.hidden, e.ffn, 3 * e.patch**2
@@ -103,13 +103,13 @@ class VLMPreset:
 
     @property
     def projector_flops_per_tile(self) -> float:
-        """Of these, the projector's."""
+        """Floating-point operations of the projector alone per tile, forward and backward."""
         widths = (self.encoder.output_size, self.projector_ffn, self.language.hidden_size)
         return mlp_flops(self.encoder.tokens_per_tile, widths)
 
 
 def tiny() -> VLMPreset:
-    """CPU size; encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8 all divide it."""
+    """Sizes for CPUs, divisible by encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8."""
     return VLMPreset(
         name="tiny",
         encoder=EncoderPreset(layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16),
@@ -134,7 +134,7 @@ def tiny() -> VLMPreset:
 
 
 def nano_vl_30b_a3b() -> VLMPreset:
-    """Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles, the published sizes."""
+    """Published sizes of Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles."""
     return VLMPreset(
         name="nano-vl-30b-a3b",
         encoder=EncoderPreset(
@@ -195,7 +195,7 @@ PRESETS: dict[str, Callable[[], VLMPreset]] = {
 
 
 def find_preset(model: str) -> VLMPreset:
-    """A preset by its name, or by the path of a file that ``write_preset`` wrote.
+    """Return a preset by its name, or by the path of a file that ``write_preset`` wrote.
 
     Raises:
         UserError: there is neither.

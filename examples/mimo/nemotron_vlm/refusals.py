@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of Megatron that this program does not take, and why."""
+"""Megatron's options that this program refuses, and the reasons."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WHEREVER_SET = {
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
 }
-"""Refused wherever they are set, by the reason."""
+"""Options that are refused wherever they are set, by reason."""
 
 NEEDS_GPU = """
     --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
@@ -94,7 +94,7 @@ NEEDS_GPU = """
 
 
 class Refusal(NamedTuple):
-    """An option, when it is refused, and the reason."""
+    """An option, the condition under which it is refused, and the reason."""
 
     option: str
     applies: Callable[[Namespace], object]
@@ -136,7 +136,7 @@ def _with_graphs(option: str, applies: Callable[[Namespace], object], reason: st
 
 
 def _has_stages(args: Namespace) -> bool:
-    """Whether ranks hold different layers, once the layout is known."""
+    """Return whether ranks hold different layers; False until the layout is known."""
     is_apart = getattr(args, "placement", COLOCATED) != COLOCATED
     return is_apart or (args.pipeline_model_parallel_size or 1) > 1
 
@@ -279,12 +279,12 @@ OF_OWN_OPTIONS = [
         "the pattern gives the layers",
     ),
 ]
-"""Of ``pretrain_nemotron_vlm.py`` alone, and of options as given: Megatron sets some by others."""
+"""Refusals of ``pretrain_nemotron_vlm.py`` alone, checked before Megatron derives arguments."""
 
 NO_GRAPHS = _set_to(
     "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
 )
-"""In other programs."""
+"""Refusal of CUDA graphs in other programs."""
 
 TURNED_BACK = [
     Refusal(
@@ -298,18 +298,18 @@ TURNED_BACK = [
         "an optimizer of several modules is saved so that any layout can load it, and no other way",
     ),
 ]
-"""Defaults of ``pretrain_nemotron_vlm.py`` that are turned back; other programs have other ones."""
+"""Refusals to switch off defaults of ``pretrain_nemotron_vlm.py``, which others lack."""
 
 
 def refuse(args: Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
-    """Refuse what does not go with this program.
+    """Refuse options that do not go with this program.
 
     Args:
-        args: as parsed, or as validated: Megatron then has set some by others.
-        refusals: that hold.
+        args: parsed arguments, or validated ones, some of which Megatron has derived from others.
+        refusals: the refusals to check.
 
     Raises:
-        UserError: with the first such option and the reason.
+        UserError: an option is refused; the message has the first one and the reason.
     """
     for option, applies, reason in refusals:
         if applies(args):

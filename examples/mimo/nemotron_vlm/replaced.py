@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Other values of attributes, for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """While it lasts, attributes of a module or an object have these values."""
+    """Give attributes of a module or an object these values inside the block."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

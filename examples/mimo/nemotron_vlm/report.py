@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The picture at the end of a run: loss and accuracy curves, and test images as the model reads."""
+"""The picture at the end of a run: curves of loss and accuracy, and answers on test images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.mimo.nemotron_vlm.forward_step import Answers
 
 @dataclass(frozen=True)
 class Reading:
-    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the one read."""
+    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the model's."""
 
     tiles: torch.Tensor
     answer: str
@@ -27,7 +27,7 @@ class Reading:
 
 
 def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading]:
-    """The first samples with images that were read, up to ``count``."""
+    """Return the first ``count`` samples with images that the model answered."""
     numbers = sorted({sample for sample, _ in answers})
     found = []
     for number in [n for n in numbers if source.costs("test", n, 1)[0, 1]][:count]:
@@ -42,8 +42,8 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
     """Write a PNG of the run.
 
     Args:
-        path: of the picture.
-        records: of the metrics file.
+        path: the picture's file.
+        records: records of the metrics file.
         readings: test samples, drawn in a grid of four columns; wrong ones are titled in red.
     """
     rows = -(-len(readings) // 4)

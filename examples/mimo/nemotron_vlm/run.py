@@ -59,11 +59,12 @@ READINGS = 12
 
 @dataclass
 class Session:
-    """A run with its groups made, ready for Megatron's loop.
+    """A run whose process groups are made, ready for Megatron's loop.
 
-    options: of the command line. modules: grids and groups. loading: of what this rank reads.
-    cfg: Megatron's configurations. communicator: of non-colocated modules, else None.
-    stages: the model's virtual stages, once it is built. writer: see `start_checkpoint_writer`.
+    options: the command line's options. modules: their grids and groups. loading: this rank's data
+    loading. cfg: Megatron's configurations. communicator: the communicator of non-colocated
+    modules, else None. stages: the model's virtual stages, empty until it is built. writer: see
+    `start_checkpoint_writer`.
     """
 
     options: Options
@@ -76,10 +77,10 @@ class Session:
 
 
 def run(argv: list[str]) -> None:
-    """Carry the run out; collective over all ranks. Without GPUs, under the CPU runtime.
+    """Carry out a run, under the CPU runtime without GPUs; collective over all ranks.
 
     Raises:
-        UserError: on every rank alike, for bad input.
+        UserError: the input is bad; on every rank alike.
     """
     own = own_options(argv)
     asks_only = bool(own.dry_run or own.plan)
@@ -89,7 +90,7 @@ def run(argv: list[str]) -> None:
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     with _output_to(_log_file(own, argv)):
         if asks_only:
-            # PyTorch's groups that send nothing come with its test tools, which are slow to import.
+            # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.dry_run import dry_run, plan
 
             text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
@@ -149,10 +150,10 @@ def open_session(options: Options, source: SampleSource) -> Session:
 
 
 def store_of_attempt() -> dist.Store | None:
-    """The store in which the ranks of this attempt meet; None for PyTorch's own choice.
+    """Return the store through which the ranks of this attempt meet; None for PyTorch's choice.
 
     torchrun may keep one store for all attempts (PyTorch 2.13 does, without a prefix for each);
-    ranks of a later attempt would find the addresses of processes that are gone.
+    ranks of a later attempt would find the addresses of processes that have ended.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -163,7 +164,7 @@ def store_of_attempt() -> dist.Store | None:
 
 
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
-    """Megatron's ``pretrain``; ``note`` is called with each step's record, on the last rank."""
+    """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
     args, loading = session.options.args, session.loading
     with observed(args, loading, note), safe_loading(args):
         pretrain(
@@ -178,9 +179,9 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
 
 
 def close_session(session: Session) -> None:
-    """Free the model, its groups and what Megatron keeps in the process; collective.
+    """Free the model, its groups and Megatron's global state; collective.
 
-    The default group stays. The caller drops its own references to the model first.
+    The default group stays. The caller must drop its own references to the model first.
     """
     session.cfg.model.post_wrap_hooks.clear()
     destroy(session.stages, session.modules)
@@ -231,7 +232,7 @@ def _log_file(own: Namespace, argv: list[str]) -> Path | None:
 
 @contextmanager
 def _output_to(path: Path | None) -> Iterator[None]:
-    """What Megatron prints, logs and warns of goes to a file, to which all ranks append."""
+    """Append what Megatron prints, logs and warns of to a file, which all ranks share."""
     if path is None:
         yield
         return

@@ -10,7 +10,7 @@ import torch
 
 
 class Text(NamedTuple):
-    """Tokens without padding.
+    """Tokens of a sample, without padding unless a `Reader` has added it.
 
     input_ids: [n] int64, with as many image tokens as the sample's tiles become embeddings.
     labels: [n] int64, the next token at each position.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The vision module: RADIO ViT and projector, as stages of a pipeline of their own.
+"""The vision module: RADIO ViT and projector, as stages of their own pipeline.
 
 Megatron's modality submodules run their encoders on the first stage only. Here every stage runs
 its layers: the first on tiles, the others on the hidden states of the stage before.
@@ -38,7 +38,8 @@ def pixel_shuffle(features: torch.Tensor, rows: int, factor: int) -> torch.Tenso
 
 
 def normalize(tiles: torch.Tensor, preset: EncoderPreset) -> torch.Tensor:
-    """Pixels in 0 … 255 to [0, 1], minus the mean of a channel, over its deviation, in fp32.
+    """Scale pixels from 0 … 255 to [0, 1], subtract each channel's mean, and divide by its std;
+    fp32.
 
     Args:
         tiles: [n, 3, H, W].
@@ -48,17 +49,17 @@ def normalize(tiles: torch.Tensor, preset: EncoderPreset) -> torch.Tensor:
 
 
 class RADIOEncoderWrapper(MegatronModule):
-    """RADIO ViT without its class tokens, pixel-shuffled.
+    """RADIO ViT whose output has no class tokens and is pixel-shuffled.
 
-    The position embeddings are the deterministic ones (no random crops), so that the outcome does
-    not depend on which rank encodes a tile.
+    The position embeddings are deterministic (no random crops), so that the output does not depend
+    on which rank encodes a tile.
 
     Args:
-        config: of the ViT; sequence parallelism must be off.
-        layer_spec: of its transformer layers.
+        config: configuration of the ViT; sequence parallelism must be off.
+        layer_spec: spec of its transformer layers.
         preset: image geometry.
-        pg_collection: the encoder's process groups. Of a pipeline, the first stage embeds the
-            patches, and the last one shuffles.
+        pg_collection: the encoder's process groups. In a pipeline, the first stage embeds the
+            patches, and the last one applies the pixel shuffle.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class RADIOEncoderWrapper(MegatronModule):
     def forward(
         self, tiles: torch.Tensor, hidden_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Encode tiles.
+        """Encode tiles; without any, encode a blank one.
 
-        Without any, a blank one is encoded.
+        Without any tile, there is an output of one, for the caller to drop.
 
         Args:
             tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Only the first stage reads them.
-            hidden_states: [n or 1, patches and class tokens, hidden], of the stage before.
+            hidden_states: [n or 1, patches and class tokens, hidden], output of the stage before.
 
         Returns:
             [(n or 1) · tokens_per_tile, output_size], or hidden states for the next stage.
@@ -121,7 +122,7 @@ class NormedProjector(MegatronModule):
     """RMSNorm and a squared-ReLU MLP, from encoder features [n, input_size] to [n, H].
 
     Args:
-        config: of the MLP; ``hidden_size`` is the language model's.
+        config: configuration of the MLP; ``hidden_size`` is the language model's.
         norm: norm class, built over the input features.
         submodules: the MLP's linear layers.
         input_size: features of one token.
@@ -149,15 +150,15 @@ class NormedProjector(MegatronModule):
 
 
 class VisionStage(VisionModalitySubmodules):
-    """One encoder, and on the last stage the projector."""
+    """A pipeline stage of one encoder, with the projector on the last stage."""
 
     share_embeddings_and_output_weights = False
-    """Read by the gradient finalization of a pipeline's first and last stage."""
+    """Megatron's gradient finalization reads it on a pipeline's first and last stage."""
 
     runs_on_every_rank = True
-    """Without tiles it encodes a blank one and drops its rows: so every parameter gets a gradient
-    of zero, this rank takes part in what its peers do in the backward, and reductions of gradients
-    overlap it."""
+    """Without tiles, the stage encodes a blank one and drops its rows. So every parameter gets a
+    gradient of zero, this rank takes part in its peers' collectives in the backward, and gradient
+    reductions overlap the backward."""
 
     @property
     def pre_process(self) -> bool:
@@ -172,17 +173,18 @@ class VisionStage(VisionModalitySubmodules):
         """Run the stage.
 
         Args:
-            encoder_inputs: of the encoder, on every stage.
-            hidden_states: of the stage before; None on the first.
+            encoder_inputs: inputs of the encoder by name, on every stage.
+            hidden_states: output of the stage before; None on the first.
 
         Returns:
-            What the next stage takes, or on the last ``[tokens, H]`` of the language model's width.
+            Hidden states for the next stage; on the last stage, embeddings ``[tokens, H]`` of the
+            language model's width.
         """
         ((name, encoder),) = self.encoders.items()
         output = encoder(**encoder_inputs[name], hidden_states=hidden_states)
         if self.is_last_stage:
             output = self.project_embeddings([output])
             if not len(encoder_inputs[name]["tiles"]):
-                output = output[:0]  # only now: kernels of norms take no empty tensors
-        # The schedule frees it once it is sent, and of one tile it would be a view.
+                output = output[:0]  # only now: norm kernels take no empty tensors
+        # The schedule frees the output once it is sent, and for one tile it would be a view.
         return make_viewless_tensor(output, output.requires_grad, keep_graph=True)

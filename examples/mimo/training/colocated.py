@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pretrain_mimo.py --mimo-layout colocated``: both modules on all ranks, each in its own layout.
 
-Model, mock data and loss are those of that program. It is in git checkouts of Megatron-LM only, and
-so are the modules of this folder that are imported here.
+Model, mock data and loss are those of that program. Only git checkouts of Megatron-LM have it, and
+the modules of this folder that are imported here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_p
 
 
 def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Register ``--mimo-layout``; sizes are given by the options of the module grids."""
+    """Add ``--mimo-layout``; the options of the module grids give the sizes."""
     parser.add_argument(
         "--mimo-layout",
         choices=["non-colocated", COLOCATED],
@@ -75,10 +75,10 @@ def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def take_sizes(args: argparse.Namespace) -> None:
-    """Check the sizes of the grids, and let Megatron's own options have the language model's.
+    """Check the sizes of the grids, and set Megatron's own options to the language model's.
 
     Raises:
-        ValueError, UserError: for what cannot work, on every rank alike.
+        ValueError, UserError: the sizes or options cannot work; on every rank alike.
     """
     for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
         if getattr(args, option):
@@ -133,13 +133,13 @@ def _slices_violation(layouts: Layouts) -> str | None:
 
 @dataclass(frozen=True)
 class MockLoading:
-    """The samples of a rank out of the mock data, which do not depend on the layout.
+    """A rank's samples of the mock data, whose global batches do not depend on the layout.
 
     Args:
-        args: Megatron's.
-        slices: of this rank.
+        args: Megatron's arguments.
+        slices: this rank's slices of the batches.
         source: data loader of each split.
-        encoder_name: of the encoder module.
+        encoder_name: name of the encoder module.
     """
 
     args: argparse.Namespace
@@ -148,22 +148,22 @@ class MockLoading:
     encoder_name: str
 
     def training(self) -> Iterator[Microbatch]:
-        """Microbatches from the first sample on that the run has not consumed, without end."""
+        """Yield microbatches without end, from the first sample that the run has not consumed."""
         for step in training_steps(self.args, self.slices.layouts.language.dp):
             yield from self._microbatches("train", *step)
 
     def held_out(self) -> Iterator[Microbatch]:
-        """Microbatches of the test split; every evaluation reads the same samples."""
+        """Yield microbatches of the test split; every evaluation reads the same samples."""
         for step in held_out_steps(self.args, self.slices.layouts.language.dp):
             yield from self._microbatches("test", *step)
 
     def _microbatches(
         self, split: str, first: int, count: int, micro_size: int
     ) -> Iterator[Microbatch]:
-        """One step's, from the data loader of a split.
+        """Yield the microbatches of one step.
 
-        With a pipeline, all that the rank encodes in a step comes with the first microbatch: the
-        inputs of images of several sizes can be joined by the loader only.
+        With a pipeline, the first microbatch brings all that the rank encodes in a step, because
+        only the loader can join the inputs of images of several sizes.
         """
         dataset, collate = self.source[split].dataset, self.source[split].collate_fn
         plan = [self.slices.indices(number, count, micro_size) for number in range(count)]
@@ -181,14 +181,14 @@ class MockLoading:
 
 
 def forward_step(microbatches: Iterator[Microbatch], model: MimoModel):
-    """One microbatch in any pipeline."""
+    """Run one microbatch, with or without a pipeline."""
     losses, loss_mask = run_microbatch(model, next(microbatches))
     return losses, partial(loss_func, loss_mask=loss_mask)
 
 
 @dataclass(kw_only=True)
 class ColocatedBuildConfig(ModelConfig):
-    """What the builder needs; Megatron does not write fields with an underscore anywhere."""
+    """The builder's inputs; Megatron does not serialize fields that begin with an underscore."""
 
     builder: ClassVar[str] = "examples.mimo.training.colocated.ColocatedBuilder"
     _provider: MimoProvider
@@ -199,10 +199,11 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
     """Builds a provider's model with all its modules on this rank."""
 
     def build_model(self, pg_collection, pre_process=None, post_process=None, vp_stage=None):
-        """The bare model; no argument matters."""
+        """Build the bare model; all arguments are ignored."""
         provider, modules = self._model_config._provider, self._model_config._modules
         args = get_args()
-        # The encoder's configuration is made of the language model's, which alone has CP and EP.
+        # The encoder's configuration is made from these arguments, but only the language model has
+        # CP and EP.
         alone = {"context_parallel_size": 1, "expert_model_parallel_size": 1}
         encoder_args = argparse.Namespace(**vars(args) | alone)
         model = MimoModel(
@@ -223,11 +224,11 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
         return model
 
     def build_distributed_models(self, pg_collection, ddp_config=None, **_) -> list[MimoModel]:
-        """The model, initialized and ready to train.
+        """Build the model, initialized and ready to train.
 
         Args:
-            pg_collection: not read: each module has the groups of its own grid.
-            ddp_config: of all modules.
+            pg_collection: ignored: each module has the groups of its own grid.
+            ddp_config: data-parallel settings of all modules.
         """
         args, modules = get_args(), self._model_config._modules
         prepare_process(modules, args)
@@ -244,7 +245,7 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
 
 
 def train(args: argparse.Namespace, provider: MimoProvider) -> None:
-    """Train through Megatron's loop; collective over all ranks, which are joined already."""
+    """Train with Megatron's loop; collective over all ranks, whose default group exists already."""
     layouts, (name,) = _layouts(args), provider.encoder_module_names
     modules = make_modules(
         {name: (layouts.encoder, 0), LANGUAGE: (layouts.language, 0)},

@@ -1,12 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples of the global batch a rank's colocated modules take, microbatch by microbatch.
+"""Slices of the global batch that a rank's colocated modules take, microbatch by microbatch.
 
-The bridge wants consecutive samples on each DP rank of either module. Without a pipeline it works
-once a microbatch: microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples,
-which each module cuts into equal slices. With a pipeline it works once a step: each module cuts the
-whole batch, and a rank's slice into microbatches; an encoder's rank may have fewer samples than
-there are microbatches, and then none in some.
+The bridge needs consecutive samples on each DP rank of either module. Without a pipeline it runs
+once per microbatch: microbatch ``i`` is a run of ``micro_size · language.dp`` consecutive samples,
+which each module cuts into equal slices. With a pipeline it runs once per step: each module cuts
+the whole batch into slices, and a rank's slice into microbatches; an encoder rank may have fewer
+samples than there are microbatches, and then has none in some of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class SampleSlices:
     """The slices of one rank.
 
     Args:
-        layouts: of both modules.
-        encoder_part: which slice this rank encodes.
+        layouts: layouts of both modules.
+        encoder_part: index of the slice that this rank encodes.
         language_dp: this rank's DP coordinate in the language model's grid.
     """
 
@@ -31,12 +31,13 @@ class SampleSlices:
     language_dp: int
 
     def indices(self, number: int, count: int, micro_size: int) -> tuple[range, range]:
-        """Indices into the batch that the encoder and the language model take here.
+        """Return the indices into the batch that the encoder and the language model take on this
+        rank.
 
         Args:
-            number: of the microbatch.
-            count: microbatches of the batch.
-            micro_size: samples that a DP rank of the language model takes of one.
+            number: number of the microbatch.
+            count: number of microbatches of the batch.
+            micro_size: samples of a microbatch that a DP rank of the language model takes.
         """
         dp = self.layouts.language.dp
 

@@ -1,15 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values of Hugging Face's configurations that our model cannot change."""
+"""Checks for values of Hugging Face configurations that are fixed in our model."""
 
 from examples.mimo.nemotron_vlm.errors import UserError
 
 
 def check_values(what: str, config: object, expected: dict[str, object]) -> None:
-    """Hold fields of a configuration to the only values that our model can have.
+    """Check that fields of a configuration have the only values that our model supports.
 
     Raises:
-        UserError: names every field of ``what`` that has another.
+        UserError: a field of ``what`` has another value; the message names every such field.
     """
     wrong = [
         f"{name} is {getattr(config, name)}, and ours has {value}"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The two conversions. What they write appears whole, under its name, or not at all."""
+"""The two conversions; their output directories appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 
 MODEL = "model.json"
-"""The sizes, in a converted checkpoint; ``--model`` takes its path."""
+"""File of the sizes in a converted checkpoint, whose path ``--model`` takes."""
 
 FILE_BYTES = 4 * 1000**3
-"""Of a safetensors file; about twice as much is in memory."""
+"""Bytes of a safetensors file; about twice as many are in memory."""
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
-"""Files of a Hugging Face directory beside its tensors."""
+"""Patterns of a Hugging Face directory's files other than tensors, which are copied."""
 
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """A directory to write to, which gets the name ``out`` at the end.
+    """Provide a directory to write to, which is renamed to ``out`` at the end.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the directory cannot be written.
     """
     partial = out.with_name(f"{out.name}.partial")
     try:
@@ -69,14 +69,14 @@ def to_megatron(
 
     Args:
         sources: parts of the model, each once.
-        base: sizes of the parts that there is no source for.
+        base: preset with the sizes of the parts without a source.
         out: the new directory.
-        tile: pixels of a tile's side, by default the encoder's configuration's.
+        tile: height and width of a tile in pixels; None for those of the encoder's configuration.
         leave_out: patterns of tensors that are not converted.
-        seed: of the initial weights of parts that there is no source for.
+        seed: seed of the initial weights of parts without a source.
 
     Returns:
-        Names of the tensors that were not converted, and the parts that have initial weights.
+        Names of the tensors that were not converted, and the parts with initial weights.
 
     Raises:
         UserError: nothing is written then.
@@ -113,13 +113,13 @@ def to_megatron(
 
 
 def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) -> list[str]:
-    """Write a Hugging Face directory.
+    """Write a Hugging Face directory from a checkpoint.
 
     Args:
-        checkpoint: of the program.
+        checkpoint: directory of the program's checkpoint.
         like: the directory of a model of the same sizes, with or without its tensors. Its
             configuration and other files are copied, and so are tensors that our model lacks.
-        base: sizes of the parts that ``like`` does not have.
+        base: preset with the sizes of the parts that ``like`` does not have.
         out: the new directory.
 
     Returns:
@@ -166,7 +166,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
 
 
 def _check_saved(saved: Checkpoint, sources: list[Source], parts: list[Part]) -> None:
-    """Compare the checkpoint with the model, by the checkpoint's names."""
+    """Check that the checkpoint has the model's tensors, by their names in the checkpoint."""
     held = tuple(saved_key(OURS[source.part]) for source in sources)
     wanted = {part.key: part.global_shape for part in parts if part.key.startswith(held)}
     found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}

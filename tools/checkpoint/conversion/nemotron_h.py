@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The language model: Hugging Face's NemotronH."""
+"""Translation of the language model, Hugging Face's NemotronH."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conversion.rows import Rows, Table
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
 PREFIX = "language_model."
-"""Of our names."""
+"""Prefix of our names."""
 
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -31,10 +31,10 @@ EXPECTED = {
     "use_bias": False,
     "use_conv_bias": True,
 }
-"""Fields of a NemotronHConfig for which our model has one value."""
+"""Fields of a NemotronHConfig for which our model supports one value."""
 
 GATED_NORM_EPSILON = 1e-5
-"""Of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
+"""Epsilon of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
 
 TOP = {
     "embedding.word_embeddings.weight": "backbone.embeddings.weight",
@@ -68,29 +68,29 @@ LAYERS = {
         "mlp.shared_experts.linear_fc2.weight": "mixer.shared_experts.down_proj.weight",
     },
 }
-"""What only has another name, by the symbol of the layer; both below ``layers.N``."""
+"""Tensors that differ in name only, by the layer's symbol; both names are below ``layers.N``."""
 
 EXPERTS = {
     "mlp.experts.experts.linear_fc1.weight": "up_proj.weight",
     "mlp.experts.experts.linear_fc2.weight": "down_proj.weight",
 }
-"""Ours has all experts of a layer under one name; theirs are below ``mixer.experts.E``."""
+"""Names of experts' weights: ours is one for all experts, theirs are below ``mixer.experts.E``."""
 
 
 def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
-    """Sizes and options for a NemotronHConfig.
+    """Return the language preset for a NemotronHConfig.
 
     Args:
         config: transformers' own class.
-        base: where the sizes of kinds of layers that the model lacks come from.
+        base: preset with the sizes of kinds of layers that the model lacks.
 
     Raises:
-        UserError: names every field whose value our model cannot have.
+        UserError: our model does not support a field's value; the message names every such field.
     """
     pattern = "".join(SYMBOLS[kind] for kind in config.layers_block_type)
     expected = dict(EXPECTED)
     if "E" in pattern:
-        # With one expert for a token, ours takes its score as it is.
+        # With one expert per token, ours does not normalize its score.
         expected["norm_topk_prob"] = config.num_experts_per_tok > 1
     if "M" in pattern:
         expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
@@ -124,7 +124,7 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
 
 
 def language_table(sizes: LanguagePreset) -> Table:
-    """The language model's tensors, without ``PREFIX``."""
+    """Return the table of the language model's tensors; our names are without ``PREFIX``."""
     table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
     for number, symbol in enumerate(sizes.hybrid_layer_pattern):
         ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
@@ -146,12 +146,12 @@ def language_table(sizes: LanguagePreset) -> Table:
 
 
 def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tuple[Rows, ...]:
-    """Query heads, key and value of each group by turns, as ours has them.
+    """Interleave query heads, key and value of each group, the order of our rows.
 
     Args:
-        qkv: where the queries, keys and values of all heads begin.
-        heads, groups: query heads, and the key-value heads that they share.
-        channels: rows of a head.
+        qkv: the starts of the queries, keys and values of all heads.
+        heads, groups: number of query heads, and of the key-value heads that they share.
+        channels: number of rows of a head.
     """
     query = heads // groups * channels
     rows = []
@@ -162,7 +162,7 @@ def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tupl
 
 
 def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:
-    """Ours saves gate, values, B, C and time steps apart: TP splits each of them."""
+    """Return the table of a mixer; ours saves z, x, B, C and dt apart, as TP splits each."""
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     state = sizes.mamba_num_groups * sizes.mamba_state_dim
     projected = {"z": inner, "x": inner, "B": state, "C": state, "dt": sizes.mamba_num_heads}

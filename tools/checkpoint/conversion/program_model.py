@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program's own model, on the meta device: names and shapes of all that a checkpoint holds."""
+"""The program's own model on the meta device: names and shapes of all tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ WRAPPED = {
     "language_model.": "language_model.module.",
     "modality_submodules.images.": "modality_submodules.images.module.",
 }
-"""The program saves modules in the wrapper of their data parallelism."""
+"""Prefixes of the bare model and of checkpoints, which include the data-parallel wrapper."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a module, which may be one of several under a key of the checkpoint.
+    """A tensor of a module; a key of the checkpoint may hold several.
 
-    name: the key without wrappers, and the number of the expert or layer. key, global_shape: in the
-    checkpoint. offset, sizes: its place there. shape: its own, without the dims that number it.
+    name: the key without wrappers, followed by the number of the expert or layer. key,
+    global_shape: those in the checkpoint. offset, sizes: the tensor's box in the global shape.
+    shape: the tensor's own, without the leading dims that number it.
     """
 
     name: str
@@ -48,19 +49,19 @@ class Part:
 
 @dataclass(frozen=True)
 class ProgramModel:
-    """parts: all tensors, by name."""
+    """The model with its tensors as ``parts``, by name."""
 
     model: MimoModel
     parts: dict[str, Part]
 
     def initial(self, part: Part, seed: int) -> torch.Tensor:
-        """A part's initial weights in the program."""
+        """Return a part's initial weights in the program."""
         return initial_weights(self.model, part.sharded, seed)
 
 
 @contextlib.contextmanager
 def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
-    """Build the model of a preset, which takes no memory; in a process of its own rank."""
+    """Build the model of a preset on the meta device, as the only rank of a world."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     try:
@@ -97,6 +98,6 @@ def _part(sharded: ShardedTensor) -> Part:
 
 
 def saved_key(key: str) -> str:
-    """What a key of the bare model is in a checkpoint."""
+    """Return the key in a checkpoint for a key of the bare model."""
     (bare,) = (prefix for prefix in WRAPPED if key.startswith(prefix))
     return WRAPPED[bare] + key.removeprefix(bare)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder: a RADIO ViT, with the names that timm's blocks have, as C-RADIO is published."""
+"""Translation of the encoder, a RADIO ViT with timm's names of blocks, as C-RADIO is published."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.presets import EncoderPreset
 
 PREFIX = "modality_submodules.images.encoders.radio.radio."
-"""Of our names."""
+"""Prefix of our names."""
 
 EMBEDDER = "model.patch_generator.embedder.weight"
-"""Begins with whatever the names of a file begin with, mostly ``radio_model.``."""
+"""Name of the embedder's weight, after a file's common prefix, mostly ``radio_model.``."""
 
 EXPECTED = {
     "hidden_act": "gelu",
@@ -29,7 +29,7 @@ EXPECTED = {
     "qkv_bias": True,
     "use_swiglu_ffn": False,
 }
-"""Fields of a RadioConfig for which our model has one value."""
+"""Fields of a RadioConfig for which our model supports one value."""
 
 TOP = {
     "class_token": "model.patch_generator.cls_token.token",
@@ -49,20 +49,20 @@ BLOCK = {
     "mlp.linear_fc2.weight": "mlp.fc2.weight",
     "mlp.linear_fc2.bias": "mlp.fc2.bias",
 }
-"""What only has another name. Ours has all layers under one; theirs are below ``blocks.N``."""
+"""Tensors that differ in name only: one for all layers in ours, below ``blocks.N`` in theirs."""
 
 MEAN, STD = "input_conditioner.norm_mean", "input_conditioner.norm_std"
 
 SCALES = "model.blocks.*.layer_scale?.lambda1"
-"""Factors that our model does not have: they must all be 1."""
+"""Pattern of scaling factors that our model does not have: they must all be 1."""
 
 NOT_HELD = (MEAN, STD, SCALES, "summary_idxs", "model.patch_generator.video_embedder.weight")
-"""Patterns of tensors that our model does not have: pixels are normalized by sizes of the model,
-and it has neither a summary nor videos."""
+"""Patterns of tensors that our model does not have: pixels are normalized by values in the preset,
+and there is neither a summary nor video."""
 
 
 def outer_name(files: TensorFiles, prefix: str) -> str:
-    """What the encoder's names in a file begin with, after ``prefix``."""
+    """Return the prefix of the encoder's names in a file, after ``prefix``."""
     if not files.shapes:
         return "radio_model."
     found = [name for name in files.shapes if name.startswith(prefix) and name.endswith(EMBEDDER)]
@@ -72,15 +72,16 @@ def outer_name(files: TensorFiles, prefix: str) -> str:
 
 
 def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> EncoderPreset:
-    """Sizes for a RadioConfig.
+    """Return the encoder preset for a RadioConfig.
 
     Args:
         config: transformers' own class.
-        base: what the configuration does not say.
-        tile: pixels of a tile's side, where it is not the configuration's.
+        base: preset with the sizes that the configuration lacks.
+        tile: height and width of a tile in pixels; None for the configuration's.
 
     Raises:
-        UserError: names every field whose value our model cannot have.
+        UserError: our model does not support the tile or a field's value; the message names every
+            such field.
     """
     check_values("the encoder", config, EXPECTED)
     tile = tile or config.image_size
@@ -106,7 +107,7 @@ def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> Encode
 
 
 def with_pixels_of(files: TensorFiles, outer: str, preset: EncoderPreset) -> EncoderPreset:
-    """The sizes with mean and deviation of pixels as a file has them, if it does."""
+    """Return the preset with the mean and deviation of pixels from a file, if it has them."""
     found = {
         field: tuple(files.read(outer + name).flatten().tolist())
         for field, name in (("pixel_mean", MEAN), ("pixel_std", STD))
@@ -116,14 +117,14 @@ def with_pixels_of(files: TensorFiles, outer: str, preset: EncoderPreset) -> Enc
 
 
 def check_scales(files: TensorFiles, names: list[str]) -> None:
-    """Raise UserError for factors that are not all 1, by name."""
+    """Raise UserError, with the names, if factors are not all 1."""
     wrong = [name for name in names if not torch.all(files.read(name) == 1)]
     if wrong:
         raise UserError("the encoder has factors that ours lacks: " + ", ".join(wrong))
 
 
 def encoder_table(sizes: EncoderPreset) -> Table:
-    """The encoder's tensors, without ``PREFIX`` and what their names begin with."""
+    """Return the table of the encoder's tensors, without ``PREFIX`` and the file's prefix."""
     table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
     for number in range(sizes.layers):
         theirs = f"model.blocks.{number}."

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of which Hugging Face tensors a tensor of ours is made of: plain data, for both ways.
+"""The rows of Hugging Face tensors that make up each of our tensors: plain data, for both ways.
 
 All differences between the two formats are of this kind: a tensor under another name, several
-concatenated, one split, or, for attention, the rows of each head taken by turns. Rows are those of
-a tensor's first dim.
+concatenated, one split, or, for attention, the rows of heads interleaved. Rows are along a tensor's
+first dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``start`` to ``start + count`` of the Hugging Face tensor ``name``; by default, all."""
+    """``count`` rows from ``start`` on of the Hugging Face tensor ``name``; by default, all."""
 
     name: str
     start: int = 0
@@ -30,12 +30,12 @@ class Rows:
 
 
 Table = Mapping[str, tuple[Rows, ...]]
-"""For each tensor of ours the rows that, one after the other, make it."""
+"""For each tensor of ours, the rows whose concatenation it is."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a Hugging Face tensor, and where they lie in one of ours."""
+    """Rows of a Hugging Face tensor, and their place in one of ours."""
 
     ours: str
     our_start: int
@@ -46,9 +46,9 @@ class Piece:
 
 @dataclass
 class Translation:
-    """A table with its sizes.
+    """A table whose pieces have sizes.
 
-    of_ours, of_theirs: the pieces of a tensor, in the order of its rows. shapes: of their tensors.
+    of_ours, of_theirs: pieces of each tensor, in the order of its rows. shapes: shapes of theirs.
     """
 
     of_ours: dict[str, list[Piece]] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Translation:
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
-        """A tensor of ours; ``read`` takes a name of theirs, the first row and their count."""
+        """Make a tensor of ours; ``read`` takes one of their names, a first row, and a count."""
         pieces = self.of_ours[name]
         return _joined([read(p.theirs, p.their_start, p.count) for p in pieces])
 
     def split(self, name: str, ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A tensor of theirs, from those of ours in which its pieces lie."""
+        """Make a tensor of theirs from those of ours that hold its pieces."""
         pieces = self.of_theirs[name]
         return _joined([ours[p.ours].narrow(0, p.our_start, p.count) for p in pieces])
 
@@ -71,11 +71,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def translate(table: Table, shapes: Mapping[str, Shape]) -> Translation:
-    """Place each piece, from the shapes of our tensors.
+    """Compute the place of each piece from the shapes of our tensors.
 
     Args:
         table: has all names of ``shapes``, and no other.
-        shapes: of our tensors, by name.
+        shapes: shapes of our tensors, by name.
     """
     assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
     made = Translation()
@@ -99,7 +99,7 @@ def translate(table: Table, shapes: Mapping[str, Shape]) -> Translation:
 
 
 def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> list[str]:
-    """A line for every tensor that is missing, surplus or has another shape."""
+    """Return a line for every tensor that is missing, surplus or has another shape."""
     lines = [f"missing: {name} {list(wanted[name])}" for name in wanted if name not in found]
     lines += [f"surplus: {name} {list(found[name])}" for name in found if name not in wanted]
     lines += [

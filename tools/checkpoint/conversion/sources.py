@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face directories: which parts of the model they have, and their sizes."""
+"""Hugging Face directories: the parts of the model that they have, and their sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS = {
 }
 
 IN_VLM = {LANGUAGE: "language_model.", ENCODER: "vision_model.", PROJECTOR: projector.THEIRS}
-"""What the names of a part begin with, in a whole VLM."""
+"""Prefixes of the parts' names in a whole VLM."""
 
 ALONE = {LANGUAGE: "", ENCODER: "", PROJECTOR: projector.THEIRS}
 
@@ -37,8 +37,8 @@ CONFIGS = {"nemotron_h": (LANGUAGE,), "radio": (ENCODER,), "nemotron_h_omni": PA
 class Source:
     """A part of the model in a directory.
 
-    prefix: of its names there. config: transformers' own class, for a projector the whole VLM's or
-    None. beside: all parts that the directory has.
+    prefix: prefix of its names there. config: transformers' configuration; for a projector the
+    whole VLM's, or None. beside: all parts that the directory has.
     """
 
     part: str
@@ -49,13 +49,13 @@ class Source:
 
     @property
     def outer(self) -> str:
-        """What names begin with, all in all."""
+        """The whole prefix of the part's names in the files."""
         if self.part == ENCODER:
             return self.prefix + radio.outer_name(self.files, self.prefix)
         return self.prefix
 
     def table(self, preset: VLMPreset) -> Table:
-        """With whole names on both sides."""
+        """Return the part's table, with whole names on both sides."""
         if self.part == LANGUAGE:
             table = nemotron_h.language_table(preset.language)
         elif self.part == ENCODER:
@@ -69,10 +69,10 @@ class Source:
         }
 
     def not_held(self) -> list[str]:
-        """Names of its tensors that our model does not need to have.
+        """Return the names of the part's tensors that our model can do without.
 
         Raises:
-            UserError: it does need one.
+            UserError: our model cannot do without one of them.
         """
         if self.part != ENCODER:
             return []
@@ -83,7 +83,7 @@ class Source:
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that fit one of some patterns."""
+    """Return the names that match any of the patterns."""
     patterns = list(patterns)
     return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
@@ -91,10 +91,10 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 def sources_of(
     directory: Path, wanted: Iterable[str] = PARTS, may_lack_tensors: bool = False
 ) -> list[Source]:
-    """The parts in a directory, of those wanted.
+    """Return the parts in a directory, of those wanted.
 
     Raises:
-        UserError: it has none of them, or no configuration where one is needed.
+        UserError: the directory has none of them, or lacks a configuration that is needed.
     """
     files = TensorFiles(directory, may_lack_tensors)
     if not (directory / "config.json").exists():
@@ -137,10 +137,10 @@ def _check_omni(config: Any) -> None:
 
 
 def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPreset:
-    """The sizes of the parts; those of ``base`` where there is no such part.
+    """Return the sizes of the parts in ``sources``, and those of ``base`` for the others.
 
     Raises:
-        UserError: names what cannot be expressed.
+        UserError: our model does not support a size or option; the message names it.
     """
     preset = replace(base, name="converted")
     for source in sources:
@@ -159,7 +159,7 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
 
 
 def translate_source(source: Source, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
-    """A part's translation; ``ours`` are the shapes of our whole model."""
+    """Return a part's translation; ``ours`` are the shapes of our whole model."""
     prefix = OURS[source.part]
     held = {name: shape for name, shape in ours.items() if name.startswith(prefix)}
     return translate(source.table(preset), held)
@@ -168,16 +168,17 @@ def translate_source(source: Source, preset: VLMPreset, ours: Mapping[str, Shape
 def check_sources(
     sources: list[Source], translations: list[Translation], leave_out: list[str]
 ) -> list[str]:
-    """Compare the files with what the model needs.
+    """Check that the files have the tensors that the model needs, and no others.
 
     Args:
         leave_out: patterns of names that are not converted.
 
     Returns:
-        Names of tensors that the model does not have.
+        Names of the files' tensors that the model does not have.
 
     Raises:
-        UserError: lists all that is missing, surplus or misshapen.
+        UserError: tensors are missing, surplus or misshapen; the message lists them. Or
+            ``leave_out`` matches tensors that the model has.
     """
     problems, left_out = [], set()
     for directory in dict.fromkeys(source.files.directory for source in sources):

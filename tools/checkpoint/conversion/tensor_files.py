@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face directory: its safetensors files, read by rows, and written by the file."""
+"""Safetensors files of a Hugging Face directory, read by rows and written file by file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ONE_FILE = "model.safetensors"
 
 
 class TensorFiles:
-    """The tensors of a directory; only what is asked for is read.
+    """The tensors of a directory; only the requested rows are read.
 
     Args:
-        directory: with one or several ``.safetensors`` files.
-        may_be_none: there need not be any.
+        directory: a directory with one or several ``.safetensors`` files.
+        may_be_none: whether there may be no such files.
 
     Raises:
-        UserError: there is none, one is damaged, or two have a tensor of the same name.
+        UserError: there is no file, one is damaged, or two have a tensor of the same name.
     """
 
     def __init__(self, directory: Path, may_be_none: bool) -> None:
@@ -49,29 +49,29 @@ class TensorFiles:
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """Return the dtype of a tensor."""
         first = self._files[name].get_slice(name)
         return first[:0].dtype if self.shapes[name] else self.read(name).dtype
 
     def rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Rows of a tensor."""
+        """Read ``count`` rows of a tensor, from ``start`` on."""
         return self._files[name].get_slice(name)[start : start + count]
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         return self._files[name].get_tensor(name)
 
 
 def write_files(
     directory: Path, sizes: Mapping[str, int], limit: int, make: Callable[[list[str]], dict]
 ) -> None:
-    """Write tensors to files, one file after the other.
+    """Write tensors to files, one file after another.
 
     Args:
-        directory: to write to.
+        directory: the directory to write to.
         sizes: bytes of each tensor, by name.
-        limit: of a file's bytes; a larger tensor has a file of its own.
-        make: tensors of some names, by name; called once for a file.
+        limit: upper limit of a file's bytes; a larger tensor has its own file.
+        make: returns the tensors of a list of names, by name; called once per file.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -87,7 +87,7 @@ def write_files(
         file = ONE_FILE if len(groups) == 1 else of
         made = {name: tensor.contiguous() for name, tensor in make(names).items()}
         save_file(made, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(directory.stat().st_mode & 0o666)  # it is the owner's alone
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # save_file makes it private
         places |= dict.fromkeys(names, file)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program's checkpoints, of Megatron's format ``torch_dist``, without ranks or groups.
+"""The program's checkpoints, in Megatron's format ``torch_dist``, without ranks or groups.
 
-A file is written after the other, as if each were of another rank; loading reads from all of them
-what a rank needs.
+Files are written one after another, as if each were another rank's; when loading, a rank reads the
+parts that it needs from all of them.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 FILE_BYTES = 2 * 1024**3
-"""Of a file, about; so much is in memory at a time."""
+"""Approximate bytes of a file, which are in memory at a time."""
 
 COMMON = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Makes each tensor when it is its turn.
+    """Makes each tensor when it is to be written.
 
     Args:
-        tensor: of an index.
+        tensor: returns the tensor for an index.
     """
 
     def __init__(self, tensor: Callable[[MetadataIndex], torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        """Without the path: the program refuses objects that no checkpoint needs."""
+        """Return no path: the program refuses to unpickle objects that no checkpoint needs."""
         return StorageMeta()
 
 
@@ -80,12 +80,12 @@ def write_checkpoint(
     dtypes: Mapping[str, torch.dtype],
     make: Callable[[Part], torch.Tensor],
 ) -> None:
-    """Write a checkpoint of weights that the program's ``--load`` takes, as Megatron's *release*.
+    """Write a checkpoint of weights for the program's ``--load``, as a *release* of Megatron's.
 
     Args:
-        directory: which ``--load`` will name; it exists.
-        parts: what is written. dtypes: of them, by name.
-        make: a part's tensor; called when it is its turn to be written.
+        directory: existing directory that ``--load`` will name.
+        parts: the parts to write. dtypes: their dtypes, by name.
+        make: returns a part's tensor; called when it is to be written.
     """
     release = directory / "release"
     release.mkdir()
@@ -134,13 +134,13 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class Checkpoint:
-    """A checkpoint of the program, or one that was converted.
+    """A checkpoint that the program or a conversion wrote.
 
     Args:
-        directory: as ``--load`` takes it, or of one iteration.
+        directory: as ``--load`` takes it, or the directory of one iteration.
 
     Raises:
-        UserError: it is none.
+        UserError: there is no such checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -163,7 +163,7 @@ class Checkpoint:
         }
 
     def read(self, parts: Iterable[Part]) -> dict[str, torch.Tensor]:
-        """Tensors of parts, by name; from the files only their boxes are read."""
+        """Read the tensors of parts, by name; only their boxes are read from the files."""
         into, boxes, items = {}, {}, []
         for part in parts:
             stored = self.tensors[part.key]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's tests expect of a machine and a CPU has not: CUDA, NCCL, TE, Python 3.12."""
+"""Stand-ins for what upstream's tests need and CPU ranks lack: CUDA, NCCL, TE, Python 3.12."""
 
 import importlib.util
 import inspect
@@ -27,11 +27,11 @@ _LOCAL_LAYERS = {
     "TEColumnParallelLinear": ("megatron.core.tensor_parallel", "ColumnParallelLinear"),
     "TERowParallelLinear": ("megatron.core.tensor_parallel", "RowParallelLinear"),
 }
-"""Names of Transformer Engine's layers, which need a GPU, and Megatron's own in their place."""
+"""Transformer Engine's layers, which need a GPU, and Megatron's own that replace them, by name."""
 
 
 def install() -> None:
-    """Give this process the CPU runtime and what else can be given before Megatron is imported."""
+    """Install the CPU runtime and the stand-ins that must precede the import of Megatron."""
     if not hasattr(typing, "override"):  # Python 3.11
         typing.override = typing_extensions.override
     _install_cpu_runtime()
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _install_cpu_runtime() -> None:
-    """Load the runtime from our overlay, under its name: a pristine tree does not have it."""
+    """Load the runtime from our overlay, under its usual name: a pristine tree does not have it."""
     name = "megatron.core.cpu_runtime"
     folder = Path(os.environ["UPSTREAM_TESTS_CPU_RUNTIME"])
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
@@ -50,14 +50,14 @@ def _install_cpu_runtime() -> None:
 
 
 def _without_downloads() -> None:
-    """Stand in for the module with which upstream's conftest downloads test data."""
+    """Replace the module with which upstream's conftest downloads test data."""
     module = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     module.download_and_extract_asset = lambda assets_dir: False
     sys.modules[module.__name__] = module
 
 
 def _without_modelopt() -> None:
-    """Let tests run that ask for ModelOpt only to be sure of a recent `transformers`."""
+    """Let tests run that require ModelOpt only to ensure a recent `transformers`."""
     importorskip = pytest.importorskip
 
     def without_modelopt(modname, *args, **kwargs):
@@ -67,10 +67,10 @@ def _without_modelopt() -> None:
 
 
 def give_tests_local_layers(collected: set[types.ModuleType]) -> None:
-    """Where a test module or an example names a layer of TE, let it name Megatron's own.
+    """Replace TE's layers by Megatron's own in test modules and examples.
 
-    `collected` are the modules that pytest imported by path. Megatron's modules keep theirs: what
-    the library itself asks of TE stays refused.
+    `collected` are the modules that pytest imported by path. Megatron's own modules are not
+    changed: the library's own use of TE still fails.
     """
     imported = {m for name, m in sys.modules.items() if name.startswith(("tests.", "examples."))}
     for name, (home, local) in _LOCAL_LAYERS.items():
@@ -83,7 +83,7 @@ def give_tests_local_layers(collected: set[types.ModuleType]) -> None:
 
 
 def _give_clip_a_norm() -> None:
-    """Without TE, the model's default is a norm that it cannot call: PyTorch's takes no config."""
+    """Give CLIP a norm: without TE, its default is PyTorch's, which takes no config."""
     clip = sys.modules.get("megatron.core.models.vision.clip_vit_model")
     if clip is not None:
         norm = import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
@@ -94,7 +94,7 @@ def _give_clip_a_norm() -> None:
 
 
 def _with_globals(local: Any) -> Any:
-    """`local`, a class or a function, made to find the globals that it relies on."""
+    """Wrap `local`, a class or a function, to initialize the globals that it relies on."""
     if isinstance(local, type):
 
         def init(self, *args, **options):
@@ -113,7 +113,7 @@ def _with_globals(local: Any) -> Any:
 
 
 def _initialize_globals() -> None:
-    """Make the random states and the buffer that Megatron's own layers, unlike TE's, rely on."""
+    """Initialize the random states and the buffer that Megatron's own layers, unlike TE's, need."""
     parallel_state = import_module("megatron.core.parallel_state")
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytest plugin for one CPU rank that runs upstream's own tests (`-p upstream_rank`).
 
-It gives upstream's code what it expects of a machine (CUDA, NCCL and Python 3.12, through the CPU
-runtime and `typing_extensions`), writes what became of each test as a JSON line, and keeps the
-ranks together: all start a test at once, and one that hangs ends all of them.
+It provides what upstream's code expects (CUDA, NCCL and Python 3.12, through the CPU runtime and
+`typing_extensions`), writes the outcome of each test as a JSON line, and keeps the ranks together:
+all start a test at once, and one that hangs ends all of them.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class Ranks:
             setattr(module, name, function)
 
     def _init(self, backend=None, init_method=None, timeout=None, **kwargs) -> None:
-        # A prefix of its own each time: gloo would find the addresses of the groups before.
+        # Each time a new prefix: otherwise gloo would find the addresses of earlier groups.
         self._initialisations += 1
         prefix = f"groups/{self._meetings}/{self._initialisations}"
         given = kwargs.pop("store", None)
@@ -75,9 +75,10 @@ class Ranks:
 
     @staticmethod
     def free_groups_of_parallel_state() -> None:
-        """Let `destroy_model_parallel` end its groups, which upstream only forgets.
+        """Make `destroy_model_parallel` destroy its groups, which upstream only forgets.
 
-        On gloo each holds threads and connections: some hundred of them bring the ranks to a halt.
+        With gloo, each group holds threads and connections: hundreds of them bring the ranks to a
+        halt.
         """
         parallel_state = sys.modules.get("megatron.core.parallel_state")
         if parallel_state is None:
@@ -95,7 +96,7 @@ class Ranks:
         parallel_state.destroy_model_parallel = destroy_model_parallel
 
     def meet(self, message: str) -> list[str] | None:
-        """Exchange messages with all ranks; None when one did not come in time."""
+        """Exchange messages with all ranks; return None if one did not arrive in time."""
         keys = [f"meeting/{self._meetings}/{rank}" for rank in range(_WORLD)]
         self._store.set(keys[_RANK], message)
         self._meetings += 1
@@ -114,7 +115,7 @@ class Ranks:
             self._store.wait(keys, timedelta(seconds=30))
 
     def renew_groups(self, keep_default: bool) -> None:
-        """End all process groups; make a new default one if there was one and it is kept."""
+        """Destroy all process groups; make a new default one if there was one and it is kept."""
         had_groups = dist.is_initialized()
         parallel_state = sys.modules.get("megatron.core.parallel_state")
         if parallel_state is not None:
@@ -152,7 +153,7 @@ class Recorder:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._write(collected=[item.nodeid for item in session.items])
         gc.collect()
-        gc.freeze()  # what is imported need not be looked at each time
+        gc.freeze()  # imported modules need not be scanned in each collection
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -207,13 +208,13 @@ class Recorder:
 
 
 def _free_memory() -> None:
-    """Give the system back what tests have left: models are in cycles, and ranks share memory."""
+    """Return tests' memory to the system: models are in cycles, and ranks share memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason(report) -> str:
-    """What a failure or skip says of itself, in one line."""
+    """Return the message of a failure or skip, in one line."""
     longrepr = report.longrepr
     if isinstance(longrepr, tuple):
         text = longrepr[2]
@@ -225,5 +226,5 @@ def _reason(report) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start recording."""
+    """Register the recorder."""
     config.pluginmanager.register(Recorder(), "upstream-recorder")

@@ -23,8 +23,8 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
     """Build the source that ``--data`` names.
 
     Raises:
-        UserError: if there is no such source, or its samples do not fit the tile, the sequence or
-            the vocabulary.
+        UserError: there is no such source, or its samples do not fit the tile, the sequence length
+            or the vocabulary.
     """
     name = args.data
     sizes = {
@@ -61,7 +61,7 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
 
 
 def fingerprint(source: SampleSource, args: Namespace) -> str:
-    """Of the rows that a run reads; a run can only go on in the same ones."""
+    """Identify the rows that a run reads: a resumed run must have the same fingerprint."""
     if not args.pack:
         return source.fingerprint
     packing = args.pack_window, args.sample_multiple, args.seq_length
@@ -75,7 +75,7 @@ def _count(text: str) -> int:
 
 
 def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
-    from examples.mimo.nemotron_vlm.energon.source import EnergonSource  # of an extra
+    from examples.mimo.nemotron_vlm.energon.source import EnergonSource  # needs the energon extra
 
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which DP rank takes which row of a step, and in which microbatch, so that all work the same.
+"""Assignment of a step's rows to DP ranks and microbatches, so that all ranks have equal work.
 
-Both modules are balanced at once. Rows of a microbatch are those of nearly the same cost for the
-language model, as its ranks wait for each other in each microbatch; which DP rank takes which of
-them is chosen such that all DP ranks have as many tiles in the step. Each encoder rank then encodes
+Both modules are balanced at once. The rows of a microbatch cost the language model nearly the same,
+because its ranks wait for each other in each microbatch; within a microbatch, rows are given to DP
+ranks so that all have nearly the same number of tiles in the step. Each encoder rank then encodes
 an equal share of the tiles of the DP ranks that it serves, cut between tiles.
 """
 
@@ -22,11 +22,11 @@ def assign_rows(
 
     Args:
         language: cost of each row for the language model, in any unit.
-        tiles: of each row.
-        microbatches, dp: of the language model; their product divides the rows.
+        tiles: number of tiles of each row.
+        microbatches, dp: the language model's; their product divides the number of rows.
 
     Returns:
-        Row numbers, int64 [microbatches, dp, rows of a microbatch of one rank].
+        Row numbers, int64 [microbatches, dp, rows of one rank in a microbatch].
     """
     language, tiles = np.asarray(language, dtype=np.float64), np.asarray(tiles)
     order = np.lexsort((np.arange(len(tiles)), -tiles, -language))
@@ -45,7 +45,7 @@ def assign_rows(
 
 
 def _exchange(placed: np.ndarray, tiles: np.ndarray, load: np.ndarray) -> None:
-    """Swap rows of the same microbatch between the ranks of the most and the fewest tiles."""
+    """Swap rows of a microbatch between the ranks with the most and the fewest tiles."""
     for _ in range(placed.size):
         most, least = int(load.argmax()), int(load.argmin())
         gap = int(load[most] - load[least])
@@ -62,5 +62,5 @@ def _exchange(placed: np.ndarray, tiles: np.ndarray, load: np.ndarray) -> None:
 
 
 def cut_evenly(total: int, parts: int) -> list[int]:
-    """Bounds of ``parts`` consecutive runs of nearly equal size; ``parts + 1`` of them."""
+    """Return the ``parts + 1`` bounds of ``parts`` consecutive runs of nearly equal size."""
     return [total * part // parts for part in range(parts + 1)]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scikit-learn's handwritten digits (real 8×8 scans of the UCI test set) as a reading task.
 
-A sample is a strip of digits, each one image tile, and the question what they are.
+A sample is a strip of digits, one image tile each, with the digits as the answer to read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
 
 MOST_DIGITS = 3
-"""Of a sample; fewer where the sequence length does not hold as many."""
+"""Digits of a sample at most; fewer if the sequence length does not hold as many."""
 
 
 class DigitStrips(DigitTask):
@@ -32,9 +32,9 @@ class DigitStrips(DigitTask):
     Args:
         tile: tile height and width in pixels, a multiple of the scans' 8.
         tokens_per_tile: embeddings that the encoder makes of one tile.
-        seq_length: tokens that a sample must fit.
-        seed: of the drawing; the train/test split does not depend on it.
-        digits: of every strip; None for one to `MOST_DIGITS`.
+        seq_length: tokens that a sample may have.
+        seed: seed of the samples drawn; the train/test split does not depend on it.
+        digits: number of digits of every strip; None for one to `MOST_DIGITS`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DigitStrips(DigitTask):
     ) -> None:
         if tile % 8:
             raise ValueError(f"a tile of {tile} pixels is not a multiple of the scans' 8")
-        from sklearn.datasets import load_digits  # takes a second, also of ranks that need none
+        from sklearn.datasets import load_digits  # takes a second, which other data sets are spared
 
         scans = load_digits()
         images = torch.from_numpy(scans.images).float() * (255 / 16)

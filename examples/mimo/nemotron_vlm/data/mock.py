@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Random pixels and random answers, for speed and shape tests at any model size."""
+"""Random pixels and answers, for tests of speed and shapes at any model size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a rank takes of a microbatch, in host memory; loading processes do it."""
+"""Reading of a rank's part of a microbatch into host memory, by loading processes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ Microbatch = dict[str, object]
 
 @dataclass(frozen=True)
 class Reader(Dataset):
-    """Makes MimoModel's keyword arguments of a `Take`.
+    """A data set that turns a `Take` into MimoModel's keyword arguments.
 
     Args:
-        source: of samples.
-        modality, encoder: names that the tiles have in a batch.
-        tile: pixels of a tile's side.
+        source: the samples.
+        modality, encoder: names under which the tiles are in a batch.
+        tile: height and width of a tile in pixels.
         tokens_per_tile: image tokens that a sample has for each of its tiles.
         seq_length: tokens of a row.
-        packing: of several samples in a row; a row then is a batch of its own.
+        packing: how several samples are packed into a row, which then is a microbatch; None puts
+            one sample into a row.
         reads_labels: whether the rank computes a loss.
-        needs_owners: whether the bridge asks which CP rank holds a token.
+        needs_owners: whether the bridge needs to know which CP rank holds each token.
     """
 
     source: SampleSource
@@ -46,19 +47,19 @@ class Reader(Dataset):
     needs_owners: bool
 
     def __getitem__(self, take: Take) -> Microbatch | str:
-        """The microbatch on the host, or why there is none.
+        """Return the microbatch on the host, or a line saying why it cannot be read.
 
         Returns:
-            input_ids, position_ids, sample_places [b, S] int64, on ranks with a loss labels
-            [b, S] int64 and loss_mask [b, S] float32; ``modality_inputs`` with the tiles
-            [n, 3, H, W] uint8; ``samples``, the number of each; ``packing_kwargs``; ``host_tokens``
-            where modules are colocated, with arrays in the place of tensors: a tensor from another
-            process takes a file descriptor. ``sample_places`` says where in ``samples`` each
-            token's is.
+            ``input_ids``, ``position_ids``, ``sample_places`` [b, S] int64; on ranks with a loss,
+            ``labels`` [b, S] int64 and ``loss_mask`` [b, S] float32; ``modality_inputs`` with the
+            tiles [n, 3, H, W] uint8; ``samples``, the sample numbers; with packing,
+            ``packing_kwargs``; if modules are colocated, ``host_tokens`` with arrays instead of
+            tensors, because each tensor from another process takes a file descriptor.
+            ``sample_places`` is the index into ``samples`` of each token's sample.
         """
         try:
             return self._read(take)
-        except (ValueError, OSError) as error:  # a whole traceback would be the user's line
+        except (ValueError, OSError) as error:  # raised here, it would come with a traceback
             return " ".join(str(error).split())
 
     def _read(self, take: Take) -> Microbatch:
@@ -95,7 +96,7 @@ class Reader(Dataset):
         return text
 
     def _padded(self, row: Sequence[Text]) -> list[Text]:
-        """The samples of a row with their padding, which fill it."""
+        """Pad the samples of a row so that they fill it."""
         if self.packing is None:
             return [self._longer(text, self.seq_length) for text in row]
         padded = [self._longer(t, self.packing.padded(len(t.input_ids))) for t in row]
@@ -136,7 +137,7 @@ class Reader(Dataset):
         return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *parts])
 
     def _only(self, text: Text, piece: Piece) -> torch.Tensor:
-        """Ids of a padded sample in which only the piece's tiles have image tokens."""
+        """Return the padded sample's ids with image tokens only for the piece's tiles."""
         ids = self._padded([text])[0].input_ids.clone()
         places = (ids == self.source.image_token).nonzero()[:, 0]
         first, end = (tile * self.tokens_per_tile for tile in (piece.first, piece.end))
@@ -145,7 +146,7 @@ class Reader(Dataset):
 
 
 def _bounds(lengths: list[int], places: torch.Tensor) -> dict[str, object]:
-    """What PackedSeqParams takes; with ``seq_idx`` it need not make that on the device."""
+    """Return PackedSeqParams' arguments; given ``seq_idx``, the device need not compute it."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return {
         "cu_seqlens_q": bounds,

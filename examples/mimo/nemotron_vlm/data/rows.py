@@ -1,11 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples make the rows of the language model's batch: one each, or as many as fit.
+"""The rows of the language model's batch, of one sample each or of as many as fit.
 
-A row has the sequence length. It is a function of the source, the seed and its number, so that it
-does not depend on ranks, and a run goes on at a row's number. Packed, the stream of samples is cut
-into windows; the samples of a window are packed into as few rows as best-fit decreasing finds
-(Johnson, "Fast algorithms for bin packing", 1974), which come in random order.
+A row has the sequence length. It is a function of the source, the seed and its number alone, so it
+does not depend on the ranks, and a run resumes at a row's number. With packing, the stream of
+samples is cut into windows; the samples of a window are packed into as few rows as best-fit
+decreasing finds (Johnson, "Fast algorithms for bin packing", 1974), and these rows are shuffled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from examples.mimo.nemotron_vlm.data.sample import SampleSource
 
 
 class Packing(NamedTuple):
-    """How rows are packed.
+    """Settings of packing.
 
-    window: samples that are packed together.
-    multiple: of tokens, that each sample is padded to; the layout must divide it.
+    window: number of consecutive samples that are packed together.
+    multiple: each sample is padded to a multiple of so many tokens; the layout's token multiple
+    must divide it.
     """
 
     window: int
     multiple: int
 
     def padded(self, tokens: int) -> int:
-        """Tokens of a sample with its padding."""
+        """Return the length of a sample of ``tokens`` tokens after padding."""
         return -(-tokens // self.multiple) * self.multiple
 
 
@@ -37,11 +38,11 @@ class Rows:
     """The rows of one split.
 
     Args:
-        source: of samples, each of which fits a row.
-        split: of the source.
+        source: the samples, each of which fits a row.
+        split: 'train' or 'test'.
         seq_length: tokens of a row.
         packing: None puts each sample into a row of its own.
-        seed: of the order of packed rows.
+        seed: seed of the order of packed rows.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Rows:
         self._window: tuple[int, list[list[int]]] = (-1, [])
 
     def samples(self, first: int, count: int) -> list[list[int]]:
-        """Numbers of the samples in rows ``first`` to ``first + count``."""
+        """Return the sample numbers of each row from ``first`` to ``first + count - 1``."""
         if self.packing is None:
             return [[row] for row in range(first, first + count)]
         found: list[list[int]] = []
@@ -68,18 +69,18 @@ class Rows:
         return found[:count]
 
     def costs(self, samples: list[list[int]]) -> list[np.ndarray]:
-        """Tokens and tiles of each sample of some rows, int64 [samples, 2] for each row."""
+        """Return tokens and tiles of each sample, int64 [samples, 2] for each row."""
         flat = [number for row in samples for number in row]
         low, high = min(flat), max(flat) + 1
         known = self.source.costs(self.split, low, high - low)
         return [known[np.array(row) - low] for row in samples]
 
     def samples_a_row(self) -> float:
-        """On average, by the first window."""
+        """Return the mean number of samples of a row, as the first window has it."""
         return self.packing.window / len(self._packed(0)) if self.packing else 1.0
 
     def _window_of(self, row: int) -> tuple[int, int]:
-        """The window that a row is in, and the number of rows before that window."""
+        """Return the number of a row's window, and the number of rows before that window."""
         while not self._ends or self._ends[-1] <= row:
             rows = self._packed(len(self._ends))
             self._ends.append(len(rows) + (self._ends[-1] if self._ends else 0))
@@ -98,7 +99,7 @@ class Rows:
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack items, the longest first, each where it leaves the least room.
+    """Pack items, longest first, each into the bin in which it leaves the least room.
 
     Returns:
         Indices of the items of each bin, ascending.

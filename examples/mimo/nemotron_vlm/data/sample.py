@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a data set gives: the text and the tiles of a sample, and what it costs to train on."""
+"""The interface of data sets: text, tiles and cost of each sample; and the digit-reading task."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from examples.mimo.nemotron_vlm.text import Text
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10
-"""Token of the digit 0; the others follow. Every preset's vocabulary is larger than these."""
+"""Token id of the digit 0; 1 to 9 follow. Every preset's vocabulary holds all these ids."""
 
 Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of answer tokens ``labels [n]`` and ``read [n]``: which are right, and which count, bool [n]."""
+"""Scores tokens ``read [n]`` against ``labels [n]``: which are right, which count; bool [n]."""
 
 
 class SampleSource:
     """Samples as a function of (split, number), without state; ``split`` is 'train' or 'test'.
 
-    Loading processes call it, so that it must go through a fork or a pickle.
+    Loading processes use it, so it must survive a fork and be picklable.
 
-    image_token, pad_token: ids in its texts, below vocab_size, which bounds all of them.
-    tiles_per_sample: on average; the throughput in Megatron's log counts with it.
-    fingerprint: says of two sources whether they have the same samples under the same numbers.
-    score: of the answers that were read; None counts the samples whose answer is right as a whole.
+    image_token, pad_token: their ids in the texts. vocab_size: above every id in the texts.
+    tiles_per_sample: the mean, from which Megatron's log computes the throughput.
+    fingerprint: equal for two sources if they have the same samples under the same numbers.
+    score: scores answers by token; None counts the samples whose whole answer is right.
     """
 
     image_token: int = IMAGE
@@ -38,23 +38,23 @@ class SampleSource:
     score: Score | None = None
 
     def text(self, split: str, number: int) -> Text:
-        """Tokens of the sample ``number``, from 0 on, without end."""
+        """Return the tokens of sample ``number``, any integer from 0 on."""
         raise NotImplementedError
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        """Its image tiles, uint8 [n, 3, H, W]; n may be 0."""
+        """Return the image tiles of sample ``number``, uint8 [n, 3, H, W]; n may be 0."""
         raise NotImplementedError
 
     def words(self, tokens: list[int]) -> str:
-        """An answer as people read it."""
+        """Return an answer's tokens as text."""
         return " ".join(map(str, tokens))
 
     def left_out(self, split: str) -> dict[str, int]:
-        """Samples of the data that no number has, counted by reason."""
+        """Return how many samples of the data have no number, by reason."""
         return {}
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """Tokens and tiles of samples from ``first`` on, int64 [count, 2]; it should be cheap."""
+        """Return tokens and tiles of samples from ``first`` on, int64 [count, 2]; must be cheap."""
         numbers = range(first, first + count)
         return np.array(
             [(len(self.text(split, n).input_ids), len(self.tiles(split, n))) for n in numbers],
@@ -63,12 +63,12 @@ class SampleSource:
 
 
 def most_tiles(tokens_per_tile: int, seq_length: int) -> int:
-    """Tiles of one `reading_task`, each with a digit of the answer, that a sequence holds."""
+    """Return how many tiles, with a digit of the answer each, a `reading_task` may have."""
     return (seq_length - 2) // (tokens_per_tile + 1)
 
 
 def reading_length(tiles: int, tokens_per_tile: int) -> int:
-    """Tokens of the `reading_task` of so many tiles, each with a digit of the answer."""
+    """Return the tokens of a `reading_task` with ``tiles`` tiles and as many digits."""
     return 2 + tiles * (tokens_per_tile + 1)
 
 
@@ -76,12 +76,12 @@ def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length
     """Write the sequence BOS, image tokens, READ, answer digits, EOS; the loss is on the last two.
 
     Args:
-        tiles: that the sample has.
+        tiles: number of tiles.
         answer: digits 0 … 9.
-        seq_length: that it must fit.
+        seq_length: tokens that the sample may have.
 
     Raises:
-        ValueError: if it does not; nothing is ever cut off.
+        ValueError: the sample is longer; nothing is ever cut off.
     """
     prompt = [BOS] + [IMAGE] * (tiles * tokens_per_tile) + [READ]
     ids = torch.tensor(prompt + [FIRST_DIGIT + digit for digit in answer] + [EOS])
@@ -93,13 +93,13 @@ def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length
 
 
 def digit_score(labels: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The digits of an answer count, each for itself."""
+    """Score each digit of an answer on its own; other tokens do not count."""
     is_digit = (labels >= FIRST_DIGIT) & (labels < FIRST_DIGIT + 10)
     return (read == labels) & is_digit, is_digit
 
 
 class DigitTask(SampleSource):
-    """What reading tasks have in common."""
+    """Base of the sources whose answers are digits."""
 
     score = staticmethod(digit_score)
 

@@ -1,13 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank reads of each microbatch of a step: rows of text, and tiles; plain data.
+"""Plan of what a rank reads for each microbatch of a step: rows of text, and tiles; plain data.
 
-The bridge wants consecutive samples on each DP rank of either module, in one order of the batch:
-here the order of the language model's DP ranks. Non-colocated, the bridge works once a microbatch;
-colocated once a macro-batch, which with a pipeline is the whole batch. Colocated, the tiles of a
-DP rank of the language model are cut into equal runs for the encoder's ranks that serve it, so that
-the tiles of one sample may lie on two of them. Non-colocated each of the encoder's ranks takes
-whole rows, as upstream's bridge asks for.
+The bridge needs consecutive samples on each DP rank of either module, in one order of the batch:
+here the order of the language model's DP ranks. Non-colocated, the bridge runs once per microbatch;
+colocated, once per macro-batch, which with a pipeline is the whole batch. Colocated, the tiles of a
+DP rank of the language model are cut into equal runs for the encoder ranks that serve it, so the
+tiles of one sample may lie on two of them. Non-colocated, each encoder rank takes whole rows, as
+upstream's bridge requires.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from examples.mimo.nemotron_vlm.data.rows import Rows
 from examples.mimo.nemotron_vlm.layout import Layouts
 
 RowCost = Callable[[Sequence[int]], float]
-"""What the language model takes for a row of samples with so many tokens each, in any unit."""
+"""Cost for the language model of a row, from the tokens of each of its samples, in any unit."""
 
 
 class Piece(NamedTuple):
-    """Tiles ``first`` to ``end`` of a sample."""
+    """Tiles ``first`` to ``end - 1`` of a sample."""
 
     sample: int
     first: int
@@ -36,14 +36,14 @@ class Piece(NamedTuple):
 
 
 class Take(NamedTuple):
-    """What a rank reads for one microbatch.
+    """A rank's part of one microbatch.
 
     Args:
-        split: of the source.
-        rows: samples of each row of tokens that the rank takes.
-        pieces: tiles that it encodes; None without an encoder.
-        atoms: tiles of each of the bridge's atoms that it encodes, and that it consumes, in this
-            microbatch; None where modules are non-colocated.
+        split: 'train' or 'test'.
+        rows: sample numbers of each row of tokens that the rank reads.
+        pieces: tiles that the rank encodes; None if it has no encoder.
+        atoms: number of tiles in each of the bridge's atoms that the rank encodes, and in each that
+            it consumes, in this microbatch; None if modules are non-colocated.
     """
 
     split: str
@@ -54,13 +54,14 @@ class Take(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One rank's share of steps.
+    """One rank's share of every step.
 
     Args:
-        layouts: of both modules.
-        encoder_part: which part of the batch this rank encodes; None if it has no encoder.
-        language_dp: this rank's DP coordinate in the language model's grid, None outside of it.
-        row_cost: for the balance of the language model; None leaves rows in the stream's order.
+        layouts: layouts of both modules.
+        encoder_part: index of the part of the batch that this rank encodes; None if it has no
+            encoder.
+        language_dp: this rank's DP coordinate in the language model's grid; None outside of it.
+        row_cost: cost of a row, by which rows are balanced; None leaves them in the stream's order.
         macro_batch: microbatches that colocated modules encode at once; None for all of a step.
     """
 
@@ -71,13 +72,13 @@ class StepPlan:
     macro_batch: int | None = 1
 
     def takes(self, rows: Rows, first: int, count: int, micro_size: int) -> Iterator[Take]:
-        """What this rank reads of one step, microbatch by microbatch.
+        """Yield what this rank reads of one step, microbatch by microbatch.
 
         Args:
-            rows: of a split.
+            rows: the rows of a split.
             first: number of the step's first row.
-            count: microbatches of the step.
-            micro_size: rows that a DP rank of the language model takes of one.
+            count: number of microbatches of the step.
+            micro_size: rows of a microbatch that a DP rank of the language model takes.
         """
         dp = self.layouts.language.dp
         samples = rows.samples(first, count * micro_size * dp)
@@ -108,7 +109,7 @@ class StepPlan:
             yield Take(split, [samples[row] for row in own], pieces, None)
 
     def _colocated(self, split, samples, costs, placed) -> Iterator[Take]:
-        """Takes of the microbatches that the bridge hands over at once."""
+        """Yield the takes of the microbatches of one macro-batch."""
         dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
         atoms = lcm(dp, parts)
         a_run, a_part = atoms // dp, atoms // parts
@@ -143,7 +144,7 @@ def _pieces(samples: list[int], costs: np.ndarray) -> list[Piece]:
 
 
 def _cut(pieces: list[Piece], first: int, end: int) -> list[Piece]:
-    """Tiles ``first`` to ``end`` of all that are in ``pieces``."""
+    """Return tiles ``first`` to ``end - 1`` of the concatenated ``pieces``."""
     found, before = [], 0
     for piece in pieces:
         low, high = max(first - before, 0), min(end - before, piece.end - piece.first)
@@ -154,13 +155,13 @@ def _cut(pieces: list[Piece], first: int, end: int) -> list[Piece]:
 
 
 def _between_samples(pieces: list[Piece], bounds: list[int]) -> list[int]:
-    """The bounds, each at the closest end of a piece: a sample is decoded once for a rank."""
+    """Move each bound to the closest end of a piece, so that a rank decodes a sample only once."""
     ends = np.cumsum([0, *(piece.end - piece.first for piece in pieces)])
     return [int(ends[np.abs(ends - bound).argmin()]) for bound in bounds]
 
 
 def _overlaps(bounds: Sequence[int], first: int, end: int) -> list[int]:
-    """How much of ``first`` to ``end`` is in each run between neighbouring bounds."""
+    """Return the overlap of ``first`` to ``end`` with each run between neighbouring bounds."""
     return [
         max(0, min(int(b), int(end)) - max(int(a), int(first)))
         for a, b in zip(bounds, bounds[1:], strict=False)

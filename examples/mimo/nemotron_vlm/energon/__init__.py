@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--data energon:PATH``: megatron-energon's data sets and blends, read by sample number.
 
-One pass over the data, the *survey*, notes how many tokens and tiles each sample has, and which
-samples are bad. From it and the seed follows which sample has which number, on every rank and
-without decoding anything. Energon's own loader has another order for each number of ranks and
-workers; here it gives the metadata, the blends and the decoding of a sample.
+One pass over the data, the *survey*, records how many tokens and tiles each sample has, and which
+samples are bad. The survey and the seed determine which sample has which number, alike on every
+rank and without decoding anything. The order of energon's own loader depends on the number of ranks
+and workers; here energon provides the metadata, the blends and the decoding of a sample.
 
     tiling.py        an image's tiles
     conversation.py  chat template, image tokens, loss on answers
-    records.py       what energon reads, as a conversation with images
+    records.py       energon's samples as conversations with images
     store.py         samples by index
-    encoding.py      a record as tokens and tiles
+    encoding.py      records as tokens and tiles
     survey.py        tokens and tiles of all samples, on disk
     order.py         sample numbers: epochs and blends
     source.py        EnergonSource

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Make the survey of a data set, and print it: how long samples are, and which are bad."""
+"""Survey a data set and print the result: lengths of the samples, and which are bad."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PERCENTILES = (0, 50, 90, 99, 100)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Survey the splits; returns 2 where that is not possible."""
+    """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
     given = _parse(arguments)
     surveys = Path(given.surveys) if given.surveys else None
     try:
@@ -54,12 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
 def describe(
     dataset: DataSet, survey: Survey, part: str, seq_length: int | None, names: int
 ) -> str:
-    """What there is to know of a data set's survey, in lines.
+    """Describe a data set's survey as lines of text.
 
     Args:
-        part: of the data set that was surveyed.
-        seq_length: samples of more tokens are named; None for any number of tokens.
-        names: bad samples of each kind that are named.
+        part: energon's name of the surveyed part of the data set.
+        seq_length: samples with more tokens are named; None names none.
+        names: how many bad samples of each kind are named.
     """
     good = survey.state == GOOD
     tokens, tiles = survey.tokens[good], survey.tiles[good]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as tokens: chat template, image tokens, and which tokens are an answer."""
+"""Conversations as tokens: chat template, image tokens, and the mask of answer tokens."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from typing import NamedTuple
 import numpy as np
 
 IMAGE = "<image>"
-"""Where an image stands in the text of a data set."""
+"""Placeholder of an image in the text of a data set."""
 
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
 )
-"""Of tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
+"""Chat template for tokenizers without one: ``user: …\\nassistant: …</s>\\n``."""
 
 _ANSWER = "\u27e8answer\u27e9"
-"""Stands for an answer to find what the template puts before and after it."""
+"""Placeholder of an answer, to find what the template puts before and after it."""
 
 
 class BadConversation(ValueError):
-    """A conversation that cannot be written as tokens, or not with images in it."""
+    """A conversation that cannot be written as tokens, or does not fit its images."""
 
 
 class Turn(NamedTuple):
-    """role: 'system', 'user' or 'assistant'. text: without blanks at its ends."""
+    """role: 'system', 'user' or 'assistant'. text: without whitespace at its ends."""
 
     role: str
     text: str
 
 
 class Encoded(NamedTuple):
-    """A conversation of n tokens, one for each image.
+    """A conversation of n tokens, with one token for each image.
 
-    ids: int64 [n]. answer: bool [n], of an answer or of the end-of-turn token that follows it.
+    ids: int64 [n]. answer: bool [n], True for tokens of an answer and the end-of-turn token after
+    it.
     """
 
     ids: np.ndarray
@@ -45,11 +46,11 @@ class Encoded(NamedTuple):
 
 
 def place_images(turns: list[Turn], images: int) -> list[Turn]:
-    """Put ``<image>`` before the first user's turn, once for each image, where there is none.
+    """Put one ``<image>`` per image before the first user turn, unless the text has placeholders.
 
     Raises:
-        BadConversation: there are placeholders, but not as many as images, or outside of users'
-            turns; or there is no answer, or an empty one, or nobody asks.
+        BadConversation: the number of placeholders differs from the number of images, or one is
+            outside the user's turns; there is no user turn or no answer; or an answer is empty.
     """
     found = sum(turn.text.count(IMAGE) for turn in turns)
     asking = next((place for place, turn in enumerate(turns) if turn.role == "user"), None)
@@ -68,14 +69,15 @@ def place_images(turns: list[Turn], images: int) -> list[Turn]:
 
 
 class Chat:
-    """A Hugging Face tokenizer of a local directory, with a chat template.
+    """A Hugging Face tokenizer from a local directory, with a chat template.
 
     Args:
-        path: of the directory, as ``save_pretrained`` writes it; nothing is downloaded.
-        image_token: of the tokenizer, which takes the place of ``<image>``.
+        path: the directory, as ``save_pretrained`` writes it; nothing is downloaded.
+        image_token: the tokenizer's token that replaces ``<image>``.
 
     Raises:
-        ValueError: if there is no tokenizer with offsets, or it lacks the image token.
+        ValueError: there is no tokenizer with offsets; or it lacks the image token, a pad or eos
+            token, or both a chat template and an eos token.
     """
 
     def __init__(self, path: str | Path, image_token: str = IMAGE) -> None:
@@ -110,22 +112,22 @@ class Chat:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that the tokens depend on."""
+        """Hash of everything that determines the tokens: template, image token and tokenizer."""
         digest = hashlib.sha256(f"{self._template}\0{self._image_text}\0".encode())
         digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
 
     def words(self, tokens: list[int]) -> str:
-        """The text of some tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def encode(self, turns: list[Turn]) -> Encoded:
-        """Write a conversation with the chat template; each placeholder is one image token.
+        """Tokenize a conversation with the chat template; each placeholder becomes one image token.
 
         Raises:
-            BadConversation: the template refuses it, changes its answers, or an image's token is
-                in it as text.
+            BadConversation: the template refuses it or changes its answers, or its text contains
+                the image token.
         """
         turns = [
             Turn(role, text.replace(IMAGE, self._image_text))
@@ -147,10 +149,10 @@ class Chat:
         return Encoded(ids, answer)
 
     def _answers(self, turns: list[Turn], text: str) -> list[range]:
-        """Characters of each answer in the rendered ``text``, with its end of turn.
+        """Return the range of characters of each answer in ``text``, end of turn included.
 
-        The template is asked what it puts around an answer that is not in the conversation: so it
-        does not matter whether other turns have the same words.
+        The template renders a placeholder instead of the answer, to show what it puts around it. So
+        other turns may have the same words as the answer.
         """
         spans = []
         for place, turn in enumerate(turns):

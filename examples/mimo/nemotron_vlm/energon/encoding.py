@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""One conversation with its images as tokens and tiles."""
+"""Encoding of a conversation and its images as tokens and tiles."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from examples.mimo.nemotron_vlm.text import Text
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes tokens and tiles of a sample; nothing in it depends on the sequence length.
+    """Encodes samples as tokens and tiles; nothing in it depends on the sequence length.
 
-    tokens_per_tile: image tokens of a tile. max_tiles and thumbnail of ``tiling`` are for each
-    image, however many a sample has. prompt: asks for a caption, where the sample does not.
+    tokens_per_tile: image tokens of a tile. ``tiling`` applies to each image of a sample on its
+    own. prompt: question for samples that have only a caption.
     """
 
     chat: Chat
@@ -41,7 +41,7 @@ class Encoder:
 
     @property
     def settings(self) -> dict[str, object]:
-        """All that tokens and tiles depend on, but for the data."""
+        """Everything that determines tokens and tiles, except the data."""
         return {
             "chat": self.chat.fingerprint,
             "tile": self.tiling.tile,
@@ -52,14 +52,14 @@ class Encoder:
         }
 
     def record(self, sample: Any) -> Record:
-        """The conversation of one of energon's samples; raises as `read_record`."""
+        """Return the conversation of one of energon's samples; raises what `read_record` raises."""
         return read_record(sample, self.prompt)
 
     def tiles_of_images(self, record: Record) -> list[int]:
-        """Tiles of each image, of which only the header is read.
+        """Return the number of tiles of each image; only the images' headers are read.
 
         Raises:
-            BadImage: one has no header.
+            BadImage: the header of an image cannot be read.
         """
         counts = []
         for number, data in enumerate(record.images):
@@ -68,13 +68,13 @@ class Encoder:
         return counts
 
     def text(self, record: Record, counts: list[int]) -> Text:
-        """Tokens; the images themselves are not looked at.
+        """Return the tokens of a record, without reading its images.
 
         Args:
-            counts: tiles of each image.
+            counts: number of tiles of each image.
 
         Raises:
-            BadConversation: it cannot be written.
+            BadConversation: the conversation cannot be tokenized, or no token bears a loss.
         """
         if len(record.images) != len(counts):
             raise BadConversation(f"{len(record.images)} images in the place of {len(counts)}")
@@ -88,10 +88,10 @@ class Encoder:
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
     def tiles(self, record: Record) -> torch.Tensor:
-        """Tiles of all images: uint8 [n, 3, tile, tile], n = 0 without images.
+        """Return the tiles of all images, uint8 [n, 3, tile, tile]; n is 0 without images.
 
         Raises:
-            BadImage: one cannot be decoded.
+            BadImage: an image cannot be decoded.
         """
         size = self.tiling.tile
         cut = [torch.empty(0, 3, size, size, dtype=torch.uint8)]
@@ -103,7 +103,7 @@ class Encoder:
 
 @contextmanager
 def _naming(number: int, record: Record) -> Iterator[None]:
-    """Say which image it was, where there are several."""
+    """Name the bad image in the error, if the record has several images."""
     try:
         yield
     except BadImage as error:

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which sample has which number: epochs and blends as pure functions of (sizes, weights, seed).
+"""The numbering of samples: epochs and blends as pure functions of (sizes, weights, seed).
 
-Nothing is kept of what came before, so that any rank, worker or resumed run finds the same sample
-under the same number.
+No state is kept, so any rank, worker or resumed run finds the same sample under the same number.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 PERIOD = 1 << 16
-"""After which a blend repeats; a weight is rounded to a multiple of its reciprocal."""
+"""Samples after which a blend repeats; its shares are rounded to multiples of the reciprocal."""
 
 ROUNDS = 6
 
@@ -26,13 +25,14 @@ class Order:
     Args:
         sizes: samples of each data set.
         mode: 'single': an epoch has each sample of the one data set once; 'repetitions': an epoch
-            has those of each data set ``weights`` times, all shuffled; 'weights': each data set has
-            its share of the samples, in epochs of its own.
+            has the samples of each data set ``weights`` times, all shuffled; 'weights': each data
+            set has its share of the samples, in epochs of its own.
         weights: see ``mode``.
-        seed: anything; the order of two seeds differs.
+        seed: any object with a stable ``repr``; different seeds give different orders.
 
     Raises:
-        ValueError: a data set has no sample, or no share of them.
+        ValueError: a data set has no sample, a weight is not positive, or its repetitions give no
+            sample.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Order:
         self.epoch_size = sum(counts)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Data set and sample in it of each number.
+        """Return the data set of each number, and the sample in that data set.
 
         Args:
             numbers: int64 [n], from 0 on.
 
         Returns:
-            int64 [n], twice.
+            Two arrays, int64 [n]: data sets, and samples in them.
         """
         if self.epoch_size is None:
             period, place = np.divmod(numbers, len(self._dataset))
@@ -86,19 +86,20 @@ class Order:
 
 
 def blend(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A period of a blend in which any n samples from the start on have each data set's share of
-    n, within one sample.
+    """Return a period of a blend: its first n samples hold each data set's share of n, within one.
 
-    A data set's j-th sample belongs to the places floor(j/w) … ceil((j+1)/w) - 1; of those that
-    may come, the one that must come first does. This keeps all within their places (Baruah et al.
-    1996, "Proportionate progress"), because the shares sum to 1.
+    The j-th sample of a data set with share w must be at one of the places floor(j/w) …
+    ceil((j+1)/w) - 1. Each place goes to the sample with the earliest deadline among those allowed
+    there. Because the shares sum to 1, this meets all deadlines (Baruah et al. 1996, "Proportionate
+    progress").
 
     Args:
-        weights: at least one of them positive.
+        weights: one for each data set, all positive.
 
     Returns:
         shares: int64 [k], places of each data set in the period of p places.
-        dataset, rank: int64 [p], whose place it is, and the how-manieth of its places.
+        dataset, rank: int64 [p], the data set of each place, and how many of its places come
+            before.
 
     Raises:
         ValueError: a weight is not positive.
@@ -122,15 +123,15 @@ def blend(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def shuffled(places: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where a permutation of ``size`` elements takes a place, without a table.
+    """Return the image of each place under a pseudo-random permutation, computed without a table.
 
-    A Feistel network over the next power of four, walked until it is inside (Black and Rogaway
-    2002, "Ciphers with arbitrary finite domains").
+    A Feistel network permutes the next power of four, and is applied until the image is below the
+    size (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
 
     Args:
         places: int64 [n], each below its size.
-        sizes: int64 [n].
-        keys: uint64 [n]; each key is another permutation.
+        sizes: int64 [n], elements that each permutation has.
+        keys: uint64 [n]; each key gives another permutation.
 
     Returns:
         int64 [n].
@@ -151,7 +152,7 @@ def shuffled(places: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndar
 
 
 def _shares(weights: np.ndarray) -> np.ndarray:
-    """Places of a period: the exact ones of a short period if there is one, else rounded ones."""
+    """Return each data set's places in a period: exact if one up to 10,000 allows, else rounded."""
     if not (weights > 0).all():
         raise ValueError(f"weights {weights.tolist()} must be positive")
     weights = weights / weights.sum()
@@ -167,7 +168,7 @@ def _shares(weights: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood 2014), element by element: uint64 [n]."""
+    """Hash each element with SplitMix64 (Steele, Lea and Flood 2014); uint64 [n]."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

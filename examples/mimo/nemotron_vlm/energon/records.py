@@ -1,14 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What energon reads of a shard, as a conversation with images.
+"""Energon's samples as conversations with images.
 
-Two kinds of energon's samples are taken:
+Two kinds of energon's samples are read:
 
 - ``CaptioningSample`` (a ``field_map`` names its image and caption): the prompt, and the caption
   as the answer.
 - ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images beside a ``json`` with
-  LLaVA's ``conversations``, or with a ``caption`` and, if it likes, a ``prompt``; or beside a
-  ``txt`` with the caption. Without images it is a text-only sample.
+LLaVA's ``conversations``, or with a ``caption`` and an optional ``prompt``; or beside a ``txt``
+with the caption. Without images it is a text-only sample.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ ROLES = {
 SUFFIXES = ("jpg", "jpeg", "png")
 DEFAULT_PROMPT = "Describe the image."
 UNREAD = object()
-"""Stands for an image that was not read; a data set's own code that looks into it fails."""
+"""Placeholder of an image that was not read; a data set's own code that uses it fails."""
 
 
 class Record(NamedTuple):
-    """turns: of the conversation. images: files or `UNREAD`, in the order of their placeholders."""
+    """A conversation. images: files' bytes or `UNREAD`, in the order of their placeholders."""
 
     turns: list[Turn]
     images: list[Any]
 
 
 class TextDecoder:
-    """Energon's decoder of a sample's files that leaves images as they are.
+    """A decoder for energon that leaves images as they are.
 
-    So the text of a sample, whose length follows from its images' sizes, costs no decoding; and
-    nothing is ever unpickled.
+    So reading the text of a sample, whose length follows from the sizes of its images, decodes no
+    image; and nothing is ever unpickled.
     """
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Decode json and text.
+        """Decode the json and text files of a sample.
 
         Raises:
-            BadConversation: if they are damaged.
+            BadConversation: a file is damaged.
         """
         return {name: _decode(name, value) for name, value in sample.items()}
 
     def config(self) -> dict[str, Any]:
-        """What energon writes into its own checkpoints; it makes none here."""
+        """Return the decoder's entry in energon's own checkpoints, which are not made here."""
         return {}
 
 
 def read_record(sample: Any, prompt: str) -> Record:
-    """The conversation of one of energon's samples.
+    """Return the conversation of one of energon's samples.
 
     Args:
-        sample: of the kinds above, decoded by `TextDecoder`.
-        prompt: asks for a caption, where the sample does not.
+        sample: a sample of one of the kinds above, decoded by `TextDecoder`.
+        prompt: question for samples that have only a caption.
 
     Raises:
         BadConversation: fields are missing or have the wrong type.
@@ -86,12 +86,12 @@ def read_record(sample: Any, prompt: str) -> Record:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of a sample is an image, by its name."""
+    """Return whether a file of a sample is an image, by its name."""
     return name.rpartition(".")[2].lower() in SUFFIXES
 
 
 def known_kind(sample_type: type) -> bool:
-    """Whether `read_record` takes energon's samples of this type."""
+    """Return whether `read_record` reads energon's samples of this type."""
     return issubclass(sample_type, (CaptioningSample, CrudeSample))
 
 
@@ -134,6 +134,6 @@ def _decode(name: str, value: Any) -> Any:
 
 
 def _numerically(name: str) -> list[int | str]:
-    """So that 2.png comes before 10.png."""
+    """Return a sort key that puts 2.png before 10.png."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]

@@ -30,7 +30,7 @@ from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from examples.mimo.nemotron_vlm.text import Text
 
 NAMED = 3
-"""Bad samples that a refusal names."""
+"""Number of bad samples that a refusal names."""
 
 TOO_LONG = "too long"
 
@@ -38,33 +38,34 @@ TOO_LONG = "too long"
 class EnergonSource:
     """Samples of a data set or a blend that has been prepared and surveyed.
 
-    ``split`` is 'train' or 'test', energon's ``val`` (``test`` where that is empty). Samples can be
-    read in forked and in spawned processes.
+    ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
+    Samples can be read in forked and in spawned processes.
 
     Args:
-        path: of a directory that ``energon prepare`` has prepared, or of a ``metadataset.yaml``.
-        tile, tokens_per_tile: pixels and embeddings of a tile.
-        seq_length: tokens; longer samples are bad ones, nothing is cut off.
-        seed: of the order.
+        path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
+        tile: height and width of a tile in pixels.
+        tokens_per_tile: embeddings of a tile.
+        seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
+        seed: seed of the order.
         tokenizer: directory of a Hugging Face tokenizer.
         max_tiles, thumbnail: see `Tiling`.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
-        prompt: asks for a caption, where the sample does not.
-        image_token: of the tokenizer, which stands for an image.
-        surveys: directory of the surveys; by default they are beside energon's metadata.
+        prompt: question for samples that have only a caption.
+        image_token: the tokenizer's token for an image.
+        surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
         ValueError: the data, its survey or the tokenizer is missing or unfit; or there are bad
-            samples and ``bad_samples`` is 'refuse'. One line.
+            samples and ``bad_samples`` is 'refuse'. The message is one line.
 
     Attributes:
-        image_token, pad_token: ids.
-        vocab_size: all ids are below it.
-        tiles_per_sample: mean of the training split.
-        fingerprint: of the training split's samples with their tokens and tiles, and of their
-            order; the same wherever the data lies, and for every sequence length that leaves out
-            the same samples.
-        score: none of its own, so that answers count as a whole.
+        image_token, pad_token: token ids.
+        vocab_size: above every token id.
+        tiles_per_sample: mean over the training split.
+        fingerprint: hash of the training split's samples, their tokens and tiles, and their order;
+            the same wherever the data lies, and for every sequence length that leaves out the same
+            samples.
+        score: None: an answer counts as a whole.
     """
 
     score = None
@@ -104,22 +105,22 @@ class EnergonSource:
         return _make, (type(self), self._arguments)
 
     def epoch_size(self, split: str) -> int | None:
-        """Samples of an epoch; None for a blend by weight, which has none."""
+        """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
         return self._stream(split).order.epoch_size
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """Tokens and tiles of the samples from number ``first`` on: int64 [count, 2].
+        """Return tokens and tiles of the samples from number ``first`` on, int64 [count, 2].
 
-        Tokens are those of the sample's text; nothing is read but the survey.
+        Only the survey is read. Tokens are those of the sample's text, image tokens included.
         """
         return self._stream(split).costs(np.arange(first, first + count, dtype=np.int64))
 
     def text(self, split: str, number: int) -> Text:
-        """The tokens of a sample; images are not read, the survey knows their tiles.
+        """Return the tokens of a sample; the survey gives its images' tiles, so no image is read.
 
         Raises:
-            ValueError: the sample is not what the survey found; names shard and key.
-            OSError: its shard cannot be read, also after some time; names the shard.
+            ValueError: the sample is not what the survey found; the message names shard and key.
+            OSError: the shard cannot be read, even after several tries; the message names it.
         """
         dataset, index, survey = self._stream(split).locate(number)
         counts = survey.tiles_of_images(index)
@@ -133,11 +134,11 @@ class EnergonSource:
         with _naming(dataset, index):
             try:
                 return read(images=False)
-            except ValueError:  # a sample_loader of the data set's own may look at images
+            except ValueError:  # the data set's own sample_loader may need the images
                 return read(images=True)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        """The tiles of a sample: uint8 [n, 3, tile, tile], n = 0 for text only.
+        """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
 
         Raises:
             ValueError, OSError: as for `text`.
@@ -149,20 +150,20 @@ class EnergonSource:
         return tiles
 
     def words(self, tokens: list[int]) -> str:
-        """An answer as people read it."""
+        """Return an answer's tokens as text."""
         return self._encoder.chat.words(tokens)
 
     def name(self, split: str, number: int) -> str:
-        """Where a sample lies: ``data set/shard/key``."""
+        """Return the place of a sample: ``data set/shard/key``."""
         dataset, index, _ = self._stream(split).locate(number)
         return str(dataset.path / dataset.name(index))
 
     def left_out(self, split: str) -> dict[str, int]:
-        """Samples of the data that no number has, counted by reason."""
+        """Return how many samples of the data have no number, by reason."""
         return self._stream(split).left_out
 
     def left_out_names(self, split: str, most: int) -> list[str]:
-        """The first of them, ``shard/key: reason``; not those that ``split.yaml`` excludes."""
+        """Name ``most`` of these as ``shard/key: reason``; none that ``split.yaml`` excludes."""
         return self._stream(split).names(most)
 
     def _stream(self, split: str) -> _Stream:
@@ -206,7 +207,7 @@ class _Stream:
     """The numbered samples of a split.
 
     Args:
-        datasets, surveys: of each data set.
+        datasets, surveys: the data sets, and the survey of each.
         mode, seed: see `Order`.
         seq_length: tokens that a sample may have.
     """
@@ -249,13 +250,13 @@ class _Stream:
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
     def locate(self, number: int) -> tuple[DataSet, int, Survey]:
-        """Data set and index in it of a sample, and the data set's survey."""
+        """Return a sample's data set, its index there, and the data set's survey."""
         (dataset,), (sample,) = self.order.locate(np.array([number], np.int64))
         index = int(self._samples[dataset][sample])
         return self._datasets[dataset], index, self._surveys[dataset]
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
-        """Tokens and tiles: int64 [n, 2]."""
+        """Return tokens and tiles of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
         dataset, sample = self.order.locate(numbers)
         for place, (survey, samples) in enumerate(zip(self._surveys, self._samples, strict=True)):
@@ -284,7 +285,7 @@ class _Stream:
 
 @contextmanager
 def _naming(dataset: DataSet, index: int) -> Iterator[None]:
-    """Say which sample is not what the survey found."""
+    """Name the sample in the error if it is not what the survey found."""
     try:
         yield
     except ValueError as error:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Energon's data sets with random access: the samples of a split by index."""
+"""Random access to energon's data sets: the samples of a split by index."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron.energon.flavors.webdataset.metadata import (
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 
 OPEN_SHARDS = 16
-"""Shards of a data set that a process keeps open for text, and as many for images."""
+"""Shards of a data set that a process keeps open for text, and the same number for images."""
 
 PAUSES_S = (1, 2, 4, 8, 16, 32)
-"""Seconds to wait before each further try to read what the file system refuses."""
+"""Seconds to wait before each new try to read a shard that the file system refuses."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ MODES: dict[DatasetBlendMode, Mode] = {
     DatasetBlendMode.SAMPLE_REPETITIONS: "repetitions",
 }
 PARTS = {"train": ("train",), "test": ("val", "test")}
-"""Energon's parts that a split may be; the first of them that the data has."""
+"""Energon's names for each split; the first part that the data has is taken."""
 
 
 class BadShard(ValueError):
@@ -57,7 +57,7 @@ class BadShard(ValueError):
 
 
 class Unreadable(OSError):
-    """A sample that the file system refuses to read; it says nothing of the data."""
+    """A sample that the file system refuses to read, which does not mean that the data is bad."""
 
 
 class Excluded(ValueError):
@@ -65,7 +65,10 @@ class Excluded(ValueError):
 
 
 class Shard(NamedTuple):
-    """name: relative to the data set. first: index of its first sample. count: of samples."""
+    """A shard.
+
+    name: its path in the data set. first: index of its first sample. count: its samples.
+    """
 
     name: str
     first: int
@@ -77,13 +80,13 @@ class EmptySplit(ValueError):
 
 
 class DataSet:
-    """One data set of a split. Reading is safe in forked processes: each opens files of its own.
+    """One data set of a split. Forked processes may read it: each opens its own files.
 
     Args:
-        loaded: by energon.
+        loaded: the data set as energon loaded it.
 
     Raises:
-        ValueError: if it is of a kind that cannot be read.
+        ValueError: the data set is of a kind that cannot be read.
     """
 
     def __init__(self, loaded: LoadedDataset) -> None:
@@ -119,27 +122,27 @@ class DataSet:
 
     @cached_property
     def configuration(self) -> str:
-        """A hash of energon's own files on which the samples depend, wherever they lie."""
+        """Hash of energon's own files on which the samples depend, wherever they lie."""
         folder = self.path / MAIN_FOLDER_NAME
         patterns = (INDEX_UUID_FILENAME, ".info.*", "*.yaml", "*.py")
         files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
         return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
     def shard_of(self, index: int) -> Shard:
-        """The shard that has the sample."""
+        """Return the shard that holds a sample."""
         return self.shards[bisect_right(self._firsts, index) - 1]
 
     def raw(self, index: int, images: bool = True) -> dict[str, Any]:
-        """The sample's files as bytes, with energon's ``__key__``.
+        """Return a sample's files as bytes, with energon's ``__key__``.
 
         Args:
-            images: whether to read them; otherwise `UNREAD` takes their place.
+            images: whether to read the images; otherwise `UNREAD` takes their place.
 
         Raises:
-            BadShard: if the shard is damaged or missing, or is not the one that was indexed.
-            Unreadable: if reads fail for another reason, and go on failing through `PAUSES_S`;
-                after that, the shard's other samples are tried once each.
-            Excluded: if ``split.yaml`` excludes it.
+            BadShard: the shard is damaged or missing, or is not the one that was indexed.
+            Unreadable: reads fail for another reason, even after the pauses of `PAUSES_S`; from
+                then on, the shard's other samples are tried once each.
+            Excluded: ``split.yaml`` excludes the sample.
         """
         shard = self.shard_of(index).name
         for pause in () if shard in self._given_up else PAUSES_S:
@@ -160,7 +163,7 @@ class DataSet:
         reader = self._open_reader(images)
         try:
             raw = reader[index]
-        except Exception as error:  # of tarfile, of the file system or of energon itself
+        except Exception as error:  # from tarfile, the file system or energon itself
             reader.close()
             del self._readers[images]
             line = " ".join(str(error).split()) or type(error).__name__
@@ -172,7 +175,7 @@ class DataSet:
         return raw if images else raw | reader.part_filter.left_out()
 
     def decode(self, raw: dict[str, Any]) -> Any:
-        """Energon's sample of what `raw` returned: decoded, with its fields mapped.
+        """Return energon's sample for what `raw` returned: decoded, with its fields mapped.
 
         Raises:
             BadConversation: a field is missing, or text is damaged.
@@ -181,11 +184,11 @@ class DataSet:
             return self._factory.load_sample(dict(raw))
         except BadConversation:
             raise
-        except Exception as error:  # energon's, or a sample_loader's own
+        except Exception as error:  # from energon, or from the data set's own sample_loader
             raise BadConversation(" ".join(str(error).split())) from error
 
     def name(self, index: int) -> str:
-        """Shard and key of a sample, by energon's index, whatever became of the shard."""
+        """Return ``shard/key`` of a sample from energon's index; the shard itself is not read."""
         shard = self.shard_of(index)
         database = self.path / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME
         key = None
@@ -214,14 +217,14 @@ class DataSet:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the file system failed, in another way than that a file is not there."""
+    """Return whether the file system failed for another reason than a missing file."""
     while error and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None and not isinstance(error, FileNotFoundError)
 
 
 class _NoImages:
-    """A filter of a sample's files that lets images be passed over, and notes their names.
+    """A filter of a sample's files that skips images and records their names.
 
     Args:
         parts: the data set's own filter; None takes all files.
@@ -238,15 +241,15 @@ class _NoImages:
         return wanted
 
     def left_out(self) -> dict[str, Any]:
-        """The images passed over since the last call."""
+        """Return the images skipped since the last call, as `UNREAD` by name."""
         images, self._images = self._images, []
         return dict.fromkeys(images, UNREAD)
 
 
 @dataclass(frozen=True)
 class Split:
-    """part: energon's name of it. mode: how the data sets share the samples. datasets: with their
-    weights or repetitions.
+    """A split of a data set or blend. part: energon's name of it. mode: how the data sets share the
+    samples. datasets: the data sets, with their weights or repetitions.
     """
 
     part: str
@@ -258,12 +261,12 @@ def open_split(path: str | Path, split: str) -> Split:
     """Open a data set or a blend (``metadataset.yaml``) that ``energon prepare`` has prepared.
 
     Args:
-        path: of the directory of a data set, or of the file of a blend.
-        split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` where it is empty.
+        path: the directory of a data set, or the file of a blend.
+        split: 'train' or 'test'; the latter is energon's ``val``, or ``test`` if that is empty.
 
     Raises:
-        EmptySplit: if it is not there.
-        ValueError: if the data is not there, not prepared, or of a kind that cannot be read.
+        EmptySplit: the data has no such split.
+        ValueError: the data is missing, not prepared, or of a kind that cannot be read.
     """
     path = Path(path).absolute()
     if not path.exists():

@@ -1,13 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The survey: tokens and tiles of every sample of a data set, or why it is bad.
+"""The survey of a data set: tokens and tiles of every sample, or why it is bad.
 
-It reads and decodes everything once. What it depends on names its files, so that one made for
-other data, another tokenizer or other tiles is not found; the sequence length is none of it. Of
-each data set and split there are, beside energon's own metadata or in a directory of their own,
+Making it reads and decodes everything once. Its file names hash everything that it depends on, so a
+survey made for other data, another tokenizer or other tiles is not found; it does not depend on the
+sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
-- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and tiles of each sample, and the number of
-  images up to its last;
+- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and tiles of each sample, and the
+  cumulative number of images, its own included;
 - ``survey-NAME.images.npy``, int32 [images]: tiles of each image;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
@@ -51,7 +51,10 @@ STATE_OF = {
 
 @dataclass(frozen=True)
 class BadSample:
-    """index: in the data set. name: shard/key. state: of STATES. reason: one line."""
+    """A bad sample.
+
+    index: its index in the data set. name: shard/key. state: index into STATES. reason: one line.
+    """
 
     index: int
     name: str
@@ -61,12 +64,14 @@ class BadSample:
 
 @dataclass(frozen=True)
 class Survey:
-    """state, tokens, tiles: int32 [samples of the data set], mapped from the file.
+    """The survey of a data set.
 
-    image_ends: int32 [samples], images of all samples up to this one's last.
+    state, tokens, tiles: int32 [samples of the data set], memory-mapped from the file.
+
+    image_ends: int32 [samples], cumulative number of images, each sample's own included.
     image_tiles: int32 [images], tiles of each image.
-    fingerprint: of the samples' bytes and of all that made tokens and tiles of them; the same for
-    a copy of the data.
+    fingerprint: hash of the samples' bytes and of the settings that determine tokens and tiles; the
+    same for a copy of the data.
     """
 
     state: np.ndarray
@@ -78,13 +83,16 @@ class Survey:
     fingerprint: str
 
     def tiles_of_images(self, index: int) -> list[int]:
-        """Tiles of each image of a sample."""
+        """Return the number of tiles of each image of a sample."""
         first = self.image_ends[index - 1] if index else 0
         return self.image_tiles[first : self.image_ends[index]].tolist()
 
 
 class _ShardSurvey(NamedTuple):
-    """rows: int32 [4, samples]: state, tokens, tiles, images. image_tiles: of each image."""
+    """The survey of a shard.
+
+    rows: int32 [4, samples]: state, tokens, tiles, images. image_tiles: tiles of each image.
+    """
 
     rows: np.ndarray
     image_tiles: list[int]
@@ -93,10 +101,10 @@ class _ShardSurvey(NamedTuple):
 
 
 def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) -> Survey | None:
-    """The survey of a data set, or None if there is none.
+    """Load the survey of a data set; return None if there is none.
 
     Args:
-        folder: of surveys; beside energon's metadata by default.
+        folder: directory of surveys; by default that of energon's metadata.
     """
     path = _path(dataset, encoder, folder)
     if not path.is_file():
@@ -116,13 +124,13 @@ def make_surveys(
     again: bool = False,
     progress: Callable[[int, int], None] = lambda done, shards: None,
 ) -> None:
-    """Survey those data sets of a split that have no survey yet.
+    """Survey the data sets of a split that have no survey yet.
 
     Args:
-        path: as for `open_split`; raises as that.
-        workers: processes, which take a shard at a time.
-        again: survey all of them, e.g. after a damaged shard was replaced.
-        progress: is told how many shards are done, of how many.
+        path: as for `open_split`, whose errors are raised.
+        workers: number of processes, which take a shard at a time.
+        again: survey all data sets, e.g. after a damaged shard was replaced.
+        progress: called with the number of shards done, and of all shards.
     """
     datasets = open_split(path, split).datasets
     missing = {}
@@ -175,7 +183,7 @@ def _images(path: Path) -> Path:
 
 
 def _save(path: Path, shards: list[_ShardSurvey], encoder: Encoder) -> None:
-    """Write the array last: a survey that has it is complete."""
+    """Write the files of a survey, the main array last: if it is there, the survey is complete."""
     digest = hashlib.sha256(json.dumps(encoder.settings).encode())
     for shard in shards:
         digest.update(shard.digest.encode())
@@ -204,7 +212,7 @@ def _run(
         _Worker.start(path, split, encoder)
         yield from map(_Worker.survey, tasks)
         return
-    server = get_context("forkserver")  # a fork of this one would share the tokenizer's locks
+    server = get_context("forkserver")  # a fork of this process would share the tokenizer's locks
     server.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(
         workers,
@@ -215,7 +223,7 @@ def _run(
 
 
 class _Worker:
-    """What a process of the pool keeps between shards."""
+    """State that a process of the pool keeps between shards."""
 
     datasets: list[DataSet]
     encoder: Encoder

@@ -28,11 +28,11 @@ class BadImage(ValueError):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images are cut.
+    """Settings of how images are cut into tiles.
 
-    tile: height and width of a tile in pixels. max_tiles: of one image's grid, without the
-    thumbnail. thumbnail: whether the whole image follows as one more tile, where the grid has
-    several.
+    tile: height and width of a tile in pixels. max_tiles: tiles that an image's grid may have, the
+    thumbnail not counted. thumbnail: whether the whole image follows as one more tile if the grid
+    has several.
     """
 
     tile: int
@@ -44,24 +44,24 @@ class Tiling:
             raise ValueError(f"{self.max_tiles} tiles of an image are too few; it needs 1")
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of an image of this size, in pixels."""
+        """Return the columns and rows of the grid of an image, whose size is in pixels."""
         return _closest_grid(width, height, self.tile, self.max_tiles)
 
     def count(self, width: int, height: int) -> int:
-        """Tiles of an image of this size, with the thumbnail."""
+        """Return the number of tiles of an image, thumbnail included; its size is in pixels."""
         columns, rows = self.grid(width, height)
         return columns * rows + (self.thumbnail and columns * rows > 1)
 
     def cut(self, image: Image.Image) -> torch.Tensor:
-        """The tiles row by row, then the thumbnail: uint8 [n, 3, tile, tile].
+        """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile].
 
         Raises:
-            BadImage: if the image cannot be decoded.
+            BadImage: the image cannot be decoded.
         """
         columns, rows = self.grid(*image.size)
         try:
             image = image.convert("RGB")
-        except Exception as error:  # PIL's plugins raise of all kinds for damaged files
+        except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
             raise BadImage(_one_line(error)) from error
         size = self.tile
         whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
@@ -74,10 +74,10 @@ class Tiling:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Read the header; pixels are decoded when they are used.
+    """Open an image and read its header; pixels are decoded when they are used.
 
     Raises:
-        BadImage: if it is neither JPEG nor PNG, or its header is damaged.
+        BadImage: it is neither JPEG nor PNG, or its header is damaged.
     """
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)

@@ -1,17 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The layout planner: which two layouts, for so many GPUs, and how sure is it?
+"""The layout planner: finds the fastest pair of layouts for a number of GPUs.
 
-A *plan* is a pair of checked ``Layouts`` of the training program and what is recomputed. The
+A *plan* is a checked pair of the training program's ``Layouts`` with a recompute setting. The
 planner enumerates plans, asks the program's own rules whether they may run, and prices each one:
 
-- ``parameters`` lists the sizes of all parameters of a rank, ``activations`` the numbers that a
-  layer keeps for its backward; ``memory`` makes bytes of both, for every pipeline stage.
+- ``parameters`` lists the sizes of a rank's parameters, ``activations`` the elements that a layer
+  keeps for its backward; ``memory`` computes the bytes of both, for every pipeline stage.
 - ``flops`` counts the work of a layer, ``machine`` says how long a machine takes for it,
-  ``communication`` adds collectives by alpha-beta, over links that the rank map says they use.
+  ``communication`` adds collectives by the alpha-beta model, over the links between their ranks.
 - ``step_time`` puts both into Megatron's own order of microbatches (``schedule``).
-- ``search`` ranks the plans, ``report`` shows them; ``goodput`` simulates a week with failures.
+- ``search`` ranks the plans, ``report`` shows them; ``goodput`` computes the cost of failures.
 
-All of it is arithmetic on plain data: no process, no device. What it rests on is measured by
-``calibrate`` and compared by ``validate``, in tools/calibration of the repository.
+All of it is arithmetic on plain data: no process, no device. In tools/calibration of the
+repository, ``calibrate`` measures a machine's figures and ``validate`` checks predictions.
 """

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that layers keep from their forward for their backward, on one rank.
+"""Elements that layers keep from their forward for their backward, on one rank.
 
-*Fused* are the layers of GPUs (Transformer Engine, mamba-ssm, flash-linear-attention); the others
+*Fused* layers are those of GPUs (Transformer Engine, mamba-ssm, flash-linear-attention); the others
 are Megatron's own with the PyTorch reference ops, which keep more. Norms, attention projections and
-MLPs are counted tensor by tensor. A tensor that two layers share, the residual, is counted once.
+MLPs are counted tensor by tensor. The residual, which two layers share, is counted once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ SSD_CHUNK, GDN_CHUNK = 128, 64
 """Tokens of a chunk in Megatron's Mamba-2, and in the gated delta rule."""
 
 KEPT_FOR_LAYER = {"none": "", "moe": "E", "full": "*MGE-"}
-"""Kinds of layers that run again in the backward, by what is recomputed."""
+"""Kinds of layers that run again in the backward, by recompute setting."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A microbatch of a language DP rank, and how layers see it.
+    """A microbatch on a language DP rank, with the properties that decide what layers keep of it.
 
-    samples: of a sequence of ``seq_length`` tokens each. fused: the layers are. imbalance: tokens
-    of the rank with the busiest experts, over the mean.
+    samples: number of sequences of ``seq_length`` tokens. fused: whether layers are fused.
+    imbalance: tokens of the rank with the busiest experts over the mean.
     """
 
     samples: int
@@ -36,13 +36,13 @@ class Rows:
 
 
 def language_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
-    """Numbers that one layer keeps of one microbatch."""
+    """Return the elements that one layer keeps of one microbatch without recompute."""
     tokens = rows.samples * rows.seq_length / lay.cp
     return tokens * _per_token(layer, p, lay, rows)
 
 
 def recomputed_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows, again: str) -> float:
-    """The same, where ``again`` names what is recomputed: none, moe or full."""
+    """Return the elements that one layer keeps if ``again`` is recomputed: none, moe or full."""
     if layer not in KEPT_FOR_LAYER[again]:
         return language_layer(layer, p, lay, rows)
     tokens = rows.samples * rows.seq_length / lay.cp
@@ -51,7 +51,7 @@ def recomputed_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows, aga
 
 
 def _norm(hidden: int, fused: bool) -> int:
-    """Input, output and the inverse deviation; PyTorch's own RMSNorm keeps one tensor more."""
+    """Count a norm's input, output and inverse deviation, per token; PyTorch's keeps one more."""
     return (2 if fused else 3) * hidden + 1
 
 
@@ -76,10 +76,10 @@ def _per_token(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
 
 
 def running_layer(layer: str, p: LanguagePreset, lay: Layout, rows: Rows) -> float:
-    """Numbers of one layer in its backward, with nothing of it freed.
+    """Return the elements that one layer holds in its backward, before any of them is freed.
 
-    Beside what it keeps there are the gradients of one operation's inputs and outputs: at most
-    twice its largest tensor.
+    In addition to what it keeps, these are the gradients of one operation's inputs and outputs: at
+    most twice the layer's largest tensor.
     """
     chunk = rows.seq_length / lay.cp
     if layer == "*":
@@ -121,7 +121,7 @@ def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
     heads = p.linear_num_value_heads
     value = heads * p.linear_value_head_dim
     projected, mixed = 2 * (key + value + heads), 2 * key + value
-    repeated = 2 * heads * p.linear_key_head_dim  # queries and keys of all value heads
+    repeated = 2 * heads * p.linear_key_head_dim  # queries and keys repeated for all value heads
     if rows.fused:
         return projected + mixed + repeated + 3 * value + heads * GDN_CHUNK
     chunk = min(GDN_CHUNK, rows.seq_length / lay.cp)
@@ -129,7 +129,7 @@ def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
 
 
 def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool = True) -> float:
-    """Numbers that one stage of encoder and projector keeps of one tile."""
+    """Return the elements that one stage of encoder and projector keeps of one tile."""
     e = preset.encoder
     patches = (e.tile // e.patch) ** 2
     layer = 4 * e.hidden + 4 + (4 * e.hidden + 2 * e.ffn + e.heads) / lay.tp
@@ -143,9 +143,9 @@ def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool 
 
 
 def head(p: LanguagePreset, lay: Layout, rows: Rows) -> float:
-    """Logits and what the final norm keeps of one microbatch.
+    """Return the logits of one microbatch and the elements that the final norm keeps of it.
 
-    Of each logit there is its softmax, in fp32, and fused layers have an fp32 gradient beside it.
+    In bytes, each logit has an fp32 softmax, and with fused layers an fp32 gradient as well.
     """
     tokens = rows.samples * rows.seq_length / lay.cp
     return tokens * (_norm(p.hidden_size, rows.fused) + p.vocab_size) / lay.tp

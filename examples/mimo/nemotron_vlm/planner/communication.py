@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Time of collectives by alpha-beta, over the links that the rank map says a group uses.
+"""Time of collectives by the alpha-beta model, over the links between the ranks of a group.
 
-The first group of an axis stands for all. A ring takes the latency of each hop in turn, and the
-bytes that each rank sends go at the bandwidth of the slowest link: within a node NVLink, else the
+The first group of an axis stands for all. A ring takes the latency of every hop, and each rank
+sends its bytes at the bandwidth of the slowest link: NVLink within a node, or between nodes the
 network adapters of all ranks of the group that share a node.
 """
 
@@ -19,29 +19,29 @@ from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks: how many, on how many nodes."""
+    """A group of ranks: its size, and the number of nodes it spans."""
 
     size: int
     nodes: int
 
     @property
     def per_node(self) -> float:
-        """Ranks that share a node."""
+        """Mean number of ranks that share a node."""
         return self.size / self.nodes
 
 
 @cache
 def group_of(size: int, step: int, first: int, gpus_per_node: int) -> Group:
-    """The group of every ``step``-th rank from ``first`` on."""
+    """Return the group of ``size`` ranks from ``first`` on, ``step`` apart."""
     ranks = range(first, first + size * step, step)
     return Group(size, len({rank // gpus_per_node for rank in ranks}))
 
 
 @cache
 def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Group]:
-    """The groups of a module's first rank, by axis: ranks go through tp, cp, dp, pp in this order.
+    """Return the groups of a module's first rank by axis; ranks are ordered tp, cp, dp, pp.
 
-    Experts factor the ranks of a stage as expt_tp, ep, expt_dp.
+    Experts factor the ranks of a stage in the order expt_tp, ep, expt_dp.
     """
     stage = lay.tp * lay.cp * lay.dp
     shapes = {
@@ -59,36 +59,40 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
 
 
 def world_of(layouts: Layouts, gpus_per_node: int) -> Group:
-    """All ranks of a run."""
+    """Return the group of all ranks of a run."""
     return group_of(layouts.language_offset + layouts.language.size, 1, 0, gpus_per_node)
 
 
 def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Group]:
-    """The groups over which encoder, language model and experts are replicated."""
+    """Return the groups over which encoder, language model and experts are replicated."""
     e = layouts.encoder
     groups = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
     return group_of(e.dp, e.tp, 0, gpus_per_node), groups["dp_cp"], groups["expt_dp"]
 
 
 def ring(machine: Machine, group: Group, size: float) -> float:
-    """An all-gather or reduce-scatter of so many bytes in all: a rank sends all but its part."""
+    """Time of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
     hops = (group.size - group.nodes) * machine.node_latency
     hops += (group.nodes - 1) * machine.network_latency
     return hops + _ring_bytes(machine, group, size)
 
 
 def all_reduce(machine: Machine, group: Group, size: float = 0.0) -> float:
-    """Of so many bytes: with the latencies of a tree, up and down, which libraries take for few
-    bytes, and the bytes of a ring's reduce-scatter and all-gather."""
+    """Time of an all-reduce of ``size`` bytes.
+
+    Latency is that of a reduction up a tree and a broadcast down it, which libraries use for few
+    bytes; transfer time is that of a ring's reduce-scatter and all-gather.
+    """
     hops = math.log2(group.per_node) * machine.node_latency
     hops += math.log2(group.nodes) * machine.network_latency
     return 2 * (hops + _ring_bytes(machine, group, size))
 
 
 def all_to_all(machine: Machine, group: Group, size: float) -> float:
-    """Every rank has so many bytes, and sends each rank of the group an equal part.
+    """Time of an all-to-all in which each rank sends an equal part of its ``size`` bytes to each
+    rank.
 
-    It takes a latency for each rank of its node, and of the network once.
+    It takes the node's latency once per other rank of the node, and the network's latency once.
     """
     inside = size * (group.per_node - 1) / group.size / machine.node_speed
     outside = size * (group.size - group.per_node) / group.size / machine.network_speed
@@ -98,7 +102,7 @@ def all_to_all(machine: Machine, group: Group, size: float) -> float:
 
 
 def send(machine: Machine, group: Group, size: float) -> float:
-    """From one rank of a group to the next one."""
+    """Time of sending ``size`` bytes from one rank of a group to the next."""
     leaves = group.nodes > 1
     bandwidth = machine.network_speed if leaves else machine.node_speed
     latency = machine.network_latency if leaves else machine.node_latency

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of the pieces of a step: layers with their collectives, the bridge, and the optimizer."""
+"""Seconds of the parts of a step: layers with their collectives, the bridge, and the optimizer."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
 GATHERS = 5
-"""Collectives of a layer over TP with sequence parallelism: forward an all-gather and a
-reduce-scatter, backward these and one more all-gather for the weights' gradient."""
+"""Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in
+the forward; both again in the backward, and one more all-gather for the weights' gradient."""
 ADAM_BYTES = 34
-"""That the optimizer reads and writes of each number of its share: gradient, weight, two moments,
-the weight again in the model's precision; and the gradient for its norm."""
+"""Bytes that the optimizer reads and writes for each parameter of its shard: gradient, weight, two
+moments, the weight in the model's precision; and the gradient once more for its norm."""
 
 STEP_REDUCTIONS = 12
-"""All-reduces of a number over all ranks, or most, in a step of the program: gradient norms, loss,
-tokens, what routers report, and whether all have finite gradients and go on."""
+"""All-reduces of a single number over all or most ranks in a step of the program: gradient norms,
+loss, token count, routers' statistics, and whether all have finite gradients and continue."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of forward and backward of one microbatch, or of several pieces of it.
+    """Seconds of forward and backward of one or several microbatches, in part of the model.
 
     Attributes:
-        encoder, language: compute. recompute: forwards that run again, with their collectives.
+        encoder, language: compute. recompute: recomputed forwards, with their collectives.
         tensor, experts, context: collectives of tensor, expert and context parallelism.
     """
 
@@ -59,35 +59,35 @@ class Cost:
         return Cost(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: float) -> Cost:
-        """Of so many of it."""
+        """Return the cost multiplied by ``factor``."""
         return Cost(*(factor * seconds for seconds in vars(self).values()))
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
+        """Seconds of all parts together."""
         return sum(vars(self).values())
 
     @property
     def forward(self) -> float:
-        """A third of the compute and half of the collectives."""
+        """Seconds of the forward: a third of the compute and half of the collectives."""
         compute = (self.encoder + self.language) / (1 + BACKWARD)
         return compute + (self.tensor + self.experts + self.context) / 2
 
     @property
     def backward(self) -> float:
-        """The rest."""
+        """Seconds of the backward: what the forward leaves of the total, recompute included."""
         return self.total - self.forward
 
 
 def language_chunks(plan: Plan, machine: Machine, gpus_per_node: int) -> list[Cost]:
-    """Cost of one microbatch in each virtual stage of the whole pipeline, in its order."""
+    """Return the cost of one microbatch in each virtual stage, in the pipeline's order."""
     p, lay, rows = plan.preset.language, plan.layouts.language, plan.rows(machine)
     offset = plan.layouts.language_offset
     return list(_chunks(p, lay, rows, plan.recompute, _Hashed(machine), gpus_per_node, offset))
 
 
 class _Hashed:
-    """A machine as a key of a cache: by identity."""
+    """A machine as the key of a cache, compared by identity."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -149,7 +149,7 @@ def _layer(
     experts = context = 0.0
     if kind == "E":
         sent = size / lay.tp * p.moe_router_topk * rows.imbalance
-        # forward, the router's load, and the tokens that each rank will have
+        # forward: the router's load, and the number of tokens that each rank receives
         experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
         experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
         experts += 4 * all_to_all(machine, groups["ep"], sent)
@@ -171,7 +171,7 @@ def _context(
     machine: Machine,
     group: Group,
 ) -> float:
-    """Collectives over CP in one forward: keys and values, or states that are passed."""
+    """Return the seconds of CP's collectives in one forward: keys and values, or passed states."""
     width = machine.precision
     if kind == "*":
         q, kv = p.num_attention_heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
@@ -187,7 +187,7 @@ def _context(
 
 
 def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int = 1) -> Cost:
-    """Encoder and projector on so many microbatches at once, on the rank with most tiles."""
+    """Return the cost of encoding ``microbatches`` at once, on the rank with the most tiles."""
     e, lay = plan.preset.encoder, plan.layouts.encoder
     tiles = plan.most_tiles(microbatches)
     work = flops.encoder_tile(plan.preset, lay)
@@ -200,7 +200,10 @@ def encoder_cost(plan: Plan, machine: Machine, group: Group, microbatches: int =
 
 
 def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
-    """Both ways over the bridge in a step, where most is received: docs/reviewer/pipeline.md."""
+    """Seconds of the bridge in a step, both ways, on the rank that receives most.
+
+    See docs/reviewer/pipeline.md.
+    """
     e, lay, batch = plan.layouts.encoder, plan.layouts.language, plan.layouts.batch
     rows = batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
     size = rows * plan.preset.language.hidden_size * machine.precision
@@ -224,8 +227,11 @@ def bridge_seconds(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
 
 
 def after_backward(plan: Plan, machine: Machine, gpus_per_node: int) -> tuple[float, float]:
-    """Seconds of gradients and weights over replicas, where most is held, and of what all ranks
-    tell each other in a step; and of Adam."""
+    """Return the seconds of communication after the backward, and of Adam.
+
+    Communication reduces gradients and gathers weights over replicas, where most is held, and
+    includes the `STEP_REDUCTIONS`.
+    """
     groups = replicas_of(plan.layouts, gpus_per_node)
     most = max((held.by_replicas for held in stages_of(plan.preset, plan.layouts)), key=sum)
     reduced = STEP_REDUCTIONS * all_reduce(machine, world_of(plan.layouts, gpus_per_node))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a layer's forward on one rank; a backward has twice as many.
+"""Floating-point operations of a layer's forward on one rank; its backward has twice as many.
 
-Counted as Megatron counts (``num_floating_point_operations``) with two differences: Mamba-2 has the
-width that its heads have, not twice the hidden size, and the router is counted.
+They are counted as by Megatron (``num_floating_point_operations``), with two differences: the width
+of Mamba-2 is that of its heads, not twice the hidden size; and the router is counted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from examples.mimo.nemotron_vlm.planner.parameters import CONV_KERNEL
 from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 
 BACKWARD = 2.0
-"""Of forwards."""
+"""Work of a backward, in forwards."""
 
 Work = dict[str, float]
 """Operations by kind: gemm, attention, scan (Mamba-2), delta (gated delta net), experts, vit."""
 
 
 def language_layer(layer: str, p: LanguagePreset, lay: Layout, samples: int, seq: int) -> Work:
-    """One layer's forward of one microbatch; experts without imbalance."""
+    """Count one layer's forward of one microbatch, with perfectly balanced experts."""
     tokens, h = samples * seq / lay.cp / lay.tp, p.hidden_size
     if layer == "*":
         q, kv = p.num_attention_heads * p.kv_channels, p.num_query_groups * p.kv_channels
@@ -45,19 +45,19 @@ def language_layer(layer: str, p: LanguagePreset, lay: Layout, samples: int, seq
 
 
 def head(p: LanguagePreset, lay: Layout, samples: int, seq: int) -> Work:
-    """The logits of one microbatch."""
+    """Count the logits of one microbatch."""
     return {"gemm": 2 * samples * seq / lay.cp / lay.tp * p.hidden_size * p.vocab_size}
 
 
 def encoder_tile(preset: VLMPreset, lay: Layout) -> Work:
-    """Encoder and projector on one tile, a stage's even share."""
+    """Count a stage's even share of encoder and projector on one tile."""
     share = (1 + BACKWARD) * lay.tp * lay.pp
     projector = preset.projector_flops_per_tile
     return {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
 
 
 def of_sample(preset: VLMPreset, seq: int, tiles: float) -> float:
-    """Forward and backward of one sample on one rank: what throughput is counted by."""
+    """Return the operations of forward and backward of one sample, for reported throughput."""
     one, p = Layout(dp=1, etp=1), preset.language
     works = [language_layer(k, p, one, 1, seq) for k in p.hybrid_layer_pattern.replace("|", "")]
     forward = sum(sum(work.values()) for work in (*works, head(p, one, 1, seq)))

@@ -1,10 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training with failures: the share of the time that becomes steps which last.
+"""Goodput of training with failures: the share of time spent on steps that are not lost.
 
-Failures of GPUs are independent, so the run's come as a Poisson process. One loses the steps since
-the last checkpoint and the time of a restart. A checkpoint stops training while it is written. In a
-step in which a GPU is slow all others wait for it.
+GPUs fail independently, so the failures of a run are a Poisson process. A failure costs the steps
+since the last checkpoint and the time of a restart. Training stops while a checkpoint is written.
+In a step with a slow GPU, all others wait for it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 
 CHECKPOINT_SECONDS = (5.0, 30.0, 120.0)
 MTBF_FACTORS = (0.25, 1.0, 4.0)
-"""Of the asked-for mean time between failures: what the table shows."""
+"""Factors of the given mean time between failures for which the table has rows."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of a run, in seconds.
+    """Conditions of a run; all times are in seconds.
 
     Attributes:
+        step: one step without a slow GPU.
         mtbf: mean time between failures of the whole run.
-        checkpoint: that a checkpoint stops training. interval: training between two of them.
-        restart: from a failure to the next step.
-        straggler_chance: that a step has a slow GPU. straggler_slowdown: such a step over a usual
-            one.
+        checkpoint: pause of training for a checkpoint. interval: training between two checkpoints.
+        restart: time from a failure to the next step.
+        straggler_chance: probability that a step has a slow GPU. straggler_slowdown: time of such a
+            step over that of another.
     """
 
     step: float
@@ -40,15 +41,16 @@ class Conditions:
 
 
 def best_interval(checkpoint: float, mtbf: float) -> float:
-    """Young's: sqrt(2 · checkpoint · MTBF), Communications of the ACM 17 (1974)."""
+    """Return Young's interval, sqrt(2 · checkpoint · MTBF), Communications of the ACM 17 (1974)."""
     return math.sqrt(2 * checkpoint * mtbf)
 
 
 def goodput(run: Conditions) -> float:
-    """Seconds of lasting steps at full speed, over all seconds, in the long run.
+    """Return the long-run share of time that lasting steps would take at full speed.
 
-    Between two failures, 1/(exp(cycle/MTBF) - 1) whole cycles of steps and a checkpoint are
-    expected: the k-th ends before the failure with a chance of exp(-k · cycle/MTBF).
+    A cycle is the steps between checkpoints and one checkpoint. Between two failures,
+    1/(exp(cycle/MTBF) - 1) whole cycles are expected, because the k-th ends before the failure with
+    probability exp(-k · cycle/MTBF).
     """
     mean_step = run.step * (1 + run.straggler_chance * (run.straggler_slowdown - 1))
     steps = max(1, round(run.interval / mean_step))
@@ -57,7 +59,7 @@ def goodput(run: Conditions) -> float:
 
 
 def table(run: Conditions) -> list[tuple[float, float, float, float]]:
-    """MTBF and checkpoint seconds, the best interval there, and the goodput."""
+    """Return rows of MTBF and checkpoint in seconds, the best interval, and the goodput."""
     rows = []
     for factor in MTBF_FACTORS:
         for checkpoint in CHECKPOINT_SECONDS:
@@ -69,7 +71,7 @@ def table(run: Conditions) -> list[tuple[float, float, float, float]]:
 
 
 def describe_goodput(options: Namespace) -> str:
-    """The table of a command line."""
+    """Return the table for a command line's options, as text."""
     run = Conditions(
         step=options.step_seconds,
         mtbf=options.gpu_mtbf_hours * 3600 / options.gpus,

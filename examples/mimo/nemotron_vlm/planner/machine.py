@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine: peaks, links, and what share of the peak each kind of work reaches."""
+"""A machine: its peaks, links, and the share of the peak that each kind of work reaches."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ TABLE = Path(__file__).with_name("gpus.toml")
 
 @dataclass(frozen=True)
 class Machine:
-    """What time and memory are computed from.
+    """Figures of a machine, from which time and memory are computed.
 
     Attributes:
-        source: where the figures are from.
-        peak_flops, memory_bytes: of one rank.
-        node_bandwidth, network_bandwidth: of one rank, bytes a second one way.
-        link_efficiency: share of both that collectives reach.
-        node_latency, network_latency: seconds of a message.
-        efficiency: share of peak_flops, by kind of work.
-        overhead: seconds of a layer's forward and backward beside its work, by layer; ``expert``
-            for each local expert.
-        microbatch_overhead, step_overhead: seconds, beside all layers.
-        optimizer_bandwidth: bytes a second of the optimizer's pass over its state.
-        fused: whether layers are those of GPUs, see ``activations``.
+        source: origin of the figures.
+        peak_flops, memory_bytes: operations a second and memory of one rank.
+        node_bandwidth, network_bandwidth: one rank's bytes per second, one way, within and between
+            nodes.
+        link_efficiency: share of both bandwidths that collectives reach.
+        node_latency, network_latency: latency of a message in seconds.
+        efficiency: share of peak_flops reached, by kind of work.
+        overhead: seconds of the host for a layer's forward and backward, by kind of layer;
+            ``expert`` is for each local expert.
+        microbatch_overhead, step_overhead: seconds of a microbatch and of a step in addition to all
+            layers.
+        optimizer_bandwidth: bytes per second of the optimizer's pass over its state.
+        fused: whether layers are fused, see ``activations``.
         precision: bytes of a parameter, 2 or 4.
-        launches_ahead: whether a host launches work for a device that is still busy.
+        launches_ahead: whether the host launches work while the device is still busy.
         shared_cores: cores that all ranks share; 0 where each rank has a device of its own.
-        reserved_bytes: of a rank that no tensor may have: context, communication buffers.
+        reserved_bytes: a rank's memory that tensors cannot use: context, communication buffers.
     """
 
     source: str
@@ -58,26 +60,27 @@ class Machine:
 
     @property
     def node_speed(self) -> float:
-        """Bytes a second that one rank's collectives reach within a node."""
+        """Bytes per second that one rank's collectives reach within a node."""
         return self.link_efficiency * self.node_bandwidth
 
     @property
     def network_speed(self) -> float:
-        """The same between nodes."""
+        """Bytes per second that one rank's collectives reach between nodes."""
         return self.link_efficiency * self.network_bandwidth
 
     def seconds(self, work: dict[str, float]) -> float:
-        """Of operations by kind; efficiencies have the time of what goes through memory in them."""
+        """Return the seconds of operations by kind; efficiencies account for memory traffic."""
         computed = sum(count / self.efficiency[kind] for kind, count in work.items())
         return computed / self.peak_flops
 
     def with_overhead(
         self, seconds: float, kind: str, layers: float = 1.0, experts: float = 0.0
     ) -> float:
-        """Seconds of so many layers' work, with what the host takes for them.
+        """Return the seconds of ``layers`` layers, whose work takes ``seconds``, with the host's
+        overhead.
 
-        Where it launches ahead, the longer of both counts, and a part of the shorter one: a mean
-        between their sum and their maximum.
+        If the host launches ahead, work and overhead overlap partly: the time is their hypotenuse,
+        between their maximum and their sum. Otherwise it is their sum.
         """
         host = layers * self.overhead[kind]
         if kind == "E":
@@ -86,7 +89,7 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """A GPU of the table, or the file that ``calibrate`` wrote.
+    """Return a machine by the name of a GPU in the table, or from a file that ``calibrate`` wrote.
 
     Raises:
         UserError: there is neither.
@@ -106,5 +109,5 @@ def find_machine(name: str) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path, fitted_to: dict) -> None:
-    """Write it for ``find_machine``, with the measurements that it was fitted to."""
+    """Write a machine for ``find_machine``, with the measurements that it was fitted to."""
     path.write_text(json.dumps(fitted_to | {"machine": asdict(machine)}, indent=1) + "\n")

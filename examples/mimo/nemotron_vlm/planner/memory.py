@@ -1,8 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a rank of every pipeline stage: parameters and state exactly, activations by formula.
+"""Memory of a rank of every pipeline stage: parameters and state exact, activations by formula.
 
-The peak is at a backward's begin, when all is kept; what layers use in passing is freed before.
+The peak is at the beginning of a backward, when all activations are kept; layers' temporary tensors
+are freed before.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from examples.mimo.nemotron_vlm.presets import LanguagePreset
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 BUCKET_MULTIPLE = 128
-"""Numbers to a multiple of which, and of the replicas, Megatron pads the end of its buffers."""
+"""Megatron pads the end of its gradient buffers to a multiple of this and of the replicas."""
 
 Parts = dict[str, float]
-"""Bytes of a rank by part."""
+"""Bytes of a rank, by part."""
 
 
 def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
-    """Parts of a rank of each pipeline stage."""
+    """Return the bytes of a rank of each pipeline stage, by part."""
     layouts = plan.layouts
     parts = []
     for stage, held in enumerate(stages_of(plan.preset, layouts)):
@@ -42,12 +43,12 @@ def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
 
 
 def peak(parts: list[Parts]) -> float:
-    """Bytes of the rank that needs most."""
+    """Return the bytes of the rank that needs most."""
     return max(sum(part.values()) for part in parts)
 
 
 def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
-    """Parameters, fp32 gradients, Adam's share: two moments, and fp32 weights beside bf16."""
+    """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
     replicas = (
         layouts.encoder.dp,
         layouts.language.dp * layouts.language.cp,
@@ -74,13 +75,13 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
 
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
-    """Colocated, with the activations of all that is encoded and awaits its gradients."""
+    """Return a language stage's bytes; colocated, encoder activations and bridge included."""
     p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
     width, rows = machine.precision, plan.rows(machine)
     parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
     if not plan.layouts.non_colocated:
         encoder = width * _encoder_kept(plan)
-        if plan.recompute_encoder:  # runs again when the language model's are freed
+        if plan.recompute_encoder:  # recomputed when the language model's are freed
             encoder = max(0.0, encoder - sum(parts.values()))
         parts["encoder activations"] = encoder
         parts["bridge"] = width * _bridge_kept(plan, stage)
@@ -88,7 +89,7 @@ def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
 
 
 def padded(aligned: int, replicas: int) -> int:
-    """Numbers of a gradient buffer."""
+    """Return the elements of a gradient buffer, padding included."""
     multiple = math.lcm(replicas, BUCKET_MULTIPLE)
     return -(-aligned // multiple) * multiple
 
@@ -114,14 +115,14 @@ def _language_kept(
 
 
 def _encoder_kept(plan: Plan) -> float:
-    """Numbers that colocated encoders keep: while the language model runs, or recomputed."""
+    """Return the elements that a colocated encoder keeps, or holds while recomputing."""
     kept = min(plan.recompute_encoder or plan.encoded_and_kept, plan.encoded_and_kept)
     of_tile = activations.encoder_tile(plan.preset, plan.layouts.encoder)
     return plan.most_tiles(kept) * of_tile
 
 
 def _bridge_kept(plan: Plan, stage: int) -> float:
-    """Numbers of the rows that a rank encodes, and of those that it consumes."""
+    """Return the elements of the rows that a rank encodes, and of those that it consumes."""
     kept, micro_size = plan.encoded_and_kept, plan.layouts.batch.micro_size
     row = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
     consumed = kept * plan.images.mean * micro_size if stage == 0 else 0.0
@@ -130,14 +131,14 @@ def _bridge_kept(plan: Plan, stage: int) -> float:
 
 @cache
 def most_in_flight(stage: int, lay: Layout, microbatches: int, kept: tuple[float, ...]) -> float:
-    """The most that a stage's virtual stages keep at once, in Megatron's order of microbatches.
+    """Return the most elements that a stage keeps at once in Megatron's order of microbatches.
 
     Args:
-        kept: by each virtual stage of one microbatch.
+        kept: elements that each virtual stage keeps of one microbatch.
     """
     if lay.pp == 1:
         return sum(kept)
-    # In flight no more once the warm-up is over; its length does not grow with the microbatches.
+    # After the warm-up, whose length does not depend on the microbatches, no more are in flight.
     number = min(microbatches, 4 * lay.pp)
     now = most = 0.0
     for way, chunk, _ in order_of_stage(stage, lay.pp, number, lay.vpp):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the parameters that a rank holds, one by one: buffers pad each of them."""
+"""Sizes of the parameters that a rank holds, one by one because buffers pad each of them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from examples.mimo.nemotron_vlm.layout_rules import staged_pattern
 from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 
 CONV_KERNEL = 4
-"""Of Mamba-2 and gated delta nets; Megatron's default, which no preset changes."""
+"""Kernel size of Mamba-2's and gated delta nets' convolution; Megatron's default in all presets."""
 
 
 ALIGNMENT = 64
-"""Numbers to a multiple of which Megatron's buffers pad where a parameter begins."""
+"""Elements to a multiple of which Megatron's buffers align the start of each parameter."""
 
 
 class Sizes(NamedTuple):
-    """Parameters of one kind: their numbers, and the same padded one by one."""
+    """Elements of the parameters of one kind: plain, and with each parameter padded."""
 
     numbers: int = 0
     aligned: int = 0
 
     @classmethod
     def of(cls, parameters: list[int]) -> Sizes:
-        """From the numbers of each parameter."""
+        """Sum up the elements of each parameter."""
         aligned = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in parameters)
         return cls(sum(parameters), aligned)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds.
+    """Parameters that a rank holds.
 
-    encoder, projector: replicated over the encoder's dp. dense, experts: of the language model,
-    over its dp·cp and over ``expt_dp``.
+    encoder, projector: replicated over the encoder's dp. dense, experts: the language model's,
+    replicated over its dp·cp and over its ``expt_dp``.
     """
 
     encoder: Sizes = Sizes()
@@ -48,7 +48,7 @@ class Held:
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Numbers, as the program's ``--dry-run RANKS`` prints them."""
+        """Parameter counts by module, as the program's ``--dry-run RANKS`` prints them."""
         return {
             "encoder": self.encoder.numbers,
             "projector": self.projector.numbers,
@@ -57,7 +57,7 @@ class Held:
 
     @property
     def by_replicas(self) -> tuple[int, int, int]:
-        """Aligned numbers that encoder dp, language dp·cp and expt_dp replicate."""
+        """Aligned elements replicated over encoder dp, over language dp·cp, and over expt_dp."""
         return (
             self.encoder.aligned + self.projector.aligned,
             self.dense.aligned,
@@ -66,7 +66,7 @@ class Held:
 
 
 def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:
-    """What a rank of each pipeline stage holds: encoder stages first where they have own ranks."""
+    """Return the parameters of a rank of each pipeline stage; a separate encoder's come first."""
     lay = layouts.language
     language = [
         _language_stage(preset.language, lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp, stage)
@@ -83,12 +83,12 @@ def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:
 
 @cache
 def chunks_of(pattern: str, layout: Layout) -> list[str]:
-    """Layers of each virtual stage of the whole pipeline, in their order."""
+    """Return the layers of each virtual stage of the whole pipeline, in its order."""
     return (pattern if "|" in pattern else staged_pattern(pattern, layout)).split("|")
 
 
 def chunks_of_stage(pattern: str, layout: Layout, stage: int) -> list[str]:
-    """Layers of a stage's virtual stages: every pp-th of all."""
+    """Return the layers of each virtual stage of a stage: every pp-th one of the pipeline."""
     return chunks_of(pattern, layout)[stage :: layout.pp]
 
 
@@ -113,7 +113,7 @@ def _language_stage(
 
 
 def _dense_of(layer: str, p: LanguagePreset, tp: int) -> list[int]:
-    """Parameters of a language layer without its routed experts."""
+    """Return the size of each parameter of a language layer, without routed experts."""
     h = p.hidden_size
     if layer == "*":
         q, kv = p.num_attention_heads * p.kv_channels, p.num_query_groups * p.kv_channels
@@ -121,7 +121,7 @@ def _dense_of(layer: str, p: LanguagePreset, tp: int) -> list[int]:
     if layer == "M":
         inner, heads = p.mamba_num_heads * p.mamba_head_dim, p.mamba_num_heads
         mixed = inner + 2 * p.mamba_num_groups * p.mamba_state_dim
-        small = [heads // tp] * 3  # the step's bias, A and D
+        small = [heads // tp] * 3  # dt's bias, A and D
         projections = [h * (inner + mixed + heads) // tp, inner * h // tp]
         return [h, *small, CONV_KERNEL * mixed // tp, mixed // tp, inner // tp, *projections]
     if layer == "G":

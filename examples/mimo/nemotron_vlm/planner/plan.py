@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: two checked layouts, what is recomputed, and the images that the batch brings."""
+"""A plan: two checked layouts, the recompute settings, and the images of the batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:  # Megatron's parser is slow to import
 
 @dataclass(frozen=True)
 class Tiles:
-    """Image tiles of a sample: the mean, and the deviation from it."""
+    """Number of image tiles of a sample: mean and standard deviation."""
 
     mean: float
     deviation: float = 0.0
 
     @classmethod
     def of(cls, chances: dict[int, float]) -> Tiles:
-        """From the chance of each number of tiles; chances need not add up to 1."""
+        """Compute them from the chance of each number of tiles; chances need not add up to 1."""
         total = sum(chances.values())
         mean = sum(count * chance for count, chance in chances.items()) / total
         square = sum(count**2 * chance for count, chance in chances.items()) / total
@@ -38,14 +38,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is priced.
+    """A plan, whose time and memory the planner predicts.
 
     Attributes:
         recompute: none, moe (Megatron's selective recompute of MoE layers) or full.
-        macro_batch: of ``--encoder-macro-batch``, colocated without a pipeline or in its bubbles.
-        recompute_encoder: of ``--recompute-encoder``; 0 keeps activations.
-        imbalance: tokens of the busiest experts' rank over the mean.
-        in_bubbles: whether a pipeline's bubbles have the encoder's work.
+        macro_batch: ``--encoder-macro-batch``, for colocated modules without a pipeline or in its
+            bubbles.
+        recompute_encoder: ``--recompute-encoder``; 0 keeps activations.
+        imbalance: tokens of the rank with the busiest experts over the mean.
+        in_bubbles: whether the encoder works in the pipeline's bubbles.
     """
 
     preset: VLMPreset
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def encoded_at_once(self) -> int:
-        """Microbatches whose images the encoder takes at once: in three phases, a step's."""
+        """Microbatches whose images are encoded at once: all of a step in three phases."""
         if self.layouts.non_colocated:
             return 1
         all_at_once = encodes_all_at_once(self.layouts.language, self.in_bubbles)
@@ -67,17 +68,19 @@ class Plan:
 
     @property
     def encoded_and_kept(self) -> int:
-        """Microbatches of whose images the encoder keeps activations."""
+        """Microbatches for whose images the encoder keeps activations at the same time."""
         if not self.in_bubbles:
             return self.encoded_at_once
         kept = most_kept(self.layouts.language.pp, self.macro_batch) * self.macro_batch
         return min(kept, self.layouts.num_microbatches)
 
     def most_tiles(self, microbatches: int = 1) -> float:
-        """Tiles of so many microbatches on the encoder rank that has most of them.
+        """Return the tiles of ``microbatches`` microbatches on the encoder rank that has most of
+        them.
 
-        Colocated, tiles are cut evenly. Non-colocated, a rank encodes whole samples: the largest of
-        dp sums is estimated as a normal distribution's, mean + deviation · sqrt(2 ln dp).
+        Colocated, tiles are divided evenly. Non-colocated, a rank encodes whole samples: the
+        largest of dp sums is estimated as that of normal variables, mean + deviation · sqrt(2 ln
+        dp).
         """
         lay = self.layouts
         samples = microbatches * lay.batch.micro_size * lay.language.dp / lay.encoder.dp
@@ -88,14 +91,14 @@ class Plan:
         return mean + spread
 
     def rows(self, machine: Machine) -> Rows:
-        """A microbatch as the language model's layers see it."""
+        """Return a microbatch as the language model's layers process it."""
         batch, has_ranks = self.layouts.batch, self.layouts.language.ep > 1
         imbalance = self.imbalance if has_ranks else 1.0
         return Rows(batch.micro_size, batch.seq_length, machine.fused, imbalance)
 
 
 def plan_of(options: Options) -> Plan:
-    """The plan that a command line of the program is, with as many tiles as a sample can have."""
+    """Return the plan for the program's options, with as many tiles as a sample can have."""
     args = options.args
     recompute = args.recompute_granularity or "none"
     if recompute == "selective":
@@ -112,5 +115,5 @@ def plan_of(options: Options) -> Plan:
 
 
 def most_that_fit(preset: VLMPreset, seq_length: int) -> Tiles:
-    """Tiles of a sample that has as many as its tokens allow, as mock samples have."""
+    """Return the tiles of a sample with as many as its tokens allow, as mock samples have."""
     return Tiles(max(1, most_tiles(preset.encoder.tokens_per_tile, seq_length)))

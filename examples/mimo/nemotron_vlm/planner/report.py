@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The plans as a table, as data and as a picture, with the command that runs the best of them."""
+"""Plans as a table and as data, with the command that runs the best of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ RECOMPUTE = {
     "moe": ["--recompute-granularity selective", "--recompute-modules moe"],
     "full": ["--recompute-granularity full", "--recompute-method uniform --recompute-num-layers 1"],
 }
-"""Options of the program, by what is recomputed."""
+"""Options of the program, by recompute setting."""
 GIB = 2**30
 HEADS = ["", "s/step", "tokens/s/GPU", "TFLOP/s", "GiB", "bubble", "bridge", "all-to-all"]
 HEADS += ["other comm.", "encoder", "language", "micro", "recompute", "placement"]
 COLLECTIVES = ("tensor", "context", "gradients")
-"""Shown as one column; experts' and the bridge have their own."""
+"""Parts of a step shown as one column; the experts' collectives and the bridge have their own."""
 
 
 def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]:
-    """The command line that runs a plan, a line each."""
+    """Return the lines of the command that runs a plan."""
     nodes = -(-world // gpus_per_node)
     launch = f"torchrun --nproc-per-node {min(world, gpus_per_node)}"
     if nodes > 1:
@@ -38,7 +38,7 @@ def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]
 
 
 def options_of(plan: Plan, model: str) -> list[str]:
-    """The program's options for a plan on GPUs."""
+    """Return the program's options for a plan on GPUs."""
     lay, batch = plan.layouts, plan.layouts.batch
     options = [
         f"--model {model} --device cuda --bf16 --placement {lay.placement}",
@@ -57,7 +57,7 @@ def options_of(plan: Plan, model: str) -> list[str]:
 
 
 def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
-    """Everything that is printed."""
+    """Return everything that is printed about the plans found."""
     images = f"{task.images.mean:g}" + (
         f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
     )
@@ -106,7 +106,7 @@ def _row(number: int, task: Task, priced: Priced) -> list[str]:
 
 
 def figures_of(task: Task, priced: Priced) -> dict[str, float]:
-    """Throughput and peak memory; operations are counted without what is recomputed."""
+    """Return throughput and peak memory; operations do not include recompute."""
     step = priced.step.seconds * task.world
     work = of_sample(task.preset, task.seq_length, task.images.mean) * task.global_batch
     return {
@@ -118,7 +118,7 @@ def figures_of(task: Task, priced: Priced) -> dict[str, float]:
 
 
 def _why(best: list[Priced]) -> str:
-    """What the next plans take longer for: the parts that grow most against the best."""
+    """Explain why each next plan is slower: the parts that grow most against the best plan."""
     first = best[0].step
     lines = [f"why the next ones lose to 1 ({_shares(best[0])})"]
     for number, priced in enumerate(best[1:], 2):
@@ -138,7 +138,7 @@ def _shares(priced: Priced) -> str:
 
 
 def memory_table(plan: Plan, machine: Machine) -> str:
-    """GiB of a rank of each pipeline stage, by part."""
+    """Return a table of a rank's GiB by pipeline stage and part."""
     stages = memory_of(plan, machine)
     names = list(dict.fromkeys(name for parts in stages for name in parts if parts[name]))
     rows = [["stage", *names, "sum"]]
@@ -149,12 +149,12 @@ def memory_table(plan: Plan, machine: Machine) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, with three digits or all before the point."""
+    """Format bytes in GiB, with three digits, or all digits before the point."""
     return f"{size / GIB:.3g}" if size < 1000 * GIB else f"{size / GIB:.0f}"
 
 
 def rows_of(task: Task, found: Found, model: str) -> dict:
-    """The plans, for JSON."""
+    """Return the plans as data for JSON."""
     return {
         "world": task.world,
         "gpus_per_node": task.gpus_per_node,

@@ -1,11 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a step, from the shares of encoder and language model; nothing is measured.
+"""Timelines of a step, simulated from the shares of encoder and language model, not measured.
 
-Times are in units of a step in which no rank waits, on all ranks: encoder E, language model L,
-E + L = 1. A backward takes twice as long as a forward, and stages have equal work, so that a step
-of colocated modules takes E + L·(1 + (p − 1)/(m·v)): p stages, m microbatches, v virtual stages. In
-bubbles it takes what the plan that training runs by says of it.
+The unit of time is a step in which no rank waits: encoder E plus language model L, E + L = 1. A
+backward takes twice as long as a forward, and stages have equal work, so that a step of colocated
+modules takes E + L·(1 + (p − 1)/(m·v)) with p stages, m microbatches and v virtual stages. With the
+encoder in the bubbles, the timeline is that of the plan by which training runs.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron.core.models.mimo.bubble_plan import (
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 FORWARD = 1 / 3
-"""Share of the forward in forward and backward."""
+"""Share of the forward in the time of forward and backward."""
 
 Span = tuple[str, float, float]
-"""Phase, begin and end."""
+"""A span of time: phase, begin and end."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step.
+    """The timeline of one step.
 
     Attributes:
-        stages: what a rank of each pipeline stage does, in order.
-        names: of the stages.
+        stages: spans of a rank of each pipeline stage, in order.
+        names: names of the stages.
     """
 
     stages: list[list[Span]]
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they wait."""
+        """Share of the ranks' time that they spend waiting."""
         return 1 - 1 / self.total
 
 
@@ -62,8 +62,9 @@ def timeline(
     """Simulate one step.
 
     Args:
-        encoder_share: E, of a step in which no rank waits.
-        in_bubbles: whether colocated encoders work in the bubbles of a pipeline, else in phases.
+        encoder_share: E, the encoder's share of a step in which no rank waits.
+        in_bubbles: whether the colocated encoder works in the pipeline's bubbles instead of three
+            phases.
         macro_batch: microbatches that are encoded at once in the bubbles.
     """
     language, number = layouts.language, layouts.num_microbatches
@@ -97,7 +98,7 @@ def timeline(
 
 
 def _spans(plan: BubblePlan, unit: float) -> list[list[Span]]:
-    """What each stage does when, in units of which the plan's has ``unit``."""
+    """Convert the spans of a plan, whose unit of time is ``unit`` here."""
     return [
         [(span.name, unit * span.begin, unit * span.end) for span in spans] for spans in plan.spans
     ]
@@ -118,11 +119,11 @@ def _without_pipeline(share: dict[str, float], microbatches: int) -> list[Span]:
 def pipeline(
     modules: list[str], costs: dict[str, float], microbatches: int, vpp: int = 1
 ) -> list[list[Span]]:
-    """1F1B of stages with equal work.
+    """Simulate 1F1B with stages of equal work in each module.
 
     Args:
-        modules: of each stage.
-        costs: time of a module's forwards and backwards of all microbatches, on one of its ranks.
+        modules: module of each stage.
+        costs: time that a rank of each module takes for all microbatches, forward and backward.
         vpp: virtual stages of each stage.
     """
 
@@ -134,12 +135,12 @@ def pipeline(
 
 
 class Encoders(NamedTuple):
-    """The encoders' part of colocated stages, where a plan of bubbles puts it.
+    """The encoder's work in colocated stages, as a plan of bubbles places it.
 
     Args:
-        before: pieces before each operation of each stage, as ``BubblePlan`` has them.
-        macro_batch: microbatches of a macro-batch.
-        seconds: of one macro-batch's ``encode`` or ``backward``, by its number.
+        before: pieces of encoder work before each operation of each stage, as in ``BubblePlan``.
+        macro_batch: number of microbatches of a macro-batch.
+        seconds: returns the time of ``encode`` or ``backward`` of a macro-batch, by its number.
     """
 
     before: tuple[tuple[tuple[Piece, ...], ...], ...]
@@ -148,7 +149,7 @@ class Encoders(NamedTuple):
 
 
 _Action = tuple[str, int, int]
-"""An operation, its virtual stage and microbatch; or the encoders', a stage and macro-batch."""
+"""An operation, its virtual stage and microbatch; or the encoder's, a stage and macro-batch."""
 _ENCODE, _RETURN, _BACKWARD = (f"encoder {kind}" for kind in (ENCODE, RETURN, BACKWARD))
 
 
@@ -160,14 +161,14 @@ def simulate(
     hop: float = 0.0,
     encoders: Encoders | None = None,
 ) -> list[list[Span]]:
-    """1F1B, interleaved with virtual stages, in the order in which Megatron runs microbatches.
+    """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches.
 
     Args:
-        modules: of each stage.
-        seconds: of one microbatch's ``forward`` or ``backward`` in a virtual stage of the pipeline.
+        modules: module of each stage.
+        seconds: returns the time of a microbatch's ``forward`` or ``backward`` in a virtual stage.
         vpp: virtual stages of each stage.
         hop: seconds that a tensor takes to the next stage.
-        encoders: that work in the stages' bubbles.
+        encoders: the encoder's work in the bubbles, if any.
     """
     size = len(modules)
     actions = [_actions(stage, size, microbatches, vpp, encoders) for stage in range(size)]
@@ -212,7 +213,7 @@ def simulate(
 def _actions(
     stage: int, size: int, microbatches: int, vpp: int, encoders: Encoders | None
 ) -> list[_Action]:
-    """All that a stage does, in order."""
+    """Return all operations of a stage, in order."""
     order = order_of_stage(stage, size, microbatches, vpp)
     operations = [(way, chunk * size + stage, number) for way, chunk, number in order]
     if encoders is None:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""All plans that may run, and the fastest of them.
+"""Enumeration of all plans that may run, and search for the fastest.
 
-The program's own rules decide what may run (``layout_rules``); a plan that does not fit the memory
-is left out. Of the recomputes that make a layout fit, the one that costs least is taken. All plans
+The program's own rules (``layout_rules``) decide what may run; plans that do not fit the memory are
+left out. If a layout needs recompute to fit, the cheapest setting that suffices is taken. All plans
 are priced by a formula, and the best of them by simulating their schedule.
 """
 
@@ -38,20 +38,21 @@ MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCHES = (1, FASTEST, 4)
 VIRTUAL = (1, 2, 4)
 ENCODER_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Of all ranks, that non-colocated encoders get."""
+"""Shares of all ranks that are tried for non-colocated encoders."""
 SIMULATED = 40
-"""Plans whose schedule is simulated."""
+"""Number of plans whose schedule is simulated."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to plan for.
+    """The training run to plan.
 
     Attributes:
-        world: GPUs.
-        images: tiles of a sample. imbalance: of experts' tokens, see ``Plan``.
-        placements: that may be chosen.
-        in_bubbles: whether colocated encoders work in the bubbles of a pipeline, else in phases.
+        world: number of GPUs.
+        images: tiles of a sample. imbalance: see ``Plan``.
+        placements: placements that may be chosen.
+        in_bubbles: whether the colocated encoder works in the pipeline's bubbles instead of three
+            phases.
     """
 
     preset: VLMPreset
@@ -67,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan with its step and the memory of each stage's rank."""
+    """A plan with its step time, and the memory of a rank of each stage."""
 
     plan: Plan
     step: Step
@@ -76,17 +77,17 @@ class Priced:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, fastest first, of so many that the rules allow, whether they fit or not."""
+    """The best plans, fastest first, and how many plans the rules allow, fitting or not."""
 
     best: list[Priced]
     allowed: int
 
 
 def plans_of(task: Task, machine: Machine) -> Found:
-    """The ten fastest plans.
+    """Return the ten fastest plans.
 
     Raises:
-        UserError: there is none.
+        UserError: no plan fits, or the tiles do not fit the sequence length.
     """
     rows = task.images.mean * task.preset.encoder.tokens_per_tile
     if rows > task.seq_length:
@@ -105,7 +106,7 @@ def plans_of(task: Task, machine: Machine) -> Found:
 
 
 def search(task: Task, machine: Machine, keep: int = 10) -> Found:
-    """The fastest plans."""
+    """Return the ``keep`` fastest plans."""
     fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
     allowed = 0
     for layouts in candidates(task):
@@ -119,7 +120,7 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
             plan = Plan(task.preset, layouts, task.images, *how)
             slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
             if estimate(plan, machine, task.gpus_per_node) >= slowest:
-                continue  # what it recomputes takes longer still
+                continue  # with recompute it would take even longer
             if plan := fitting(plan, machine):
                 entry = (-estimate(plan, machine, task.gpus_per_node), allowed, plan)
                 change = heapq.heappush if slowest == math.inf else heapq.heappushpop
@@ -133,7 +134,7 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
 
 
 def candidates(task: Task) -> Iterator[Layouts]:
-    """All pairs of layouts that the program's rules allow."""
+    """Yield all pairs of layouts that the program's rules allow."""
     for placement, encoder_ranks, language_ranks in _splits(task):
         is_apart = placement == NON_COLOCATED
         encoders = [
@@ -154,7 +155,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
 
 
 def fitting(plan: Plan, machine: Machine) -> Plan | None:
-    """The plan with the least recompute that makes it fit; None where nothing does."""
+    """Return the plan with the least recompute that makes it fit the memory, or None."""
     shares = (0,) if plan.layouts.non_colocated else (0, 1)
     for recompute in KEPT_FOR_LAYER:
         for share in shares:
@@ -165,14 +166,14 @@ def fitting(plan: Plan, machine: Machine) -> Plan | None:
 
 
 def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
-    """Sizes that are tried: without a pipeline or in its bubbles, one microbatch or several."""
+    """Return the macro-batch sizes to try; just 1 if the schedule leaves no choice."""
     if fastest_macro_batch(layouts, in_bubbles) == 1:
         return (1,)
     return tuple(size for size in MACRO_BATCHES if size <= layouts.num_microbatches)
 
 
 def _splits(task: Task) -> Iterator[tuple[str, int, int]]:
-    """Placement, ranks of the encoder and of the language model."""
+    """Yield placements with the number of ranks of the encoder and of the language model."""
     if COLOCATED in task.placements:
         yield COLOCATED, task.world, task.world
     if NON_COLOCATED in task.placements:

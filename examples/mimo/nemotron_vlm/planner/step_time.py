@@ -1,11 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step: its pieces in the order of the runtime's schedule.
+"""Seconds of a step, from the costs of its parts in the order of the runtime's schedule.
 
-Colocated: without a pipeline, encoder, bridge and language model of each microbatch one after the
-other; with one, three phases or in its bubbles, as training's plan has it with these costs
-(docs/reviewer/pipeline.md). Non-colocated: one pipeline of both.
-Nothing overlaps: neither collectives nor the optimizer's, as by default in the program.
+Colocated modules without a pipeline run encoder, bridge and language model of each macro-batch one
+after another; with a pipeline, the encoder runs in three phases or in the bubbles, as training
+plans it with these costs (docs/reviewer/pipeline.md). Non-colocated modules form one pipeline.
+No communication overlaps with compute, neither the layers' nor the optimizer's, as is the program's
+default.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan
 
 @dataclass(frozen=True)
 class Step:
-    """A step's time, and where it goes.
+    """Time of a step and of its parts.
 
     Attributes:
-        seconds: of the step.
+        seconds: time of the step.
         work: seconds that all ranks together are busy.
-        parts: seconds of a rank of the busiest pipeline stage; ``bubble`` is its waiting.
-        stages: names of the pipeline's stages. spans: what each does when; none of an estimate.
+        parts: seconds of a rank of the busiest pipeline stage, by part; ``bubble`` is waiting.
+        stages: names of the pipeline's stages. spans: timeline of each.
     """
 
     seconds: float
@@ -47,13 +48,14 @@ class Step:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the ranks do in a step.
+    """Costs of what the ranks do in a step.
 
     Attributes:
-        chunks: cost of a microbatch by virtual stage of the pipeline. modules: of its stages.
+        chunks: cost of a microbatch by virtual stage of the pipeline. modules: module of each
+            stage.
         hop: seconds from a stage to the next one.
-        encoder: of a macro-batch outside of the pipeline. macro_batches: their number.
-        bridge: seconds of a step outside of the pipeline.
+        encoder: cost of a macro-batch, if not a stage of the pipeline. macro_batches: their number.
+        bridge: seconds of the bridge in a step outside of the pipeline.
     """
 
     chunks: list[Cost]
@@ -65,13 +67,13 @@ class _Work:
 
     @property
     def stages(self) -> list[Cost]:
-        """Cost of a microbatch by stage, of all its virtual stages."""
+        """Cost of a microbatch by stage, summed over its virtual stages."""
         size = len(self.modules)
         return [sum(self.chunks[stage::size], Cost()) for stage in range(size)]
 
 
 def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
-    """Price one step: the pipeline is simulated, microbatch by microbatch."""
+    """Predict one step by simulating the pipeline, microbatch by microbatch."""
     layouts, number = plan.layouts, plan.layouts.num_microbatches
     work = _work(plan, machine, gpus_per_node)
     spans = _pipeline(plan, work, machine.microbatch_overhead)
@@ -99,7 +101,10 @@ def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
 
 
 def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
-    """Seconds of a step by a formula, for searches: a pipeline's ends wait for the other stages."""
+    """Estimate a step's seconds by a formula, for searches.
+
+    The busiest stage runs all microbatches, and waits for the others at the pipeline's ends.
+    """
     number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
     work = _work(plan, machine, gpus_per_node)
     each = [cost.total + machine.microbatch_overhead for cost in work.stages]
@@ -111,7 +116,7 @@ def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
 
 
 def names_of_stages(plan: Plan) -> list[str]:
-    """Of the pipeline: the encoder's first where it has ranks of its own."""
+    """Return the names of the pipeline's stages; those of a separate encoder come first."""
     layouts = plan.layouts
     names = [f"stage {stage}" for stage in range(layouts.language.pp)]
     if layouts.non_colocated:
@@ -144,7 +149,7 @@ def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
 
 
 def _pipeline(plan: Plan, work: _Work, overhead: float) -> list[list[Span]]:
-    """What each stage does when, of all microbatches in the pipeline, which may have one stage."""
+    """Simulate all microbatches in the pipeline, which may have one stage; return the spans."""
     vpp, number = plan.layouts.language.vpp, plan.layouts.num_microbatches
 
     def seconds(way: str, virtual: int) -> float:
@@ -155,7 +160,7 @@ def _pipeline(plan: Plan, work: _Work, overhead: float) -> list[list[Span]]:
 
 
 def _encoders(plan: Plan, work: _Work) -> Encoders:
-    """The encoder's work in the bubbles; its ways over the bridge are part of its pieces."""
+    """Return the encoder's work in the bubbles; its pieces include the time of the bridge."""
     lay, number, size = plan.layouts.language, plan.layouts.num_microbatches, plan.macro_batch
     language = sum(cost.total for cost in work.chunks) / lay.pp * number
     encoder = work.macro_batches * work.encoder.total
@@ -170,7 +175,7 @@ def _encoders(plan: Plan, work: _Work) -> Encoders:
 
 
 def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:
-    """A stage's whole step: encoder, its part of the pipeline, and the encoder's backward."""
+    """Put the encoder's forward before a stage's spans of the pipeline, its backward after."""
     begin = work.encoder.forward + work.bridge / 2
     moved = [(phase, begin + start, begin + stop) for phase, start, stop in line]
     end = moved[-1][2] + work.bridge / 2
@@ -179,7 +184,7 @@ def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:
 
 
 def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
-    """Without a pipeline: the encoder's forward and backward around each macro-batch."""
+    """Put the encoder's forward and backward around the spans of each macro-batch."""
     spans: list[Span] = []
     now = 0.0
     for first in range(0, len(line), 2 * at_once):
@@ -193,7 +198,7 @@ def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
 
 
 def _all_work(plan: Plan, work: _Work, after: float, machine: Machine) -> float:
-    """Seconds of all ranks together: what shared cores have to do, whoever waits for whom."""
+    """Return the busy seconds of all ranks together, which shared cores must work whoever waits."""
     layouts = plan.layouts
     ranks = [layouts.language.size // layouts.language.pp] * layouts.language.pp
     if layouts.non_colocated:
