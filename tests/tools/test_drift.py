@@ -142,6 +142,23 @@ def test_the_fields_of_dataclasses_are_arguments():
     ]
 
 
+@pytest.mark.parametrize(
+    "old, new, expected",
+    [
+        ("def method(", "def other_method(", "gone: megatron.core.m.C.method "),
+        ("a, flag=False", "a", "signature: megatron.core.m.C.method replaced by ours; "
+         "was (a, flag=), now (a)"),
+        ("def inherited", "def other_name", None),
+    ],
+)  # fmt: skip
+def test_a_function_replaced_at_run_time_is_compared(old, new, expected):
+    pin, other = (Tree({MODULE: text.encode()}) for text in (PIN, PIN.replace(old, new)))
+    uses = Uses({}, pin, other)
+    uses.check_replaced(["megatron.core.m.C.method"], "patches/runtime.toml")
+    found = [f"{kind}: {name} {detail}" for kind, name, detail in uses.found]
+    assert found == ([expected] if expected else [])
+
+
 @pytest.fixture
 def drift(world):
     def drift(files: dict[str, str], *flags: str):

@@ -12,8 +12,10 @@ import pytest
 
 from mini import REPOSITORY, run, snapshot
 from overlay.fetch import fetch
+from overlay.header import MOST_PATCHES
 from overlay.lock import Lock
-from overlay.patchset import OVERLAY_ROOTS
+from overlay.patchset import OVERLAY_ROOTS, PatchSet
+from overlay.replacements import MOST, declared
 
 LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0
@@ -38,6 +40,13 @@ def test_patches_and_lock_are_canonical():
 def test_every_patch_has_its_header_and_the_set_is_small():
     result = run("headers")
     assert result.code == 0, result.errors
+
+
+def test_the_docs_count_patches_and_replacements():
+    page = (REPOSITORY / "docs/contributor/patch-set.md").read_text()
+    patches, replaced = len(PatchSet(REPOSITORY).series()), len(declared(REPOSITORY))
+    assert f"| patches | {patches} | {MOST_PATCHES} |" in page
+    assert f"| replacements at run time | {replaced} | {MOST} |" in page
 
 
 def test_apply_and_revert_give_the_original_tree(checkout):

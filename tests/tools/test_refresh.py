@@ -166,7 +166,9 @@ def test_a_checkout_without_the_present_patches_is_refused(world):
 
 
 def test_headers_in_order_pass(world):
-    assert world.run("headers").out == ["2 patch headers are in order, 5 changed lines"]
+    assert world.run("headers").out == [
+        "2 patch headers are in order, 5 changed lines; 0 replacements at run time are declared"
+    ]
 
 
 LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")

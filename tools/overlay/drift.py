@@ -5,7 +5,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from overlay import git, header, series
+from overlay import git, header, replacements, series
 from overlay.checkout import STATE_DIR, Checkout, digest
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
@@ -172,5 +172,6 @@ def _names(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> 
         sources[path.relative_to(patchset.root).as_posix()] = path
     ours = {path: file.read_bytes() for path, file in sources.items() if path.endswith(".py")}
     uses = Uses(ours, Tree(old | ours), Tree(new | ours))
+    uses.check_replaced(replacements.declared(patchset.root), replacements.DECLARED)
     rows = [Row(name, kind, detail, places) for (kind, name, detail), places in uses.found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

@@ -9,7 +9,7 @@ given checkout; without one, the patches of such files and their part of the loc
 from dataclasses import replace
 from pathlib import Path
 
-from overlay import git, header, series
+from overlay import git, header, replacements, series
 from overlay.checkout import Checkout, digest, regular, sha256
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import upstream
@@ -238,7 +238,7 @@ def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
 
 
 def check_headers(patchset: PatchSet) -> list[str]:
-    """Check the header and size of every patch, and the size of all together.
+    """Check the header and size of every patch, the size of all, and replacements at run time.
 
     Raises:
         OverlayError: there are errors; it has a line for each.
@@ -250,9 +250,14 @@ def check_headers(patchset: PatchSet) -> list[str]:
         wrong += header.problems(name, patch, changed)
         total += changed
     wrong += header.problems_of_all(len(patches), total)
+    wrong += replacements.problems(patchset)
     if wrong:
         raise OverlayError(FAILED, *wrong)
-    return [f"{len(patches)} patch headers are in order, {total} changed lines"]
+    at_run_time = len(replacements.declared(patchset.root))
+    return [
+        f"{len(patches)} patch headers are in order, {total} changed lines; "
+        f"{at_run_time} replacements at run time are declared"
+    ]
 
 
 def _read(path: Path) -> bytes | None:

@@ -9,7 +9,7 @@ be found, and the other version's. Both include our overlay.
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from overlay.names import (
@@ -45,6 +45,16 @@ class Uses:
     def report(self, where: str, kind: str, name: str, detail: str = "") -> None:
         if where not in (places := self.found[kind, name, detail]):
             places.append(where)
+
+    def check_replaced(self, names: Iterable[str], where: str) -> None:
+        """Check functions that our code replaces at run time, which ``where`` declares."""
+        for name in names:
+            old, new = (tree.follow(*name.split(".")) for tree in (self.pin, self.other))
+            was, now = self.pin.signature(old), self.other.signature(new)
+            if new is None:
+                self.report(where, "gone", name)
+            elif was != now:
+                self.report(where, "signature", name, f"replaced by ours; was {was}, now {now}")
 
     def is_upstream(self, found) -> bool:
         module = found if isinstance(found, Module) else getattr(found, "module", None)

@@ -53,9 +53,14 @@ def observed(
         yield
         return
     watch = _Watch(args, loading, note)
-    names = ("train_step", "training_log", "evaluate", "save_checkpoint")
-    watched = {name: _watched(getattr(training, name), getattr(watch, name)) for name in names}
-    with replaced(training, **watched), closing(watch):
+    watched = replaced(
+        training,
+        train_step=_watched(training.train_step, watch.train_step),
+        training_log=_watched(training.training_log, watch.training_log),
+        evaluate=_watched(training.evaluate, watch.evaluate),
+        save_checkpoint=_watched(training.save_checkpoint, watch.save_checkpoint),
+    )
+    with watched, closing(watch):
         yield
 
 
