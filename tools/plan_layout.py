@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the layouts of a training run, measure a machine, or compute the cost of failures.
+"""Plan the layouts of a training run, or measure a machine.
 
 tools/plan_layout.py --model nano-vl-30b-a3b --gpus 64 --gpu h200 --global-batch-size 256
 tools/plan_layout.py calibrate --out cpu.json
-tools/plan_layout.py goodput --gpus 1024 --step-seconds 2
 
 It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
@@ -21,8 +20,6 @@ from pathlib import Path
 from command_line import Parser, positive
 from in_checkout import run
 
-COMMANDS = ("calibrate", "goodput")
-
 
 def main(argv: list[str]) -> int:
     """Run the command; return the exit status, 2 for user errors."""
@@ -36,15 +33,15 @@ def main(argv: list[str]) -> int:
 
 def _read(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; ``run`` of the result is the function to call with it."""
-    command = argv[0] if argv and argv[0] in COMMANDS else "plan"
     parser = Parser(
-        description="Plan the layouts of a training run; 'calibrate' measures a machine, 'goodput' "
-        "says what failures cost: each has a --help of its own."
+        description="Plan the layouts of a training run; 'calibrate' measures a machine, and has a "
+        "--help of its own."
     )
-    {"plan": _plan_options, "calibrate": _calibrate_options, "goodput": _goodput_options}[command](
-        parser
-    )
-    return parser.parse_args(argv if command == "plan" else argv[1:])
+    if argv[:1] == ["calibrate"]:
+        _calibrate_options(parser)
+        return parser.parse_args(argv[1:])
+    _plan_options(parser)
+    return parser.parse_args(argv)
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
@@ -88,23 +85,6 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what to measure")
     add("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
     parser.set_defaults(run=_calibrate)
-
-
-def _goodput_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--gpus", type=positive, required=True, metavar="N", help="of the whole run")
-    add("--step-seconds", type=float, required=True, metavar="S", help="of a plan")
-    add(
-        "--gpu-mtbf-hours",
-        type=float,
-        default=50_000.0,
-        metavar="H",
-        help="mean hours between failures of one GPU; 50000 is about one a 2 days for 1024",
-    )
-    add("--restart-minutes", type=float, default=10.0, metavar="MIN", help="until a step runs")
-    add("--straggler-chance", type=float, default=0.0, metavar="P", help="of a slow GPU, a step")
-    add("--straggler-slowdown", type=float, default=1.5, metavar="X", help="of its step")
-    parser.set_defaults(run=_goodput)
 
 
 def _chances(text: str) -> dict[int, float]:
@@ -167,12 +147,6 @@ def _calibrate(options: argparse.Namespace) -> None:
     model = options.model or {"cpu": "tiny", "cuda": "nano-vl-30b-a3b"}[options.device]
     calibrate(model, options.device, options.gpu, options.out)
     print(f"{options.out}: for --gpu", file=sys.stderr)
-
-
-def _goodput(options: argparse.Namespace) -> None:
-    from examples.mimo.nemotron_vlm.planner.goodput import describe_goodput
-
-    print(describe_goodput(options))
 
 
 if __name__ == "__main__":

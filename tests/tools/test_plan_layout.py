@@ -159,11 +159,6 @@ class TestProgram:
         with pytest.raises(UserError, match="leave out --language"):
             plan(layouts, own_options(layouts))
 
-    def test_simulates_weeks(self, capsys, monkeypatch):
-        monkeypatch.setenv("WORLD_SIZE", "1")
-        assert plan_layout.main(["goodput", "--gpus", "1024", "--step-seconds", "2"]) == 0
-        assert len(capsys.readouterr().out.splitlines()) == 10
-
 
 def test_a_machine_is_read_as_it_was_written(tmp_path):
     write_machine(H200, tmp_path / "machine.json", {})

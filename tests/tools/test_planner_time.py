@@ -8,7 +8,6 @@ import random
 from argparse import Namespace
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,7 +28,6 @@ from examples.mimo.nemotron_vlm.planner.communication import (  # noqa: E402
     ring,
 )
 from examples.mimo.nemotron_vlm.planner.costs import after_backward, bridge_seconds  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.goodput import Conditions, best_interval, goodput  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.schedule import Encoders, simulate  # noqa: E402
@@ -256,14 +254,3 @@ class TestTiles:
         assert apart.most_tiles() == 8.0 < varied.most_tiles()
         colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), images=Tiles(2.0, 1.0))
         assert colocated.most_tiles() == 8.0
-
-
-@pytest.mark.parametrize("mtbf, checkpoint", [(3600.0, 5.0), (20_000.0, 60.0)])
-def test_goodput_is_that_of_simulated_failures(mtbf, checkpoint):
-    interval = best_interval(checkpoint, mtbf)
-    run = Conditions(1.0, mtbf, checkpoint, interval, restart=300.0)
-    failures = np.random.default_rng(0).exponential(mtbf, 20_000)
-    kept = failures // (round(interval) + checkpoint) * round(interval)
-    assert goodput(run) == pytest.approx(kept.sum() / (failures + 300.0).sum(), rel=0.03)
-    slow = replace(run, straggler_chance=0.5, straggler_slowdown=2.0)
-    assert goodput(slow) == pytest.approx(goodput(run) / 1.5, rel=0.03)

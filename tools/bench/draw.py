@@ -69,9 +69,8 @@ def table(rows: list[dict]) -> str:
 
 def shares(run: dict) -> dict[str, float | None]:
     """Return shares of the first GPU's step by part; idle does not include waiting for data."""
-    traced = run["trace"] or dict.fromkeys(PARTS)
     idle = None if run["idle"] is None else max(0.0, run["idle"] - run["data_wait"])
-    return {"data": run["data_wait"], "idle": idle} | {n: traced[n] for n in tuple(PARTS)[2:]}
+    return {"data": run["data_wait"], "idle": idle} | {n: run[n] for n in tuple(PARTS)[2:]}
 
 
 def draw(rows: list[dict], png: Path) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 Interval = tuple[float, float]
@@ -25,22 +24,15 @@ class Shares:
 
     total: the profiled time itself, in the trace's unit: µs where PyTorch wrote it.
     idle: nothing runs and nothing is copied: launch gaps and waits for the host.
-    communication: NCCL's kernels run. exposed: they run, and nothing else does.
+    exposed: NCCL's kernels run, and nothing else does.
     bridge, optimizer: time from the first kernel of such a range to its last.
-    kernels: shares of the ten longest kernels, by names cut to 60 characters.
     """
 
     total: float
     idle: float
-    communication: float
     exposed: float
     bridge: float
     optimizer: float
-    kernels: dict[str, float]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the shares for JSON."""
-        return asdict(self)
 
 
 def read(path: Path) -> Shares | None:
@@ -66,22 +58,16 @@ def shares(events: list[dict]) -> Shares | None:
     def length(chosen: list[dict]) -> float:
         return sum(end - first for first, end in union(map(span, chosen), window)) / total
 
-    sent = [event for event in work if event["name"].startswith("nccl")]
     computed = [event for event in work if not event["name"].startswith("nccl")]
     ranges = [event for event in spans if event.get("cat") == "gpu_user_annotation"]
     share = {
         name: length([event for event in ranges if event["name"].startswith(prefix)])
         for name, prefix in RANGES.items()
     }
-    by_name = Counter()
-    for event in work:
-        by_name[event["name"][:60]] += event["dur"] / total
     return Shares(
         total=total,
         idle=1.0 - length(work),
-        communication=length(sent),
         exposed=length(work) - length(computed),
-        kernels=dict(by_name.most_common(10)),
         **share,
     )
 

@@ -38,6 +38,9 @@ ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 WARM_UP, MEASURED, PROFILED = 3, 10, 2
 """Steps of a run, in this order."""
 
+SHARES = ("exposed", "bridge", "optimizer")
+"""Shares that a run takes from the trace as they are."""
+
 
 def main(arguments: list[str]) -> int:
     """Carry out the runs of a row, print a table and write the JSON."""
@@ -45,7 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("row", choices=ROWS["row"])
     parser.add_argument("--device", choices=ROWS["device"], default="cuda")
     parser.add_argument("--only", metavar="RUN", action="append", help="of the row; by default all")
-    parser.add_argument("--json", type=Path, help="where to write all that was measured")
+    parser.add_argument("--json", type=Path, help="where to write a line per run")
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
     row = ROWS["row"][own.row]
@@ -58,8 +61,9 @@ def main(arguments: list[str]) -> int:
         found.append({"name": run["name"], **measured(run["ranks"], command)})
         print(line(found[-1], found[0]), flush=True)
         if own.json:
-            whole = {"row": own.row, "title": row["title"], "machine": machine(), "runs": found}
-            own.json.write_text(json.dumps(whole, indent=1) + "\n")
+            head = json.dumps({"row": own.row, "title": row["title"], "machine": machine()})
+            lines = ",\n".join(map(json.dumps, found))
+            own.json.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
     return 0
 
 
@@ -91,8 +95,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
-        "arguments": arguments,
-        "loss": [record["loss"] for record in records],
+        "arguments": shlex.join(arguments),
+        "loss": [records[0]["loss"], records[-1]["loss"]],
         "first_step_s": records[0]["step_time_s"],
         "step_s": seconds,
         "tokens_per_s_per_gpu": tokens_a_step(arguments) / seconds / ranks,
@@ -101,7 +105,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
         # The profiler slows down launches, but not the computing kernels.
         "idle": computing and max(0.0, 1 - computing / seconds - trace.exposed),
-        "trace": trace and trace.as_dict(),
+        **{name: trace and getattr(trace, name) for name in SHARES},
     }
 
 
@@ -122,10 +126,8 @@ def line(run: dict, first: dict) -> str:
         f"{run['tokens_per_s_per_gpu']:9.0f} tokens/s {run['tflops_per_gpu']:6.1f} TFLOP/s a GPU "
         f"{ratio:5.2f} x, data {run['data_wait']:.1%}"
     )
-    if run["trace"]:
-        text += f", idle {run['idle']:.1%}"
-        names = ("exposed", "bridge", "optimizer")
-        text += "".join(f", {name} {run['trace'][name]:.1%}" for name in names)
+    if run["idle"] is not None:
+        text += "".join(f", {name} {run[name]:.1%}" for name in ("idle", *SHARES))
     return text
 
 

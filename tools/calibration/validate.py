@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
     return [
         _row(
             machine,
-            planned(run["arguments"], run["ranks"]),
+            planned(shlex.split(run["arguments"]), run["ranks"]),
             run["ranks"],
             "",
             run["step_s"] * (1 - run["data_wait"]),

@@ -10,7 +10,7 @@ planner enumerates plans, asks the program's own rules whether they may run, and
 - ``flops`` counts the work of a layer, ``machine`` says how long a machine takes for it,
   ``communication`` adds collectives by the alpha-beta model, over the links between their ranks.
 - ``step_time`` puts both into Megatron's own order of microbatches (``schedule``).
-- ``search`` ranks the plans, ``report`` shows them; ``goodput`` computes the cost of failures.
+- ``search`` ranks the plans, ``report`` shows them.
 
 All of it is arithmetic on plain data: no process, no device. In tools/calibration of the
 repository, ``calibrate`` measures a machine's figures and ``validate`` checks predictions.
