@@ -5,7 +5,7 @@
 import pytest
 
 from tests.gpu.rows import LOCAL, PACK
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, survey
+from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     STEPS,
     TOLERANCE,
@@ -13,7 +13,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
     one_rank_trajectory,
     trainer,
 )
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 ROWS = 8
 """Number of rows in a step."""
@@ -21,13 +21,8 @@ ROWS = 8
 
 @pytest.fixture(scope="module")
 def data():
-    """Digits in shards, made by one rank for both."""
-    with Utils.shared_directory() as directory:
-        made = directory / "digits"
-        with Utils.first_rank_first() as first:
-            if first:
-                make_digits(made, samples=240, seed=2)
-                survey(made)
+    """Digits in shards."""
+    with shared_digits(samples=240) as made:
         yield made
 
 

@@ -8,7 +8,6 @@ Each run is the program under torchrun, as a job starts it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.mimo.nemotron_vlm.metrics import read_metrics
 from tests.e2e.launch import kill
 from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
@@ -66,9 +66,7 @@ class Run:
 
     def records(self) -> list[dict]:
         """Records of the steps so far."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_metrics(self.folder / "metrics.jsonl")
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks, as torchrun started them."""

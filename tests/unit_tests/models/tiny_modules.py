@@ -36,7 +36,7 @@ ADAM = dict(lr=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-3, weight_decay
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module is: sizes of its axes, its first rank; ``ep`` 0 means without experts."""
+    """Place a module by its axes' sizes and its first rank; ``ep`` 0 means without experts."""
 
     tp: int = 1
     cp: int = 1

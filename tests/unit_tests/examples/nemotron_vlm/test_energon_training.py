@@ -14,26 +14,22 @@ from examples.mimo.nemotron_vlm.errors import UserError
 from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
+from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     LOCAL,
     OWN_DEFAULTS,
     assert_same_trajectory_as_one_rank,
     trainer,
 )
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES = 96
 
 
 @pytest.fixture(scope="module")
 def data():
-    """Digits in shards, made by one rank for all."""
-    with Utils.shared_directory() as directory:
-        made = directory / "digits"
-        with Utils.first_rank_first() as first:
-            if first:
-                make_digits(made, samples=SAMPLES, seed=2)
-                survey(made)
+    """Digits in shards."""
+    with shared_digits(samples=SAMPLES) as made:
         yield made
 
 
