@@ -245,6 +245,19 @@ REFUSALS = [
     ),
 ]
 
+
+def _is_unaligned(args: Namespace) -> bool:
+    """Tell whether upstream's Mamba layer has rows that its kernel takes for one sample only."""
+    language = asked_layout(args, "language")
+    if "M" not in args.hybrid_layer_pattern:
+        return False
+    if language.cp > 1 and args.linear_context_parallel == "state-passing":
+        return False  # these layers copy such rows
+    heads, groups = args.mamba_num_heads, args.mamba_num_groups
+    row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
+    return row // language.tp % 8 != 0
+
+
 OF_OWN_OPTIONS = [
     _with_graphs(
         "--data",
@@ -271,6 +284,12 @@ OF_OWN_OPTIONS = [
             and not (args.bf16 or args.fp16)
         ),
         "its attention has both in 16 bits alone; add --bf16, or choose local",
+    ),
+    Refusal(
+        "--mamba-num-heads that leave unaligned rows with --pack",
+        lambda args: args.pack and args.device == "cuda" and _is_unaligned(args),
+        "the kernel of the causal convolution needs (2 · heads · head dim + 2 · groups · state dim "
+        "+ heads) / tp to be a multiple of 8",
     ),
     _not_local("--attention-dropout", lambda args: args.attention_dropout),
     Refusal(

@@ -32,7 +32,7 @@ def make_config(**options) -> TransformerConfig:
         hidden_size=HIDDEN,
         num_attention_heads=4,
         normalization="RMSNorm",
-        mamba_num_heads=6,
+        mamba_num_heads=8,
         mamba_head_dim=16,
         mamba_num_groups=2,
         mamba_state_dim=8,

@@ -18,7 +18,7 @@ from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import EqualsOneRank, Pair, Ranks
 from tests.unit_tests.test_utilities import requires_world_size
 
-HEADS, SEQUENCE, BATCH = 12, 24, 2
+HEADS, SEQUENCE, BATCH = 24, 24, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan.
 PACKED = (5, 0, 1, 19, 9)
 

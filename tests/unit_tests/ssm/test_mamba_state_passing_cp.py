@@ -19,12 +19,12 @@ from tests.unit_tests.ssm.whole_and_sharded import (
 )
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
-HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 6, 16, 2, 48, 2
+HEADS, HEADDIM, GROUPS, SEQUENCE, BATCH = 8, 16, 2, 48, 2
 # Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard.
 PACKED = (5, 0, 1, 39, 9)
 
 
-# No number of ranks but 2 divides the heads and groups: the head-parallel path takes none of them.
+# The head-parallel path takes neither cp=3 nor cp=5, which do not divide the heads.
 CASES = cases(
     (2, Ranks(cp=2), "zigzag", torch.float32),
     (2, Ranks(cp=2), "contiguous", torch.float64),

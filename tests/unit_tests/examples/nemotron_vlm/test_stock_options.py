@@ -212,6 +212,10 @@ class TestRefused:
                 "--device cuda --transformer-impl transformer_engine --language cp=2",
                 ["in fp32 with --pack or context parallelism", "add --bf16, or choose local"],
             ),
+            (
+                "--device cuda --bf16 --pack --micro-batch-size 1 --mamba-num-heads 12",
+                ["--mamba-num-heads that leave unaligned rows", "to be a multiple of 8"],
+            ),
             ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
             ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
             ("--placement non-colocated --encoder dp=2", ["takes 2 of 2 ranks and leaves none"]),
