@@ -53,7 +53,7 @@ MODELS = {
     "bf16 local": Model((*LOCAL, *BF16), is_16_bit=True),
     "bf16 packed": Model((*ENGINE, *BF16, *PACK), is_16_bit=True, packed=True),
     "fp16": Model(
-        (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "262144", "--hysteresis", "1"),
+        (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1"),
         is_16_bit=True,
     ),
 }
