@@ -51,7 +51,9 @@ MODELS = {
     "bf16": Model((*ENGINE, *BF16), is_16_bit=True),
     "bf16 two digits": Model((*ENGINE, *TWO_DIGITS, *BF16), is_16_bit=True),
     "bf16 local": Model((*LOCAL, *BF16), is_16_bit=True),
-    "bf16 packed": Model((*ENGINE, *BF16, *PACK), is_16_bit=True, packed=True),
+    "bf16 packed": Model(
+        (*ENGINE, *BF16, *PACK, "--seq-length", "256"), is_16_bit=True, packed=True
+    ),
     "fp16": Model(
         (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1"),
         is_16_bit=True,
