@@ -34,8 +34,8 @@ from examples.mimo.nemotron_vlm.planner.schedule import Encoders, simulate  # no
 from examples.mimo.nemotron_vlm.planner.step_time import estimate, step_time  # noqa: E402
 from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from layout_view.view import View  # noqa: E402
-from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan  # noqa: E402
-from megatron.core.models.mimo.module_groups import make_modules  # noqa: E402
+from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, Costs, bubble_plan  # noqa: E402
+from megatron.core.models.mimo.setup.module_groups import make_modules  # noqa: E402
 from megatron.training.training import num_floating_point_operations  # noqa: E402
 
 H200 = find_machine("h200")

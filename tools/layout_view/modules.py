@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layo
 from examples.mimo.nemotron_vlm.layout_rules import ranks_of_modules, resolve
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.module_groups import make_grid
+from megatron.core.models.mimo.setup.module_groups import make_grid
 from megatron.core.process_groups_from_grid import DENSE_FIELDS, EXPERT_FIELDS, EXPERT_VIEW
 
 ENCODER, LANGUAGE = "encoder", "language"

@@ -14,12 +14,12 @@ from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.model import build_vlm
 from examples.mimo.nemotron_vlm.parts import freeze, part_overrides
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models.mimo.bubble_plan import Costs
-from megatron.core.models.mimo.data_parallel import prepare_for_training
-from megatron.core.models.mimo.encoder_in_bubbles import encode_in_bubbles
-from megatron.core.models.mimo.initialization import initialize_weights
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules, prepare_process
+from megatron.core.models.mimo.schedule.bubble_plan import Costs
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
+from megatron.core.models.mimo.setup.initialization import initialize_weights
+from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.training import num_floating_point_operations
 

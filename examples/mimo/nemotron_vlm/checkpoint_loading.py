@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -29,7 +29,7 @@ from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.module_groups import Modules, encoder_part
+from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
 
 Step = tuple[int, int, int]
 """A step: number of its first row, number of its microbatches, and rows of a DP rank in each."""

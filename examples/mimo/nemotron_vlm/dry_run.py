@@ -28,8 +28,8 @@ from examples.mimo.nemotron_vlm.planner.report import describe, gib, memory_tabl
 from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
 from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import make_modules, prepare_process
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.training.global_vars import set_global_variables, unset_global_variables
 
 KINDS = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import Score
-from megatron.core.models.mimo.encoding import run_microbatch
+from megatron.core.models.mimo.forward.encoding import run_microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.errors import UserError
-from megatron.core.models.mimo.flops import mlp_flops, vit_flops
+from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,16 @@ from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model import placed
 from examples.mimo.nemotron_vlm.own_options import own_options
 from megatron.core.enums import ModelType
-from megatron.core.models.mimo.comm.encoders_to_language import encoders_to_language
+from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import (
+from megatron.core.models.mimo.setup.module_groups import (
     ModuleGroups,
     limit_waiting,
     make_modules,
     schedule_collection,
     stages_of,
 )
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training.argument_utils import pretrain_cfg_container_from_args

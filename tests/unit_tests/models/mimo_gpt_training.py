@@ -13,14 +13,14 @@ from functools import partial
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.data_parallel import prepare_for_training
-from megatron.core.models.mimo.encoder_in_bubbles import encode_in_bubbles
-from megatron.core.models.mimo.encoding import run_microbatch
-from megatron.core.models.mimo.grad_finalization import global_token_count
+from megatron.core.models.mimo.forward.encoding import run_microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import encoder_part, schedule_collection
+from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.schedule.grad_finalization import global_token_count
+from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
+from megatron.core.models.mimo.setup.module_groups import encoder_part, schedule_collection
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func

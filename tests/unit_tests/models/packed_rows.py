@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.presets import tiny
 from examples.mimo.nemotron_vlm.text import Text
 from examples.mimo.training.sample_slices import SampleSlices
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from tests.unit_tests.test_utilities import Utils
 
 SAMPLES_A_ROW = 4

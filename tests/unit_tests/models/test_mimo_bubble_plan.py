@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.core.models.mimo.bubble_plan import (
+from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
     EQUAL_SHARES,

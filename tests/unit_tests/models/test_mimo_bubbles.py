@@ -16,10 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.cpu_runtime import collectives
-from megatron.core.models.mimo import encoder_in_bubbles, macro_batches
-from megatron.core.models.mimo.bubble_plan import BACKWARD, ENCODE, RETURN, Piece, bubble_plan
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.forward import macro_batches
+from megatron.core.models.mimo.schedule import encoder_in_bubbles
+from megatron.core.models.mimo.schedule.bubble_plan import (
+    BACKWARD,
+    ENCODE,
+    RETURN,
+    Piece,
+    bubble_plan,
+)
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import parallel_manifest
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
 from tests.unit_tests.models import small_vlm

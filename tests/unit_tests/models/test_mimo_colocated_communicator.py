@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import (
     ColocatedBridgeCommunicator,
     SampleRows,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
 from tests.unit_tests.models.mimo_gpt_samples import draw

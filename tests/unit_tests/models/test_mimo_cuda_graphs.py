@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.models.mimo.graph_capture import capture_each_use, nothing_recorded
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.schedule.graph_capture import capture_each_use, nothing_recorded
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import MegatronModule

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.encoding import encode
+from megatron.core.models.mimo.forward.encoding import encode
 from tests.unit_tests.models.mimo_gpt import IMAGES
 from tests.unit_tests.models.mimo_gpt_samples import draw
 from tests.unit_tests.models.mimo_gpt_training import Job, encoder_gradients

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.mimo.embedding_merge import embed_tokens
+from megatron.core.models.mimo.forward.embedding_merge import embed_tokens
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

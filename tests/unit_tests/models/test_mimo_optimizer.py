@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.optimizer_state import leaves
+from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_instances import instance_groups
 from tests.unit_tests.models.tiny_modules import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.mimo.optimizer_shards import _factory, _placed, boxes
+from megatron.core.models.mimo.joint_optimizer.shards import _factory, _placed, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.modality_rows import (
+from megatron.core.models.mimo.forward.modality_rows import (
     HostTokens,
     Tokens,
     consumed_rows,

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.encoding import encode
-from megatron.core.models.mimo.module_groups import make_modules, prepare_process
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.forward.encoding import encode
+from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,

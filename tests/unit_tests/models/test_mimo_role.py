@@ -14,7 +14,7 @@ from megatron.core.models.mimo.config.role import (
     ModuleStageInfo,
     RankRole,
 )
-from megatron.core.models.mimo.pipeline_stage import role_with_pipeline, stage_position
+from megatron.core.models.mimo.setup.pipeline_stage import role_with_pipeline, stage_position
 
 DIMS = ["tp", "cp", "dp", "pp"]
 

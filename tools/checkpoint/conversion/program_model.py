@@ -19,8 +19,8 @@ from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.initialization import initial_weights
 
 WRAPPED = {
     "language_model.": "language_model.module.",

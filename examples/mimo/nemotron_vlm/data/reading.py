@@ -15,7 +15,7 @@ from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
 from examples.mimo.nemotron_vlm.text import Text
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 
 Microbatch = dict[str, object]
 

@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.activations import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.presets import VLMPreset
-from megatron.core.models.mimo.bubble_plan import most_kept
+from megatron.core.models.mimo.schedule.bubble_plan import most_kept
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
     from examples.mimo.nemotron_vlm.arguments import Options

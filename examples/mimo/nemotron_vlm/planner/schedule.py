@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from examples.mimo.nemotron_vlm.layout import Layouts
-from megatron.core.models.mimo.bubble_plan import (
+from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
     RETURN,

@@ -29,7 +29,7 @@ from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
 from examples.mimo.nemotron_vlm.run import Session, close_session, open_session
 from examples.mimo.nemotron_vlm.run import train as train_session
 from megatron.core.enums import ModelType
-from megatron.core.models.mimo.module_groups import schedule_collection
+from megatron.core.models.mimo.setup.module_groups import schedule_collection
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config

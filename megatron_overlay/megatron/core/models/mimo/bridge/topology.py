@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.sample_ownership import assign_parts
+from megatron.core.models.mimo.bridge.sample_ownership import assign_parts
 
 DIMS = ("tp", "cp", "dp", "pp")
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from megatron.core.context_parallel_layout import Route
-from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology
+from megatron.core.models.mimo.bridge.topology import BridgeTopology
 
 NOBODY = -1
 

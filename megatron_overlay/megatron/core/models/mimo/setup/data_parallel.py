@@ -10,9 +10,9 @@ from functools import partial
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.mimo.grad_finalization import finalize_mimo_grads, no_grad_sync
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules, own_groups
+from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads, no_grad_sync
+from megatron.core.models.mimo.setup.module_groups import Modules, own_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

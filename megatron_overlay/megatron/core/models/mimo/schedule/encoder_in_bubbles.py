@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel_layout import Moving, Route
-from megatron.core.models.mimo.bubble_plan import (
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.forward.encoding import encode
+from megatron.core.models.mimo.forward.macro_batches import Microbatch, Rows, cut, take_inputs
+from megatron.core.models.mimo.forward.modality_rows import Tokens, consumed_rows, encoded_rows
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.bubble_plan import (
     Costs,
     bubble_plan,
     pieces_around_the_pipeline,
 )
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.encoding import encode
-from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
-from megatron.core.models.mimo.graph_capture import capture_each_use
-from megatron.core.models.mimo.macro_batches import Microbatch, Rows, cut, take_inputs
-from megatron.core.models.mimo.modality_rows import Tokens, consumed_rows, encoded_rows
-from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.grad_finalization import no_encoder_grad_sync
+from megatron.core.models.mimo.schedule.graph_capture import capture_each_use
 from megatron.core.pipeline_parallel.filled_waits import open_links
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 from megatron.core.process_groups_config import ProcessGroupCollection

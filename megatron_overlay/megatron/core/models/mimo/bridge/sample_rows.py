@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core.models.mimo.comm.bridge_plan import AtomRows
-from megatron.core.models.mimo.comm.bridge_topology import BridgeDirection, BridgeTopology
+from megatron.core.models.mimo.bridge.plan import AtomRows
+from megatron.core.models.mimo.bridge.topology import BridgeDirection, BridgeTopology
 
 
 class SampleRows(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.models.mimo.optimizer_shards import MODEL_SPACE, use_own_shards
+from megatron.core.models.mimo.joint_optimizer.shards import MODEL_SPACE, use_own_shards
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 from megatron.core.process_groups_config import ProcessGroupCollection

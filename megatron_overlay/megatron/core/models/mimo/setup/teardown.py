@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.mimo.comm.encoders_to_language import destroy_bridges
+from megatron.core.models.mimo.bridge.encoders_to_language import destroy_bridges
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import Modules
+from megatron.core.models.mimo.setup.module_groups import Modules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, delete_cuda_graphs
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.mimo import optimizer as upstream
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.optimizer_state import (
+from megatron.core.models.mimo.joint_optimizer.state import (
     leaves,
     restore_common_state,
     sharded_optimizer_state,

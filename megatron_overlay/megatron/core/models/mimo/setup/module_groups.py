@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.process_groups_config import (
     MultiModuleProcessGroupCollection,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron.core.models.mimo.comm.sample_rows import SampleRows
+from megatron.core.models.mimo.bridge.sample_rows import SampleRows
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 

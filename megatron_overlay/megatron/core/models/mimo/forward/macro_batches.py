@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.encoding import ModalityInputs, communicate, encode
-from megatron.core.models.mimo.grad_finalization import no_encoder_grad_sync
-from megatron.core.models.mimo.modality_rows import Tokens, row_counts
+from megatron.core.models.mimo.forward.encoding import ModalityInputs, communicate, encode
+from megatron.core.models.mimo.forward.modality_rows import Tokens, row_counts
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
+from megatron.core.models.mimo.schedule.grad_finalization import no_encoder_grad_sync
 
 Microbatch = dict[str, object]
 
