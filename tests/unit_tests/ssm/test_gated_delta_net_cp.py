@@ -10,7 +10,7 @@ from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
-from megatron.core.ssm.state_passing.gated_delta_net import reference_rule
+from megatron.core.ssm.state_passing.gated_delta.layer import reference_rule
 from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -249,7 +249,7 @@ class TestRule:
     @pytest.mark.parametrize(("lengths", "rows"), [((280,), 2), ((70, 1, 209), 1), ((560,), 1)])
     def test_kernels_equal_one_rank(self, lengths, rows):
         """In bf16, for heads of the published width."""
-        kernels = pytest.importorskip("megatron.core.ssm.state_passing.gated_delta_kernels")
+        kernels = pytest.importorskip("megatron.core.ssm.state_passing.gated_delta.kernels")
         inputs = rule_inputs(sum(lengths), rows, size=128, width=128)
         inputs = {
             name: t.to(torch.float32 if name == "g" else torch.bfloat16)

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron.core.ssm.state_passing.gpu_kernels import VERSIONS, gpu_kernels
 
-NAME = "megatron.core.ssm.state_passing.gated_delta_kernels"
+NAME = "megatron.core.ssm.state_passing.gated_delta.kernels"
 
 
 def test_versions_are_those_that_the_extra_gpu_installs():
@@ -45,16 +45,16 @@ def install(monkeypatch):
 
 def test_a_module_whose_packages_are_there_is_given(install):
     install(fla="0.4.2")
-    assert gpu_kernels("gated_delta_kernels").__name__ == NAME
+    assert gpu_kernels("gated_delta.kernels").__name__ == NAME
 
 
 def test_a_module_is_left_out_where_one_of_its_packages_is_missing(install):
     install(mamba_ssm="2.3.1")
-    assert gpu_kernels("mamba_kernels") is None
+    assert gpu_kernels("mamba.kernels") is None
 
 
 @pytest.mark.parametrize("version", ["0.4.1", "0.5.0"])
 def test_another_version_is_refused(install, version):
     install(fla=version)
     with pytest.raises(ImportError, match=f"needs fla >=0.4.2,<0.5 on GPUs, found {version}"):
-        gpu_kernels("gated_delta_kernels")
+        gpu_kernels("gated_delta.kernels")

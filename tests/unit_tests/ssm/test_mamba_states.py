@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
-from megatron.core.ssm.state_passing import mamba_states
-from megatron.core.ssm.state_passing.carry import (
+from megatron.core.ssm.state_passing.mamba import states as mamba_states
+from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
     transitions_after,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan, plan_recurrence
 from megatron.core.ssm.ops.reference import chunk_gated_delta_rule, mamba_chunk_scan_combined
-from megatron.core.ssm.state_passing.carry import (
+from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
     transitions_after,

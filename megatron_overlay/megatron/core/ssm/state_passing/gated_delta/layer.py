@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import causal_conv1d_fn, chunk_gated_delta_rule
-from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
 
@@ -56,7 +56,7 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         qkv, gate.reshape(batch, length, heads, -1), batch, length, beta, alpha
     )
     g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
-    kernels = gpu_kernels("gated_delta_kernels") if on_kernels else None
+    kernels = gpu_kernels("gated_delta.kernels") if on_kernels else None
     rule = kernels.kernel_rule if kernels and kernels.takes(key) else reference_rule
     y = rule(query, key, value, g, beta, plan, tokens.cp_group)
     norm = partial(_norm, layer)

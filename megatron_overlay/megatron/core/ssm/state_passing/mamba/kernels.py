@@ -38,8 +38,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
-from megatron.core.ssm.state_passing import kernel_conv, mamba_states
-from megatron.core.ssm.state_passing.carry import StateGather
+from megatron.core.ssm.state_passing import kernel_conv
+from megatron.core.ssm.state_passing.mamba import states as mamba_states
+from megatron.core.ssm.state_passing.scan_over_ranks import StateGather
 
 
 def kernel_scan(

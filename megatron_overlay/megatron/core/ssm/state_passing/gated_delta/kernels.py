@@ -3,7 +3,7 @@
 """The gated delta rule over contiguous shards on the kernels of ``fla`` 0.4.
 
 The kernels of the rule's steps (arXiv 2412.06464, section 3.3) are called one by one. A rank's
-state and transition are computed from its chunks' solved systems by ``gated_delta_states``, and
+state and transition are computed from its chunks' solved systems by ``states``, and
 gathered before states pass from chunk to chunk. In the backward, gradients are gathered likewise,
 and combined with the transitions of the forward.
 
@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.context_parallel_layout import RecurrencePlan
-from megatron.core.ssm.state_passing import gated_delta_states
-from megatron.core.ssm.state_passing.carry import (
+from megatron.core.ssm.state_passing.gated_delta import states as gated_delta_states
+from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
     entering_state,
     leaving_gradient,

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
-from megatron.core.ssm.state_passing.carry import carry_state
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 
 
 def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
@@ -40,7 +40,7 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
     width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp
     projected = tokens.project_in(hidden_states, packed, mixer.in_proj, width)
-    kernels = gpu_kernels("mamba_kernels") if projected.is_cuda else None
+    kernels = gpu_kernels("mamba.kernels") if projected.is_cuda else None
     scan = kernels.kernel_scan if kernels else reference_scan
     y = scan(
         projected.transpose(0, 1),
