@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from examples.mimo.nemotron_vlm.environment import at_start
+from examples.mimo.nemotron_vlm.options.environment import at_start
 
 os.environ.update(at_start(["--encoder-schedule", "bubbles"]))
 
@@ -45,17 +45,17 @@ if not CUDA:
 
     cpu_runtime.install()
 
-from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.common.layout import parse_layout
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.layout import parse_layout
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
-from examples.mimo.nemotron_vlm.presets import (
+from examples.mimo.nemotron_vlm.model.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.model.presets import (
     PRESETS,
     EncoderPreset,
     LanguagePreset,
     VLMPreset,
     tiny,
 )
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.mimo import colocated_schedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward import macro_batches

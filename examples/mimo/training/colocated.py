@@ -19,12 +19,11 @@ from typing import ClassVar
 import torch
 from torch.utils.data import DataLoader
 
+from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.common.layout_rules import language_violation, staged_pattern
+from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS, refuse
+from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.data.reading import Microbatch
-from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
-from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, REFUSALS, refuse
 from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed

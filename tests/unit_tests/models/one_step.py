@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 
-from examples.mimo.nemotron_vlm.layout import parse_layout
+from examples.mimo.common.layout import parse_layout
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.weights import (
     Weights,

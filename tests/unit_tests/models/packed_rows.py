@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import torch
 
+from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data import SampleSource
-from examples.mimo.nemotron_vlm.data.reading import Microbatch
+from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.data_provider import Loading
-from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
-from examples.mimo.nemotron_vlm.presets import tiny
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.training.sample_slices import SampleSlices
 from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from tests.unit_tests.test_utilities import Utils

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a model that is smaller than the program's own."""
 
-from examples.mimo.nemotron_vlm.presets import EncoderPreset, LanguagePreset, VLMPreset
+from examples.mimo.nemotron_vlm.model.presets import EncoderPreset, LanguagePreset, VLMPreset
 
 PRESET = VLMPreset(
     name="test",

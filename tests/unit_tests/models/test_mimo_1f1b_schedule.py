@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.mimo.common.layout import NON_COLOCATED
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, reading_task
-from examples.mimo.nemotron_vlm.layout import NON_COLOCATED
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight

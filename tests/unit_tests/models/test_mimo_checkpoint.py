@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from megatron.core.dist_checkpointing import parallel_manifest
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 
-from examples.mimo.nemotron_vlm.layout import Layout, parse_layout
+from examples.mimo.common.layout import Layout, parse_layout
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
 from tests.unit_tests.test_utilities import requires_world_size
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.common.layout import Layouts
 from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,

@@ -14,10 +14,10 @@ from io import StringIO
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm import arguments
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import SIZES
-from examples.mimo.nemotron_vlm.presets import tiny
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import SIZES
+from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.options import arguments
 from megatron.training.arguments import add_megatron_arguments
 from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.balance import assign_rows
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
@@ -18,8 +19,7 @@ from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, StepPlan, Take
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from tests.unit_tests.no_host_sync import no_host_sync
 

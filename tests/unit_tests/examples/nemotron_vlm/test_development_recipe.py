@@ -4,8 +4,8 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.runs import one_rank_trajectory, trajectory
 from tests.unit_tests.test_utilities import requires_world_size
 

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
 from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank, trainer
 from tests.unit_tests.test_utilities import requires_world_size
 

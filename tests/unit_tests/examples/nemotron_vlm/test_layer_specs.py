@@ -4,7 +4,7 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.layer_specs import layer_specs
+from examples.mimo.nemotron_vlm.model.layer_specs import layer_specs
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet

@@ -4,10 +4,11 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import NON_COLOCATED, Batch, Layout, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
-from examples.mimo.nemotron_vlm.presets import PRESETS, tiny, tiny_gdn
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
+from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 

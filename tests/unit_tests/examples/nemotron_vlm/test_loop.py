@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.mimo.nemotron_vlm.forward_step import LOSS, TOKENS
-from examples.mimo.nemotron_vlm.metrics import MetricsWriter, observed, read_metrics
-from examples.mimo.nemotron_vlm.replaced import replaced
-from examples.mimo.nemotron_vlm.run import train
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.training import training

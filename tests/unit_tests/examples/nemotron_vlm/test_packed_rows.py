@@ -4,9 +4,9 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     LOCAL,
     OWN_DEFAULTS,

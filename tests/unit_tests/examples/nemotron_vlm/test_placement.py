@@ -4,16 +4,16 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import (
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
     NON_COLOCATED,
     Batch,
     Layouts,
     layout_table,
     parse_layout,
 )
-from examples.mimo.nemotron_vlm.layout_rules import resolve
-from examples.mimo.nemotron_vlm.presets import tiny
+from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 
 
 def non_colocated(encoder: str, language: str, world: int) -> Layouts:

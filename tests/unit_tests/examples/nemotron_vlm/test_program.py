@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm.environment import at_start
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS, ROOT, share_gpus, uses_gpus
 
 

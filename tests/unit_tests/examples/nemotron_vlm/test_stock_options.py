@@ -7,11 +7,13 @@ import argparse
 import pytest
 import torch
 
-from examples.mimo.nemotron_vlm import arguments, refusals
-from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, OF_OWN_OPTIONS, REFUSALS, TURNED_BACK
+from examples.mimo.common import refusals
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.options import arguments
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     COMPARED,

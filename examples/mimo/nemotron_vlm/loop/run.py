@@ -22,18 +22,19 @@ import torch
 import torch.distributed as dist
 
 import megatron.core.datasets.utils
-from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.builder import VLMBuildConfig
-from examples.mimo.nemotron_vlm.checkpoint_loading import safe_loading
-from examples.mimo.nemotron_vlm.checkpoint_writer import start_checkpoint_writer
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import layout_table
+from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
-from examples.mimo.nemotron_vlm.data_provider import Loading, data_provider
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.forward_step import answers, forward_step
-from examples.mimo.nemotron_vlm.layout import layout_table
-from examples.mimo.nemotron_vlm.metrics import Record, observed, read_metrics
-from examples.mimo.nemotron_vlm.model import placed
-from examples.mimo.nemotron_vlm.own_options import own_options
+from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_writer import start_checkpoint_writer
+from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
+from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
+from examples.mimo.nemotron_vlm.model.model import placed
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.own_options import own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> None:
     with _output_to(_log_file(own, argv)):
         if asks_only:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.dry_run import dry_run, plan
+            from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
 
             text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
             print(text, file=sys.__stdout__)
@@ -196,7 +197,7 @@ def _print_outcome(session: Session, last: Sequence[Record]) -> None:
         dist.all_gather_object(everywhere, answers)
     if args.report and args.rank == args.world_size - 1:
         # matplotlib is slow to import, and only this rank draws.
-        from examples.mimo.nemotron_vlm.report import draw_report, readings
+        from examples.mimo.nemotron_vlm.loop.report import draw_report, readings
 
         read = {place: token for part in everywhere for place, token in part.items()}
         shown = readings(session.loading.reader.source, read, READINGS)

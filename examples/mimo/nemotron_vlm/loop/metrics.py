@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.data_provider import Loading
-from examples.mimo.nemotron_vlm.forward_step import ACCURACY, EXACT, LOSS, TOKENS
-from examples.mimo.nemotron_vlm.replaced import replaced
+from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
 

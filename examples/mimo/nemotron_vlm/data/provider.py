@@ -18,21 +18,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Layouts
+from examples.mimo.common.steps import Microbatch, Step, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.data import SampleSource
-from examples.mimo.nemotron_vlm.data.reading import Microbatch, Reader
+from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
-from examples.mimo.nemotron_vlm.defaults import growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, encodes_all_at_once
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import Layouts
-from examples.mimo.nemotron_vlm.model import ENCODER, IMAGES
-from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
+from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
-
-Step = tuple[int, int, int]
-"""A step: number of its first row, number of its microbatches, and rows of a DP rank in each."""
 
 
 class Loading:
@@ -137,20 +134,6 @@ class Loading:
             yield batch
 
 
-def data_provider(loading: Loading) -> Callable:
-    """Return the data provider for ``pretrain``: it gives iterators for training and evaluation.
-
-    Args:
-        loading: this rank's data loading; any object with ``training`` and ``held_out``.
-    """
-
-    def provider(_sizes, vp_stage: int | None = None):
-        return loading.training(), loading.held_out(), None
-
-    provider.is_distributed = True
-    return provider
-
-
 def row_cost(packed: bool, tokens: list[int]) -> float:
     """Return what a row costs the language model beyond what all rows cost alike: its attention.
 
@@ -159,27 +142,6 @@ def row_cost(packed: bool, tokens: list[int]) -> float:
         tokens: number of tokens of each of the row's samples.
     """
     return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
-
-
-def training_steps(args: Namespace, dp: int) -> Iterator[Step]:
-    """Yield steps without end, from the first row that the run has not consumed."""
-    growing = args.step_batch_size_schedule and growing_batch(args)
-    size, micro_size = args.global_batch_size, args.micro_batch_size
-    first = args.consumed_train_samples
-    while True:
-        if growing:
-            growing.update(first, consistency_check=False)
-            size = growing.get_current_global_batch_size()
-        yield first, size // (micro_size * dp), micro_size
-        first += size
-
-
-def held_out_steps(args: Namespace, dp: int) -> Iterator[Step]:
-    """Yield the steps of one evaluation after another; every evaluation reads the same rows."""
-    size, micro_size = args.eval_global_batch_size, args.eval_micro_batch_size
-    while True:
-        for number in range(args.eval_iters):
-            yield number * size, size // (micro_size * dp), micro_size
 
 
 def received(batch: Microbatch | str) -> Microbatch:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.layer_specs import LayerSpecs, layer_specs
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.presets import VLMPreset
-from examples.mimo.nemotron_vlm.vision import NormedProjector, RADIOEncoderWrapper, VisionStage
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.model.vision import (
+    NormedProjector,
+    RADIOEncoderWrapper,
+    VisionStage,
+)
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig

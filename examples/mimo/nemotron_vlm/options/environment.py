@@ -11,8 +11,8 @@ import argparse
 import os
 from pathlib import Path
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
-from examples.mimo.nemotron_vlm.layout import SIZES, asked_layout
+from examples.mimo.common.layout import SIZES, asked_layout
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
 
 
 def uses_gpus(argv: list[str]) -> bool:

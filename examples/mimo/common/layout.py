@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from dataclasses import dataclass, fields, replace
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
 """Both modules on all ranks; or the encoder on the first ranks, the language model on the rest."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from examples.mimo.nemotron_vlm.model import IMAGES
+from examples.mimo.nemotron_vlm.model.model import IMAGES
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride

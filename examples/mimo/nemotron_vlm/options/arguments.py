@@ -16,16 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.defaults import batches_of_first_size, defaults, growing_batch
-from examples.mimo.nemotron_vlm.encoder_schedule import (
-    check_bubbles,
-    check_encoder_schedule,
-    set_encoder_schedule,
-)
-from examples.mimo.nemotron_vlm.environment import at_start
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import (
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
     COLOCATED,
     SIZES,
     TOKEN_MULTIPLE,
@@ -34,12 +26,23 @@ from examples.mimo.nemotron_vlm.layout import (
     Layouts,
     asked_layout,
 )
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve, staged_pattern
-from examples.mimo.nemotron_vlm.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.own_options import add_own_options, own_options
-from examples.mimo.nemotron_vlm.parts import NAMES, PARTS
-from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset
-from examples.mimo.nemotron_vlm.refusals import OF_OWN_OPTIONS, REFUSALS, TURNED_BACK, refuse
+from examples.mimo.common.layout_rules import STATE_PASSING, staged_pattern
+from examples.mimo.common.refusals import REFUSALS, refuse
+from examples.mimo.common.steps import batches_of_first_size, growing_batch
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
+    check_bubbles,
+    check_encoder_schedule,
+    set_encoder_schedule,
+)
+from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
+from examples.mimo.nemotron_vlm.model.part_settings import NAMES, PARTS
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
+from examples.mimo.nemotron_vlm.options.defaults import defaults
+from examples.mimo.nemotron_vlm.options.environment import at_start
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
+from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, THREE_PHASES
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED
-from examples.mimo.nemotron_vlm.presets import PRESETS
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.model.presets import PRESETS
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 

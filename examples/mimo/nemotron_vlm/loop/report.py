@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from examples.mimo.nemotron_vlm.data import SampleSource
-from examples.mimo.nemotron_vlm.forward_step import Answers
+from examples.mimo.nemotron_vlm.loop.forward_step import Answers
 
 
 @dataclass(frozen=True)

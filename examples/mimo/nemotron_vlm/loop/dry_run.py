@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import table
-from examples.mimo.nemotron_vlm.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.parts import PARTS, part_of
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import table
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
+from examples.mimo.nemotron_vlm.model.part_settings import PARTS, part_of
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
 from examples.mimo.nemotron_vlm.planner.report import describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
-from examples.mimo.nemotron_vlm.replaced import replaced
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's options that this program refuses, and the reasons."""
+"""Megatron's options that training programs of MIMO models refuse, and the reasons."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from signal import SIGTERM
 from typing import NamedTuple
 
-from examples.mimo.nemotron_vlm.data import ENERGON
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, asked_layout
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED
 
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 DATA = "--data gives the samples"
@@ -123,11 +122,11 @@ def _on_cpu(refusal: Refusal) -> Refusal:
     return refusal._replace(applies=lambda args: args.device == "cpu" and refusal.applies(args))
 
 
-def _not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
+def not_local(option: str, applies: Callable[[Namespace], object]) -> Refusal:
     return Refusal(option, lambda args: args.transformer_impl == "local" and applies(args), ENGINE)
 
 
-def _with_graphs(option: str, applies: Callable[[Namespace], object], reason: str) -> Refusal:
+def with_graphs(option: str, applies: Callable[[Namespace], object], reason: str) -> Refusal:
     return Refusal(
         f"--cuda-graph-impl local with {option}",
         lambda args: args.cuda_graph_impl == "local" and applies(args),
@@ -153,15 +152,15 @@ REFUSALS = [
             "--transformer-impl", "local", "Transformer Engine's layers need a GPU: --device cuda"
         )
     ),
-    _not_local("--window-size", lambda args: args.window_size is not None),
-    _not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
-    _not_local("--qk-layernorm", lambda args: args.qk_layernorm),
-    _not_local("--moe-latent-size", lambda args: args.moe_latent_size),
-    _not_local(
+    not_local("--window-size", lambda args: args.window_size is not None),
+    not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
+    not_local("--qk-layernorm", lambda args: args.qk_layernorm),
+    not_local("--moe-latent-size", lambda args: args.moe_latent_size),
+    not_local(
         "--use-grouped-gemm-for-shared-expert",
         lambda args: args.use_grouped_gemm_for_shared_expert,
     ),
-    _not_local("--cp-comm-type", lambda args: set(args.cp_comm_type) - {"p2p", "all_gather"}),
+    not_local("--cp-comm-type", lambda args: set(args.cp_comm_type) - {"p2p", "all_gather"}),
     Refusal(
         "--use-precision-aware-optimizer",
         lambda args: (
@@ -188,8 +187,8 @@ REFUSALS = [
     _set_to("--cuda-graph-impl full_iteration", GRAPHS),
     _set_to("--cuda-graph-impl transformer_engine", GRAPHS),
     _on_cpu(_set_to("--cuda-graph-impl local", GPU)),
-    _not_local("--cuda-graph-impl", lambda args: args.cuda_graph_impl == "local"),
-    _with_graphs(
+    not_local("--cuda-graph-impl", lambda args: args.cuda_graph_impl == "local"),
+    with_graphs(
         "--step-batch-size-schedule",
         lambda args: args.step_batch_size_schedule is not None,
         "steps run graphs of one size",
@@ -245,64 +244,14 @@ REFUSALS = [
     ),
 ]
 
-OF_OWN_OPTIONS = [
-    _with_graphs(
-        "--data",
-        lambda args: args.data == "digits" or args.data.startswith(ENERGON) or args.pack,
-        "a graph has one shape, and these rows differ in their images and samples; digits:N and "
-        "mock have as many images in each",
-    ),
-    _with_graphs(
-        "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
-    ),
-    _with_graphs(
-        "--freeze", lambda args: args.freeze, "a graph does not run again before its backward has"
-    ),
-    _with_graphs(
-        "--recompute-encoder",
-        lambda args: args.recompute_encoder,
-        "a graph's backward keeps the activations of its forward",
-    ),
-    Refusal(
-        "--transformer-impl transformer_engine in fp32 with --pack or context parallelism",
-        lambda args: (
-            (args.pack or asked_layout(args, "language").cp > 1)
-            and args.transformer_impl != "local"
-            and not (args.bf16 or args.fp16)
-        ),
-        "its attention has both in 16 bits alone; add --bf16, or choose local",
-    ),
-    _not_local("--attention-dropout", lambda args: args.attention_dropout),
-    Refusal(
-        "--num-layers of another number than --hybrid-layer-pattern",
-        lambda args: args.num_layers not in (None, len(args.hybrid_layer_pattern.replace("|", ""))),
-        "the pattern gives the layers",
-    ),
-]
-"""Refusals of ``pretrain_nemotron_vlm.py`` alone, checked before Megatron derives arguments."""
-
 NO_GRAPHS = _set_to(
     "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
 )
 """Refusal of CUDA graphs in other programs."""
 
-TURNED_BACK = [
-    Refusal(
-        "--no-calculate-per-token-loss",
-        lambda args: not args.calculate_per_token_loss,
-        "ranks have answers of different lengths, and a mean of their means depends on the layout",
-    ),
-    Refusal(
-        "--no-dist-ckpt-optim-fully-reshardable",
-        lambda args: args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
-        "an optimizer of several modules is saved so that any layout can load it, and no other way",
-    ),
-]
-"""Refusals to switch off defaults of ``pretrain_nemotron_vlm.py``, which others lack."""
-
 
 def refuse(args: Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
-    """Refuse options that do not go with this program.
+    """Refuse options that do not go with these programs.
 
     Args:
         args: parsed arguments, or validated ones, some of which Megatron has derived from others.

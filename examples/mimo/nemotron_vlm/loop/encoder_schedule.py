@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Layout, Layouts
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout, Layouts
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 

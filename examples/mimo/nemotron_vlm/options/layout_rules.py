@@ -12,20 +12,21 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import (
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
     COLOCATED,
     NON_COLOCATED,
-    TOKEN_MULTIPLE,
     Batch,
     Layout,
     Layouts,
 )
-from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
-from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
-
-STATE_PASSING = "state-passing"
-"""The default of ``--linear-context-parallel``; the other value is ``head-parallel``."""
+from examples.mimo.common.layout_rules import (
+    STATE_PASSING,
+    language_violation,
+    size_violation,
+    undivided,
+)
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 Rule = Callable[[Layout], str | None]
 """Returns the first rule that a module's layout breaks, or None."""
@@ -111,21 +112,6 @@ def _derive(layout: Layout, world_size: int) -> Layout:
     return replace(layout, dp=dp, etp=layout.etp or layout.tp)
 
 
-def _size_violation(layout: Layout, world_size: int) -> str | None:
-    if layout.size == world_size:
-        return None
-    launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
-    return (
-        f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "
-        f"must equal the {world_size} rank{'s' * (world_size > 1)}{launcher}"
-    )
-
-
-def _undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
-    undivided = ((n, what) for what, n in counts.items() if n % size)
-    return next((f"{axis}={size} must divide the {n} {what}" for n, what in undivided), None)
-
-
 def encoder_violation(
     layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool
 ) -> str | None:
@@ -140,72 +126,10 @@ def encoder_violation(
         "projector rows": preset.projector_ffn,
     }
     return (
-        _undivided("pp", e.pp, {"layers": p.layers})
-        or _undivided("tp", e.tp, divided)
-        or _size_violation(e, world_size)
+        undivided("pp", e.pp, {"layers": p.layers})
+        or undivided("tp", e.tp, divided)
+        or size_violation(e, world_size)
     )
-
-
-def language_violation(
-    layout: Layout,
-    world_size: int,
-    preset: VLMPreset,
-    batch: Batch,
-    linear_context_parallel: str,
-) -> str | None:
-    """Return the first rule that this language layout breaks, or None.
-
-    Args:
-        linear_context_parallel: 'state-passing', where each CP rank has all heads of the recurrent
-            layers, or 'head-parallel', where CP splits them too.
-    """
-    lay, p = layout, preset.language
-    layers = p.hybrid_layer_pattern
-    heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
-    spread_over = 1 if linear_context_parallel == STATE_PASSING else lay.cp
-    ranks, samples = lay.tp * lay.cp * lay.dp, batch.micro_size * lay.dp
-    microbatches = batch.global_size // samples
-    if broken := (
-        _undivided("tp", lay.tp, heads)
-        or _undivided("ep", lay.ep, {"experts": p.num_experts})
-        or _undivided("etp", lay.etp, {"FFN rows": p.moe_ffn_hidden_size})
-    ):
-        return broken
-    if len(layers) % (lay.pp * lay.vpp) and "|" not in layers:
-        return f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers"
-    if broken := _recurrent_violation(p, lay.tp, spread_over):
-        return broken
-    if lay.vpp > 1 and lay.pp == 1:
-        return f"vpp={lay.vpp} needs pp of 2 or more"
-    if lay.vpp > 1 and microbatches % lay.pp:
-        return f"with vpp, pp={lay.pp} must divide the {microbatches} microbatches"
-    if broken := _size_violation(lay, world_size):
-        return broken
-    if ranks % (lay.ep * lay.etp):
-        return f"ep·etp = {lay.ep}·{lay.etp} must divide tp·cp·dp = {ranks}"
-    if batch.seq_length % lay.token_multiple:
-        return (
-            f"the sequence length {batch.seq_length} must be a multiple of {lay.token_multiple} "
-            f"({TOKEN_MULTIPLE})"
-        )
-    if batch.global_size % samples:
-        return (
-            f"the global batch {batch.global_size} must be a multiple of micro batch × dp "
-            f"= {batch.micro_size}·{lay.dp} = {samples}"
-        )
-    return None
-
-
-def _recurrent_violation(p: LanguagePreset, tp: int, spread_over: int) -> str | None:
-    try:
-        if "M" in p.hybrid_layer_pattern:
-            check_mamba(p.mamba_num_heads, p.mamba_num_groups, tp, spread_over)
-        if "G" in p.hybrid_layer_pattern:
-            heads = p.linear_num_key_heads, p.linear_num_value_heads
-            check_gated_delta_net(*heads, tp, spread_over)
-    except ValueError as refusal:
-        return str(refusal)
-    return None
 
 
 def pair_violation(layouts: Layouts) -> str | None:
@@ -251,9 +175,3 @@ def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
         return "No layout of these ranks fits; change the batch, the sequence length or the ranks"
     near = sorted(fitting, key=lambda lay: (_distance(lay, wanted), str(lay)))[:3]
     return f"Nearest {what}that fit: " + "  ".join(map(str, near))
-
-
-def staged_pattern(pattern: str, layout: Layout) -> str:
-    """Return the pattern with ``|`` between (virtual) pipeline stages of equally many layers."""
-    size = len(pattern) // (layout.pp * layout.vpp)
-    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))

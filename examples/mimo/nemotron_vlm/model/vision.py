@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.presets import EncoderPreset
+from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.radio import RADIOViTModel

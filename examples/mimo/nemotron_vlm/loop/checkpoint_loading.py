@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.replaced import replaced
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest

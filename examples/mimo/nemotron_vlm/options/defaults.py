@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
 
 import torch
 
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import SIZES
-from examples.mimo.nemotron_vlm.presets import VLMPreset
-from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from examples.mimo.common.layout import SIZES
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.tensor_parallel import layers
 
 MODEL = {
@@ -106,31 +103,3 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     }
-
-
-def growing_batch(args: Namespace) -> StepBatchsizeNumMicroBatchesCalculator:
-    """Return Megatron's batch size calculator for ``--step-batch-size-schedule``.
-
-    Raises:
-        UserError: the option's value is no schedule.
-    """
-    text = args.step_batch_size_schedule
-    try:
-        return StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, args.seq_length)
-    except (ValueError, AssertionError) as error:
-        raise UserError(
-            f"--step-batch-size-schedule {text}: {error}; give TOKENS:SIZE TOKENS:SIZE …"
-        ) from error
-
-
-def batches_of_first_size(args: Namespace) -> int:
-    """Return how many batches of a growing batch's first size hold the samples of all iterations.
-
-    Megatron converts the learning rate schedule from iterations to samples by the first size.
-    """
-    batch, consumed = growing_batch(args), 0
-    first = batch.get_current_global_batch_size()
-    for _ in range(args.train_iters):
-        batch.update(consumed, consistency_check=False)
-        consumed += batch.get_current_global_batch_size()
-    return -(-consumed // first)

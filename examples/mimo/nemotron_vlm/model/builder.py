@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from examples.mimo.nemotron_vlm.arguments import Options
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
-from examples.mimo.nemotron_vlm.model import build_vlm
-from examples.mimo.nemotron_vlm.parts import freeze, part_overrides
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.model.model import build_vlm
+from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_overrides
+from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.bubble_plan import Costs
@@ -28,7 +28,7 @@ from megatron.training.training import num_floating_point_operations
 class VLMBuildConfig(ModelConfig):
     """The builder's inputs; Megatron does not serialize fields that begin with an underscore."""
 
-    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.builder.VLMBuilder"
+    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.model.builder.VLMBuilder"
     _options: Options
     _modules: Modules
 
