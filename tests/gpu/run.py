@@ -45,7 +45,8 @@ AHEAD = "tests/gpu/test_ahead.py"
 UNITS = "tests/unit_tests"
 UNITS_OF_ONE = ("checkpoint/test_convert_language.py", "checkpoint/test_convert_vlm.py", "ssm")
 UNITS_OF_ONE += tuple(
-    f"examples/nemotron_vlm/test_{name}.py" for name in ("gradient_flow", "loop", "packed_rows")
+    f"examples/nemotron_vlm/{folder}/test_{name}.py"
+    for folder, name in (("model", "gradient_flow"), ("loop", "loop"), ("data", "packed_rows"))
 )
 
 

@@ -29,10 +29,10 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
 from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
-from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS
-from tests.unit_tests.models.mimo_gpt_samples import Sample, draw
-from tests.unit_tests.models.mimo_gpt_training import Job, train
-from tests.unit_tests.models.test_mimo_colocated_e2e import check, modules
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS
+from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, draw
+from tests.unit_tests.models.mimo.mimo_gpt_training import Job, train
+from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import check, modules
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 PP_4, PP_2, CP_2, VPP_2 = dict(pp=4), dict(pp=2, dp=2), dict(cp=2, pp=2), dict(pp=2, dp=2, vpp=2)

@@ -8,7 +8,7 @@ import functools
 
 from examples.mimo.common.layout import parse_layout
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.weights import (
+from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_equal,
     assert_shards_moved_alike,

@@ -8,15 +8,15 @@ import functools
 import pytest
 
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
-from tests.unit_tests.models.one_step import PROPORTIONAL_STEP
-from tests.unit_tests.models.one_step import TOLERANCE as UNPACKED
-from tests.unit_tests.models.packed_rows import (
+from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
+from tests.unit_tests.models.mimo.one_step import TOLERANCE as UNPACKED
+from tests.unit_tests.models.mimo.packed_rows import (
     LENGTHS_AND_TILES,
     SAMPLES_A_ROW,
     OddSamples,
     PackedSlices,
 )
-from tests.unit_tests.models.weights import (
+from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_equal,
     assert_shards_moved_alike,

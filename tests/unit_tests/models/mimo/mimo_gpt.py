@@ -28,7 +28,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.unit_tests.models.weights import local_shards, window
+from tests.unit_tests.models.mimo.weights import local_shards, window
 from tests.unit_tests.test_utilities import Utils
 
 IMAGES, SOUNDS = "images", "sounds"

@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from tests.unit_tests.models.mimo_gpt import IMAGES, SOUNDS, Module
-from tests.unit_tests.models.mimo_gpt_samples import draw
-from tests.unit_tests.models.mimo_gpt_training import Job, Steps, train, train_plainly
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS, Module
+from tests.unit_tests.models.mimo.mimo_gpt_samples import draw
+from tests.unit_tests.models.mimo.mimo_gpt_training import Job, Steps, train, train_plainly
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.models.mimo.forward.modality_rows import HostTokens
-from tests.unit_tests.models.mimo_gpt import PIXELS, TOKEN_IDS, TOKENS
+from tests.unit_tests.models.mimo.mimo_gpt import PIXELS, TOKEN_IDS, TOKENS
 from tests.unit_tests.test_utilities import Utils
 
 TEXT_IDS = min(TOKEN_IDS.values())

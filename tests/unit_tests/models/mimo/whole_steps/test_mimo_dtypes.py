@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import encode
-from tests.unit_tests.models.mimo_gpt import IMAGES
-from tests.unit_tests.models.mimo_gpt_samples import draw
-from tests.unit_tests.models.mimo_gpt_training import Job, encoder_gradients
-from tests.unit_tests.models.test_mimo_colocated_e2e import modules
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES
+from tests.unit_tests.models.mimo.mimo_gpt_samples import draw
+from tests.unit_tests.models.mimo.mimo_gpt_training import Job, encoder_gradients
+from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import modules
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 JOB = Job(tuple(draw({IMAGES: patches}, seed) for seed, patches in enumerate((0, 0, 0, 3))))

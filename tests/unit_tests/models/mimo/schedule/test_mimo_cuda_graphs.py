@@ -16,7 +16,7 @@ from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.one_step import arguments
+from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 

@@ -13,8 +13,8 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
     assert_same_trajectory_as_one_rank,
     trainer,
 )
-from tests.unit_tests.models.one_step import PROPORTIONAL_STEP, TOLERANCE
-from tests.unit_tests.models.weights import assert_shards_moved_alike, gather_weights
+from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
+from tests.unit_tests.models.mimo.weights import assert_shards_moved_alike, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
 PACKED = (

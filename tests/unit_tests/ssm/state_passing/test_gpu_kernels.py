@@ -18,7 +18,7 @@ NAME = "megatron.core.ssm.state_passing.gated_delta.kernels"
 
 
 def test_versions_are_those_that_the_extra_gpu_installs():
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
     extra = map(Requirement, project["project"]["optional-dependencies"]["gpu"])
     installed = {wanted.name: wanted.specifier for wanted in extra}
     for package, version in VERSIONS.items():

@@ -24,8 +24,8 @@ from megatron.core.models.mimo.setup.module_groups import encoder_part, schedule
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from tests.unit_tests.models.mimo_gpt import IMAGES, Module, build
-from tests.unit_tests.models.mimo_gpt_samples import Sample, batch
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module, build
+from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, batch
 from tests.unit_tests.test_utilities import Utils
 
 ADAM = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)

@@ -14,7 +14,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.pipeline_parallel.rows_in_flight import RowsInFlight
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank
-from tests.unit_tests.models.small_vlm import PRESET
+from tests.unit_tests.models.mimo.small_vlm import PRESET
 from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES, SEQUENCE = 24, 16

@@ -25,7 +25,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
     trainer,
     trajectory,
 )
-from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 

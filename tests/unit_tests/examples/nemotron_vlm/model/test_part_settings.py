@@ -12,8 +12,8 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
     assert_same_trajectory_as_one_rank,
     trainer,
 )
-from tests.unit_tests.models.one_step import PROPORTIONAL_STEP
-from tests.unit_tests.models.weights import Weights, gather_weights
+from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
+from tests.unit_tests.models.mimo.weights import Weights, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
 OWN = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
-from tests.unit_tests.models import small_vlm
-from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.models.mimo import small_vlm
+from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 PRESET = replace(

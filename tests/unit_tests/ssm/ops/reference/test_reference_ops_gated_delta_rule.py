@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
-from tests.unit_tests.ssm.naive_ops import naive_gated_delta_rule
+from tests.unit_tests.ssm.ops.reference.naive_ops import naive_gated_delta_rule
 
 FP64_ATOL = 1e-10
 FP32_RTOL = 1e-5

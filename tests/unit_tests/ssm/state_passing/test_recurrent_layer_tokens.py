@@ -13,8 +13,8 @@ from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.ssm.state_passing.options import check_options
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.ssm import test_gated_delta_net_cp as gated_delta_net
-from tests.unit_tests.ssm import test_mamba_state_passing_cp as mamba
+from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
+from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 

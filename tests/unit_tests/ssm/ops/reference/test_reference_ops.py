@@ -19,7 +19,11 @@ from megatron.core.ssm.ops.reference import (
     rms_norm_gated,
     seq_idx_from_cu_seqlens,
 )
-from tests.unit_tests.ssm.naive_ops import naive_causal_conv1d, naive_rms_norm_gated, naive_ssd
+from tests.unit_tests.ssm.ops.reference.naive_ops import (
+    naive_causal_conv1d,
+    naive_rms_norm_gated,
+    naive_ssd,
+)
 
 FP64_ATOL = 1e-10
 FP32_RTOL = 1e-5

@@ -3,7 +3,7 @@
 """A checkpoint of one layout, loaded in another: the run goes on as if nothing had happened."""
 
 from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory, trainer
-from tests.unit_tests.models.small_vlm import PRESET
+from tests.unit_tests.models.mimo.small_vlm import PRESET
 from tests.unit_tests.test_utilities import requires_world_size
 
 STEPS = 2

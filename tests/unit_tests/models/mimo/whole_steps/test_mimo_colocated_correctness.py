@@ -4,7 +4,7 @@
 
 import pytest
 
-from tests.unit_tests.models.one_step import assert_step_equals_reference
+from tests.unit_tests.models.mimo.one_step import assert_step_equals_reference
 from tests.unit_tests.test_utilities import requires_world_size
 
 

@@ -12,7 +12,7 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LA
 from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_instances import instance_groups
-from tests.unit_tests.models.tiny_modules import (
+from tests.unit_tests.models.mimo.joint_optimizer.tiny_modules import (
     ADAM,
     IMAGES,
     Place,
