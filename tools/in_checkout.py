@@ -30,7 +30,7 @@ def run(tool: Callable[[], None]) -> int:
             return 2
         sys.path.insert(0, str(CHECKOUT))
         sys.modules.pop("megatron", None)  # found without megatron.core: another package's part
-    from examples.mimo.nemotron_vlm.errors import BAD_INPUT, UserError
+    from examples.mimo.common.errors import BAD_INPUT, UserError
 
     logging.disable(logging.WARNING)
     try:

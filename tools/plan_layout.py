@@ -101,13 +101,13 @@ def _chances(text: str) -> dict[int, float]:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES
-    from examples.mimo.nemotron_vlm.layout import PLACEMENTS
+    from examples.mimo.common.layout import PLACEMENTS
+    from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+    from examples.mimo.nemotron_vlm.model.presets import find_preset
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
     from examples.mimo.nemotron_vlm.planner.plan import Tiles
     from examples.mimo.nemotron_vlm.planner.report import describe, rows_of
     from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
-    from examples.mimo.nemotron_vlm.presets import find_preset
 
     preset, machine = find_preset(options.model), find_machine(options.gpu)
     task = Task(

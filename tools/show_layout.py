@@ -84,12 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from examples.mimo.nemotron_vlm.encoder_schedule import (
+    from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
         BUBBLES,
         check_bubbles,
         check_encoder_schedule,
     )
-    from examples.mimo.nemotron_vlm.presets import find_preset
+    from examples.mimo.nemotron_vlm.model.presets import find_preset
     from layout_view.modules import read_layouts
     from layout_view.text import describe
     from layout_view.view import View

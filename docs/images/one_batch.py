@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.bridge_topology import bridge_topology
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 
 RANKS, CP, PP, TOKENS = 4, 2, 2, 4
 """Four ranks: encoder dp=4, language model cp=2, pp=2. A sample is drawn as four runs of tokens."""
@@ -32,7 +32,7 @@ FORWARD = (
     "pipeline\nMegatron's schedules.py",
 )
 BACKWARD = (
-    "gradient of encoded rows\nbridge_plan.py: backward",
+    "gradient of encoded rows\nbridge/plan.py: backward",
     "gradient of own tokens\ncolocated_schedule.py: leaves",
     "pipeline\nMegatron's schedules.py",
 )

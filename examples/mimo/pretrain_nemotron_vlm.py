@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 4 examples/mimo/pretrain_nemotron_vlm.py \\
         --encoder tp=2,dp=2 --language tp=1,dp=4 --train-iters 20
 
-Megatron's options are taken, except those in ``nemotron_vlm/refusals.py``, each of which is refused
-with a reason; ``--help`` lists them. Bad input ends every rank with exit code 2 and one line.
+Megatron's options are taken, except those in ``common/refusals.py`` and
+``nemotron_vlm/options/refusals.py``, each of which is refused with a reason; ``--help`` lists them.
+Bad input ends every rank with exit code 2 and one line.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.mimo.nemotron_vlm.environment import at_start, uses_gpus  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import BAD_INPUT, UserError, report  # noqa: E402
+from examples.mimo.common.errors import BAD_INPUT, UserError, report  # noqa: E402
+from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # any free port
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
                 from megatron.core import cpu_runtime
 
                 cpu_runtime.install()
-            from examples.mimo.nemotron_vlm.run import run
+            from examples.mimo.nemotron_vlm.loop.run import run
         run(argv)
     except UserError as error:
         if error.rank is not None or os.environ["RANK"] == "0":

@@ -19,7 +19,7 @@ from megatron.core import cpu_runtime  # noqa: E402
 
 cpu_runtime.install()  # also in the writing process, which imports this file
 
-from examples.mimo.nemotron_vlm import refusals  # noqa: E402
+from examples.mimo.common import refusals  # noqa: E402
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 from megatron.core.dist_checkpointing import parallel_manifest  # noqa: E402
 

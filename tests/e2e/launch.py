@@ -48,7 +48,7 @@ def run(ranks: int, *arguments: str | Path) -> list[Ended]:
     The ranks are forked from a process that has imported the modules that take seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
+    context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
     shared = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import DigitTask, reading_task
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
 
 STEP = 32
 """Number of samples in a step."""

@@ -28,7 +28,7 @@ sys.path[:0] = [str(CHECKOUT), str(REPOSITORY / "tools/bench")]
 import torch  # noqa: E402
 from machine import machine  # noqa: E402
 
-from examples.mimo.nemotron_vlm.environment import at_start  # noqa: E402
+from examples.mimo.nemotron_vlm.options.environment import at_start  # noqa: E402
 
 UNTUNED = Path(__file__).with_name("untuned")
 """Python finds this folder first, and imports the ``sitecustomize`` in it."""
@@ -49,7 +49,8 @@ steps; ``rows.py`` has its layouts at a lower one."""
 
 UNITS_OF_ONE = ("checkpoint/test_convert_language.py", "checkpoint/test_convert_vlm.py", "ssm")
 UNITS_OF_ONE += tuple(
-    f"examples/nemotron_vlm/test_{name}.py" for name in ("gradient_flow", "loop", "packed_rows")
+    f"examples/nemotron_vlm/{folder}/test_{name}.py"
+    for folder, name in (("model", "gradient_flow"), ("loop", "loop"), ("data", "packed_rows"))
 )
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths
-from megatron.core.ssm.state_passing import gated_delta_net as gated_delta_net_states
-from megatron.core.ssm.state_passing import mamba as mamba_states
-from tests.unit_tests.ssm import test_gated_delta_net_cp as gated_delta_net
-from tests.unit_tests.ssm import test_mamba_state_passing_cp as mamba
+from megatron.core.ssm.state_passing.gated_delta import layer as gated_delta_net_states
+from megatron.core.ssm.state_passing.mamba import layer as mamba_states
+from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
+from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 

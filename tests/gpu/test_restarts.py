@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.mimo.nemotron_vlm.metrics import read_metrics
+from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.e2e.launch import kill
 from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest

@@ -32,10 +32,10 @@ from torch.distributed.run import get_args_parser  # noqa: E402
 
 import plan_layout  # noqa: E402
 import show_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
-from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
-from examples.mimo.nemotron_vlm.presets import find_preset, write_preset  # noqa: E402
+from examples.mimo.common.errors import UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()

@@ -19,13 +19,18 @@ LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 MIMO = "megatron.core.models.mimo"
 
 FACTORIES = {
-    frozenset({"megatron.core.optimizer", f"{MIMO}.optimizer", f"{MIMO}.joint_optimizer"}),
+    frozenset(
+        {"megatron.core.optimizer", f"{MIMO}.optimizer", f"{MIMO}.joint_optimizer.optimizer"}
+    ),
     frozenset(
         {
             *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
             "megatron.core.transformer.cuda_graphs",
-            *(f"{MIMO}.{n}" for n in ("colocated_schedule", "encoder_in_bubbles", "bubble_plan")),
-            f"{MIMO}.graph_capture",
+            f"{MIMO}.colocated_schedule",
+            *(
+                f"{MIMO}.schedule.{n}"
+                for n in ("encoder_in_bubbles", "bubble_plan", "graph_capture")
+            ),
         }
     ),
 }

@@ -18,25 +18,26 @@ import plan_layout  # noqa: E402
 from calibration.calibrate import Case  # noqa: E402
 from calibration.fit import USUAL, fitted  # noqa: E402
 from calibration.validate import benchmarked, compare, errors, rank_correlation  # noqa: E402
-from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.dry_run import plan  # noqa: E402
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
-from examples.mimo.nemotron_vlm.layout import (  # noqa: E402
+from examples.mimo.common.errors import UserError  # noqa: E402
+from examples.mimo.common.layout import (  # noqa: E402
     COLOCATED,
     NON_COLOCATED,
     Batch,
     Layout,
 )
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.own_options import own_options  # noqa: E402
+from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.nemotron_vlm.loop.dry_run import plan  # noqa: E402
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
-from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 
 H200 = find_machine("h200")

@@ -16,9 +16,9 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 
 from calibration import measure  # noqa: E402
 from calibration.measure import options_of  # noqa: E402
-from examples.mimo.nemotron_vlm.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.dry_run import count_by_module, stages_on_meta  # noqa: E402
-from examples.mimo.nemotron_vlm.layout import Layout  # noqa: E402
+from examples.mimo.common.layout import Layout  # noqa: E402
+from examples.mimo.nemotron_vlm.loop.dry_run import count_by_module, stages_on_meta  # noqa: E402
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, most_in_flight, peak  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.parameters import Sizes, stages_of  # noqa: E402

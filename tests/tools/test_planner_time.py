@@ -15,9 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
 import mini  # noqa: E402, F401  (makes tools importable)
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, parse_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.model import placed  # noqa: E402
+from examples.mimo.common.layout import Batch, Layout, parse_layout  # noqa: E402
+from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
 from examples.mimo.nemotron_vlm.planner import flops  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.communication import (  # noqa: E402
     Group,
@@ -32,10 +34,9 @@ from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E40
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.schedule import Encoders, simulate  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.step_time import estimate, step_time  # noqa: E402
-from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from layout_view.view import View  # noqa: E402
-from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan  # noqa: E402
-from megatron.core.models.mimo.module_groups import make_modules  # noqa: E402
+from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, Costs, bubble_plan  # noqa: E402
+from megatron.core.models.mimo.setup.module_groups import make_modules  # noqa: E402
 from megatron.training.training import num_floating_point_operations  # noqa: E402
 
 H200 = find_machine("h200")

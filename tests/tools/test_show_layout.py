@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
 import show_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.errors import UserError  # noqa: E402
+from examples.mimo.common.errors import UserError  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.schedule import pipeline  # noqa: E402
-from examples.mimo.nemotron_vlm.presets import find_preset  # noqa: E402
 from layout_view.modules import read_layouts  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from layout_view.view import View  # noqa: E402
-from megatron.core.models.mimo.bubble_plan import Costs, bubble_plan  # noqa: E402
+from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan  # noqa: E402
 
 README = ["--encoder", "tp=2,dp=4", "--language", "cp=2,pp=2,dp=2,ep=2", "--world", "8"]
 LAYOUTS = [

@@ -18,7 +18,7 @@ from e2e_cases import read_cases  # noqa: E402
 @pytest.mark.parametrize("name", ["cases.toml", "many_gpus.toml"])
 def test_the_program_takes_every_case(name, tmp_path):
     cpu_runtime.install()
-    from examples.mimo.nemotron_vlm.arguments import parse
+    from examples.mimo.nemotron_vlm.options.arguments import parse
 
     for case in read_cases(REPOSITORY / "tools" / "slurm" / name):
         assert parse(case.command_line(tmp_path), case.ranks).layouts, case.name

@@ -17,14 +17,14 @@ from ranks import seconds, start
 
 from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.comm.bridge_plan import plan_block
-from megatron.core.models.mimo.comm.bridge_topology import (
+from megatron.core.models.mimo.bridge.plan import plan_block
+from megatron.core.models.mimo.bridge.sample_rows import SampleRows
+from megatron.core.models.mimo.bridge.topology import (
     BridgeDirection,
     BridgeTopology,
     bridge_topology,
 )
 from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
-from megatron.core.models.mimo.comm.sample_rows import SampleRows
 
 SAMPLE_ROWS = 256
 SAMPLES = 8

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from examples.mimo.nemotron_vlm.environment import at_start
+from examples.mimo.nemotron_vlm.options.environment import at_start
 
 os.environ.update(at_start(["--encoder-schedule", "bubbles"]))
 
@@ -45,25 +45,30 @@ if not CUDA:
 
     cpu_runtime.install()
 
-from examples.mimo.nemotron_vlm.arguments import parse
+from examples.mimo.common.layout import parse_layout
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.layout import parse_layout
-from examples.mimo.nemotron_vlm.model import IMAGES, build_vlm
-from examples.mimo.nemotron_vlm.presets import (
+from examples.mimo.nemotron_vlm.model.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.model.presets import (
     PRESETS,
     EncoderPreset,
     LanguagePreset,
     VLMPreset,
     tiny,
 )
-from megatron.core.models.mimo import colocated_schedule, encoder_in_bubbles, macro_batches
-from megatron.core.models.mimo.bubble_plan import EQUAL_SHARES, Costs, bubble_plan
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.models.mimo import colocated_schedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles, encode_in_bubbles
-from megatron.core.models.mimo.encoding import encode
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward import macro_batches
+from megatron.core.models.mimo.forward.encoding import encode
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.schedule import encoder_in_bubbles
+from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES, Costs, bubble_plan
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import (
+    EncoderInBubbles,
+    encode_in_bubbles,
+)
+from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler

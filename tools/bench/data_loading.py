@@ -31,7 +31,7 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.presets import find_preset
+from examples.mimo.nemotron_vlm.model.presets import find_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "data"))

@@ -27,13 +27,14 @@ import torch.distributed as dist
 from calibration.collectives import REPEATS, timed_collectives, with_collectives
 from calibration.fit import USUAL, fitted
 from calibration.measure import ROUNDS, busy_cores, measured, options_of
-from examples.mimo.nemotron_vlm.encoder_schedule import FASTEST
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, Batch, Layout
-from examples.mimo.nemotron_vlm.layout_rules import STATE_PASSING, resolve
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, Batch, Layout
+from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
-from examples.mimo.nemotron_vlm.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 from megatron.training.global_vars import unset_global_variables
 

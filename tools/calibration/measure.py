@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from examples.mimo.nemotron_vlm.arguments import Options, parse
 from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.run import close_session, open_session, train
+from examples.mimo.nemotron_vlm.loop.run import close_session, open_session, train
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.pretrain_nemotron_vlm import ALONE
 
 AGAIN = 100

@@ -70,14 +70,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from examples.mimo.nemotron_vlm.errors import UserError
+    from examples.mimo.common.errors import UserError
 
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already")
     for package in ("safetensors", "transformers"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
-    from examples.mimo.nemotron_vlm.presets import find_preset
+    from examples.mimo.nemotron_vlm.model.presets import find_preset
     from megatron.core import cpu_runtime
 
     cpu_runtime.install()
@@ -87,7 +87,7 @@ def _convert(options: argparse.Namespace) -> None:
 def _to_megatron(options: argparse.Namespace, base) -> None:
     from conversion.directions import MODEL, to_megatron
     from conversion.sources import ENCODER, LANGUAGE, PARTS, PROJECTOR, sources_of
-    from examples.mimo.nemotron_vlm.errors import UserError
+    from examples.mimo.common.errors import UserError
 
     given = {LANGUAGE: options.language, ENCODER: options.vision, PROJECTOR: options.projector}
     sources = [

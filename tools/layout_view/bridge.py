@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from layout_view.modules import Module
-from megatron.core.models.mimo.comm.bridge_plan import NOBODY, Crossing, plan_block
-from megatron.core.models.mimo.comm.bridge_topology import BridgeTopology, bridge_topology
+from megatron.core.models.mimo.bridge.plan import NOBODY, Crossing, plan_block
+from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts, parse_layout
-from examples.mimo.nemotron_vlm.layout_rules import ranks_of_modules, resolve
-from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.common.layout import Batch, Layout, Layouts, parse_layout
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, resolve
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.module_groups import make_grid
+from megatron.core.models.mimo.setup.module_groups import make_grid
 from megatron.core.process_groups_from_grid import DENSE_FIELDS, EXPERT_FIELDS, EXPERT_VIEW
 
 ENCODER, LANGUAGE = "encoder", "language"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from examples.mimo.nemotron_vlm.layout import layout_table, table
+from examples.mimo.common.layout import layout_table, table
 from layout_view.bridge import Flows
 from layout_view.modules import LANGUAGE, Module
 from layout_view.view import View

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.schedule import Timeline, timeline
 from layout_view.bridge import Bridge, colocated_bridge, non_colocated_bridge
 from layout_view.modules import Module, leaves_node, modules_of

@@ -19,12 +19,11 @@ from typing import ClassVar
 import torch
 from torch.utils.data import DataLoader
 
+from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.common.layout_rules import language_violation, staged_pattern
+from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS, refuse
+from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
 from examples.mimo.model_providers import MimoProvider
-from examples.mimo.nemotron_vlm.data.reading import Microbatch
-from examples.mimo.nemotron_vlm.data_provider import data_provider, held_out_steps, training_steps
-from examples.mimo.nemotron_vlm.layout import Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.layout_rules import language_violation, staged_pattern
-from examples.mimo.nemotron_vlm.refusals import NO_GRAPHS, REFUSALS, refuse
 from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed
@@ -34,12 +33,12 @@ from examples.mimo.training.step import loss_func
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.data_parallel import prepare_for_training
-from megatron.core.models.mimo.encoding import run_microbatch
-from megatron.core.models.mimo.initialization import initialize_weights
-from megatron.core.models.mimo.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.encoding import run_microbatch
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.module_groups import (
+from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
+from megatron.core.models.mimo.setup.initialization import initialize_weights
+from megatron.core.models.mimo.setup.module_groups import (
     Modules,
     encoder_part,
     limit_waiting,
@@ -48,7 +47,7 @@ from megatron.core.models.mimo.module_groups import (
     schedule_collection,
     stages_of,
 )
-from megatron.core.models.mimo.teardown import destroy
+from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.transformer.moe.frozen_routers import freeze_routers
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_args

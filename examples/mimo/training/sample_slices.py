@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.common.layout import Layouts
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource
-from examples.mimo.nemotron_vlm.forward_step import forward_step, gather_logits
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.loop.forward_step import forward_step, gather_logits
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training as loop
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer

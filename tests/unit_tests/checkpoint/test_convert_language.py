@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import NemotronHForCausalLM
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 from tests.unit_tests.checkpoint.conversions import TOLERANCE, assert_back_again, convert
 from tests.unit_tests.checkpoint.hugging_face import language_model, save
 from tests.unit_tests.checkpoint.program_logits import (

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from examples.mimo.nemotron_vlm.model import IMAGES
-from examples.mimo.nemotron_vlm.vision import pixel_shuffle
+from examples.mimo.nemotron_vlm.model.model import IMAGES
+from examples.mimo.nemotron_vlm.model.vision import pixel_shuffle
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import LayerNorm, RMSNorm
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 from tests.unit_tests.checkpoint.conversions import convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import (
@@ -26,8 +26,8 @@ from tests.unit_tests.checkpoint.program_logits import (
     program_logits,
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.small_vlm import PRESET
-from tests.unit_tests.models.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.models.mimo.small_vlm import PRESET
+from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 
 IMAGES = RandomText(tiles=2)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for values of Hugging Face configurations that are fixed in our model."""
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 
 
 def check_values(what: str, config: object, expected: dict[str, object]) -> None:

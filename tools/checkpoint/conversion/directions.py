@@ -25,8 +25,8 @@ from conversion.sources import (
 )
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 MODEL = "model.json"
 """File of the sizes in a converted checkpoint, whose path ``--model`` takes."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from conversion.config_values import check_values
 from conversion.rows import Rows, Table
-from examples.mimo.nemotron_vlm.presets import LanguagePreset
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 
 PREFIX = "language_model."
 """Prefix of our names."""

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
-from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.loop.dry_run import stages_on_meta
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.models.mimo.initialization import initial_weights
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.initialization import initial_weights
 
 WRAPPED = {
     "language_model.": "language_model.module.",

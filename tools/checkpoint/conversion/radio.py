@@ -13,8 +13,8 @@ from conversion.config_values import check_values
 from conversion.nemotron_h import interleaved
 from conversion.rows import Rows, Table
 from conversion.tensor_files import TensorFiles
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.presets import EncoderPreset
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
 
 PREFIX = "modality_submodules.images.encoders.radio.radio."
 """Prefix of our names."""

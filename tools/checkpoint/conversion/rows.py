@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 
 Shape = tuple[int, ...]
 

@@ -13,8 +13,8 @@ from typing import Any
 from conversion import nemotron_h, projector, radio
 from conversion.rows import Shape, Table, Translation, differences, refuse, translate
 from conversion.tensor_files import TensorFiles
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.presets import VLMPreset
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 LANGUAGE, ENCODER, PROJECTOR = PARTS = ("language", "encoder", "projector")
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from conversion.rows import Shape
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"

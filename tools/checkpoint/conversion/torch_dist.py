@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from conversion.program_model import Part
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.presets import EncoderPreset
+from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 

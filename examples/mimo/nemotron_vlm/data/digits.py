@@ -17,7 +17,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""

@@ -13,7 +13,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
 
 
 class MockStrips(DigitTask):

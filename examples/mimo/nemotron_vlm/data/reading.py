@@ -11,13 +11,12 @@ from itertools import groupby
 import torch
 from torch.utils.data import Dataset
 
+from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
-from examples.mimo.nemotron_vlm.text import Text
-from megatron.core.models.mimo.modality_rows import HostTokens
-
-Microbatch = dict[str, object]
+from examples.mimo.nemotron_vlm.data.text import Text
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.text import Text
+from examples.mimo.nemotron_vlm.data.text import Text
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10

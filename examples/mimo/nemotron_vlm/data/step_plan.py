@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
 from examples.mimo.nemotron_vlm.data.rows import Rows
-from examples.mimo.nemotron_vlm.layout import Layouts
 
 RowCost = Callable[[Sequence[int]], float]
 """Cost for the language model of a row, from the tokens of each of its samples, in any unit."""

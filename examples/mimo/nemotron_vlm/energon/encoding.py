@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.energon.conversation import (
     BadConversation,
     Chat,
@@ -23,7 +24,6 @@ from examples.mimo.nemotron_vlm.energon.records import (
     read_record,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling, open_image
-from examples.mimo.nemotron_vlm.text import Text
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.order import Order
@@ -27,7 +28,6 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
-from examples.mimo.nemotron_vlm.text import Text
 
 NAMED = 3
 """Number of bad samples that a refusal names."""

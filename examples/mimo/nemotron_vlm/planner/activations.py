@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from examples.mimo.nemotron_vlm.layout import Layout
-from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
 
 SSD_CHUNK, GDN_CHUNK = 128, 64
 """Tokens of a chunk in Megatron's Mamba-2, and in the gated delta rule."""

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 

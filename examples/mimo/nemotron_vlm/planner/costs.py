@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add
 
-from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner import flops
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
 from examples.mimo.nemotron_vlm.planner.communication import (
@@ -25,7 +26,6 @@ from examples.mimo.nemotron_vlm.planner.flops import BACKWARD
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.presets import LanguagePreset
 
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in

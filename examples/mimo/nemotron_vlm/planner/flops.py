@@ -8,9 +8,9 @@ of Mamba-2 is that of its heads, not twice the hidden size; and the router is co
 
 from __future__ import annotations
 
-from examples.mimo.nemotron_vlm.layout import Layout
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
 from examples.mimo.nemotron_vlm.planner.parameters import CONV_KERNEL
-from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
 
 BACKWARD = 2.0
 """Work of a backward, in forwards."""

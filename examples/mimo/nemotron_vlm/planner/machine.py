@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from examples.mimo.nemotron_vlm.errors import UserError
+from examples.mimo.common.errors import UserError
 
 TABLE = Path(__file__).with_name("gpus.toml")
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner import activations
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import Held, chunks_of_stage, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.presets import LanguagePreset
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 BUCKET_MULTIPLE = 128

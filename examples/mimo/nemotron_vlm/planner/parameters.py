@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from examples.mimo.nemotron_vlm.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.layout_rules import staged_pattern
-from examples.mimo.nemotron_vlm.presets import LanguagePreset, VLMPreset
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.common.layout_rules import staged_pattern
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
 
 CONV_KERNEL = 4
 """Kernel size of Mamba-2's and gated delta nets' convolution; Megatron's default in all presets."""

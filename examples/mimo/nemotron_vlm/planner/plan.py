@@ -8,16 +8,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, encodes_all_at_once
-from examples.mimo.nemotron_vlm.layout import Layouts
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.activations import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.presets import VLMPreset
-from megatron.core.models.mimo.bubble_plan import most_kept
+from megatron.core.models.mimo.schedule.bubble_plan import most_kept
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
-    from examples.mimo.nemotron_vlm.arguments import Options
+    from examples.mimo.nemotron_vlm.options.arguments import Options
 
 
 @dataclass(frozen=True)

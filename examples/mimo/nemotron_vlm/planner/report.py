@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from examples.mimo.nemotron_vlm.encoder_schedule import BUBBLES, fastest_macro_batch
-from examples.mimo.nemotron_vlm.layout import table
+from examples.mimo.common.layout import table
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, fastest_macro_batch
 from examples.mimo.nemotron_vlm.planner.flops import of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak

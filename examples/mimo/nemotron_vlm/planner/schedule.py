@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from examples.mimo.nemotron_vlm.layout import Layouts
-from megatron.core.models.mimo.bubble_plan import (
+from examples.mimo.common.layout import Layouts
+from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
     RETURN,

@@ -14,25 +14,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from examples.mimo.nemotron_vlm.encoder_schedule import (
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.common.layout_rules import STATE_PASSING, language_violation
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     FASTEST,
     bubbles_may_run,
     fastest_macro_batch,
 )
-from examples.mimo.nemotron_vlm.errors import UserError
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.layout_rules import (
-    STATE_PASSING,
-    encoder_violation,
-    language_violation,
-    pair_violation,
-)
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
 from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
-from examples.mimo.nemotron_vlm.presets import VLMPreset
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCHES = (1, FASTEST, 4)

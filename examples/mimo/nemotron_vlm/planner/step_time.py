@@ -25,7 +25,7 @@ from examples.mimo.nemotron_vlm.planner.costs import (
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import Encoders, Span, simulate
-from megatron.core.models.mimo.bubble_plan import ENCODE, Costs, bubble_plan
+from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, Costs, bubble_plan
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.arguments import Options, parse
-from examples.mimo.nemotron_vlm.checkpoint_loading import safe_loading
+from examples.mimo.common.layout import parse_layout
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.defaults import TRAINING
-from examples.mimo.nemotron_vlm.forward_step import ACCURACY, LOSS, TOKENS, forward_step
-from examples.mimo.nemotron_vlm.layout import parse_layout
-from examples.mimo.nemotron_vlm.presets import PRESETS, VLMPreset
-from examples.mimo.nemotron_vlm.run import Session, close_session, open_session
-from examples.mimo.nemotron_vlm.run import train as train_session
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
+from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, LOSS, TOKENS, forward_step
+from examples.mimo.nemotron_vlm.loop.run import Session, close_session, open_session
+from examples.mimo.nemotron_vlm.loop.run import train as train_session
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.defaults import TRAINING
 from megatron.core.enums import ModelType
-from megatron.core.models.mimo.module_groups import schedule_collection
+from megatron.core.models.mimo.setup.module_groups import schedule_collection
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
@@ -296,7 +296,7 @@ def _run_alone(
     """
     context = multiprocessing.get_context("spawn" if HAVE_CUDA else "forkserver")
     if not HAVE_CUDA:
-        context.set_forkserver_preload(["examples.mimo.nemotron_vlm.run", "sklearn.datasets"])
+        context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
     process = context.Process(target=_program, args=(arguments, log, source, preset))
     process.start()
     process.join(ONE_RANK_TIMEOUT_S)
@@ -307,7 +307,7 @@ def _run_alone(
 def _program(
     arguments: list[str], log: Path, source: SampleSource | None, preset: VLMPreset | None
 ) -> None:
-    from examples.mimo.nemotron_vlm import run
+    from examples.mimo.nemotron_vlm.loop import run
     from examples.mimo.pretrain_nemotron_vlm import main
 
     if preset:

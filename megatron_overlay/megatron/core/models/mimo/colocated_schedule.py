@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.encoder_in_bubbles import EncoderInBubbles
-from megatron.core.models.mimo.graph_capture import capture_deferred, nothing_recorded
-from megatron.core.models.mimo.macro_batches import MacroBatches, Microbatch
+from megatron.core.models.mimo.forward.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -14,9 +14,9 @@ VERSIONS = {"causal_conv1d": ">=1.7,<2", "fla": ">=0.4.2,<0.5", "mamba_ssm": ">=
 """Versions with the private functions called here, as in pyproject's extra ``gpu``."""
 
 PACKAGES = {
-    "gated_delta_kernels": ["fla"],
+    "gated_delta.kernels": ["fla"],
     "kernel_conv": ["causal_conv1d"],
-    "mamba_kernels": ["causal_conv1d", "mamba_ssm"],
+    "mamba.kernels": ["causal_conv1d", "mamba_ssm"],
 }
 """GPU packages that each module calls."""
 

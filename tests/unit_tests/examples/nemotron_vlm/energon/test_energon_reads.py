@@ -15,11 +15,11 @@ import webdataset
 import yaml
 from PIL import Image
 
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
-from examples.mimo.nemotron_vlm.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from megatron.energon import BaseWebdatasetFactory
 from tests.unit_tests.examples.nemotron_vlm.energon.counted_files import ShardReads
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (

@@ -16,7 +16,7 @@ from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 
 if TYPE_CHECKING:
-    from megatron.core.models.mimo.modality_rows import HostTokens
+    from megatron.core.models.mimo.forward.modality_rows import HostTokens
 
 
 def partition_groups(

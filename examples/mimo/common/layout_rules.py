@@ -1,0 +1,108 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that the layout of a language model must keep.
+
+Pure arithmetic: no process, no device. Every rank reaches the same verdict from the same text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from examples.mimo.common.layout import TOKEN_MULTIPLE, Batch, Layout
+from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
+
+STATE_PASSING = "state-passing"
+"""The default of ``--linear-context-parallel``; the other value is ``head-parallel``."""
+
+
+class HasLanguage(Protocol):
+    """``language`` has the language model's sizes, by the names of Megatron's arguments."""
+
+    language: Any
+
+
+def size_violation(layout: Layout, world_size: int) -> str | None:
+    """Return why a layout does not span ``world_size`` ranks, or None."""
+    if layout.size == world_size:
+        return None
+    launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
+    return (
+        f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "
+        f"must equal the {world_size} rank{'s' * (world_size > 1)}{launcher}"
+    )
+
+
+def undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
+    """Return why ``size`` of an axis does not divide one of ``counts``, or None."""
+    left_over = ((n, what) for what, n in counts.items() if n % size)
+    return next((f"{axis}={size} must divide the {n} {what}" for n, what in left_over), None)
+
+
+def language_violation(
+    layout: Layout,
+    world_size: int,
+    model: HasLanguage,
+    batch: Batch,
+    linear_context_parallel: str,
+) -> str | None:
+    """Return the first rule that this language layout breaks, or None.
+
+    Args:
+        model: what has the sizes of the language model.
+        linear_context_parallel: 'state-passing', where each CP rank has all heads of the recurrent
+            layers, or 'head-parallel', where CP splits them too.
+    """
+    lay, p = layout, model.language
+    layers = p.hybrid_layer_pattern
+    heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
+    spread_over = 1 if linear_context_parallel == STATE_PASSING else lay.cp
+    ranks, samples = lay.tp * lay.cp * lay.dp, batch.micro_size * lay.dp
+    microbatches = batch.global_size // samples
+    if broken := (
+        undivided("tp", lay.tp, heads)
+        or undivided("ep", lay.ep, {"experts": p.num_experts})
+        or undivided("etp", lay.etp, {"FFN rows": p.moe_ffn_hidden_size})
+    ):
+        return broken
+    if len(layers) % (lay.pp * lay.vpp) and "|" not in layers:
+        return f"pp·vpp = {lay.pp * lay.vpp} must divide the {len(layers)} layers"
+    if broken := _recurrent_violation(p, lay.tp, spread_over):
+        return broken
+    if lay.vpp > 1 and lay.pp == 1:
+        return f"vpp={lay.vpp} needs pp of 2 or more"
+    if lay.vpp > 1 and microbatches % lay.pp:
+        return f"with vpp, pp={lay.pp} must divide the {microbatches} microbatches"
+    if broken := size_violation(lay, world_size):
+        return broken
+    if ranks % (lay.ep * lay.etp):
+        return f"ep·etp = {lay.ep}·{lay.etp} must divide tp·cp·dp = {ranks}"
+    if batch.seq_length % lay.token_multiple:
+        return (
+            f"the sequence length {batch.seq_length} must be a multiple of {lay.token_multiple} "
+            f"({TOKEN_MULTIPLE})"
+        )
+    if batch.global_size % samples:
+        return (
+            f"the global batch {batch.global_size} must be a multiple of micro batch × dp "
+            f"= {batch.micro_size}·{lay.dp} = {samples}"
+        )
+    return None
+
+
+def _recurrent_violation(p: Any, tp: int, spread_over: int) -> str | None:
+    try:
+        if "M" in p.hybrid_layer_pattern:
+            check_mamba(p.mamba_num_heads, p.mamba_num_groups, tp, spread_over)
+        if "G" in p.hybrid_layer_pattern:
+            heads = p.linear_num_key_heads, p.linear_num_value_heads
+            check_gated_delta_net(*heads, tp, spread_over)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def staged_pattern(pattern: str, layout: Layout) -> str:
+    """Return the pattern with ``|`` between (virtual) pipeline stages of equally many layers."""
+    size = len(pattern) // (layout.pp * layout.vpp)
+    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))

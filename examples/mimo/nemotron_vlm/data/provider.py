@@ -1,0 +1,193 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The iterators over microbatches that Megatron's loop draws from.
+
+Loading processes read ahead, the next microbatch is copied to the device while the current one is
+computed, and the time that steps wait for data is counted.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Layouts
+from examples.mimo.common.steps import Microbatch, Step, held_out_steps, training_steps
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.reading import Reader
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
+from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
+
+
+class Loading:
+    """A rank's data loading.
+
+    Args:
+        args: Megatron's arguments and ours.
+        layouts: layouts of both modules.
+        preset: the model's sizes.
+        modules: grids and groups of this rank.
+        source: the samples.
+
+    Attribute ``waited_s``: seconds that steps have waited for data so far.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        layouts: Layouts,
+        preset: VLMPreset,
+        modules: Modules,
+        source: SampleSource,
+    ) -> None:
+        language = modules[LANGUAGE].groups
+        self.waited_s = 0.0
+        self.args, self.layouts, self._dp = args, layouts, layouts.language.dp
+        in_bubbles = args.encoder_schedule == BUBBLES
+        self._all_at_once = encodes_all_at_once(layouts.language, in_bubbles)
+        self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
+        self.plan = StepPlan(
+            layouts,
+            encoder_part=encoder_part(modules, IMAGES),
+            language_dp=language and language.dp.rank(),
+            row_cost=partial(row_cost, args.pack) if args.balance else None,
+            macro_batch=None if self._all_at_once else args.encoder_macro_batch,
+        )
+        self.reader = Reader(
+            source,
+            modality=IMAGES,
+            encoder=ENCODER,
+            tile=preset.encoder.tile,
+            tokens_per_tile=preset.encoder.tokens_per_tile,
+            seq_length=args.seq_length,
+            packing=self.packing,
+            reads_labels=bool(language) and language.pp.rank() == language.pp.size() - 1,
+            needs_owners=layouts.language.cp > 1,
+        )
+
+    def rows(self, split: str) -> Rows:
+        """Return the rows of a split."""
+        args = self.args
+        return Rows(self.reader.source, split, args.seq_length, self.packing, args.seed)
+
+    def training(self) -> Iterator[Microbatch]:
+        """Yield microbatches without end, from the first row that the run has not consumed."""
+        return self._loaded(self._takes("train", training_steps(self.args, self._dp)))
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """Yield microbatches of the test split; every evaluation reads the same rows."""
+        return self._loaded(self._takes("test", held_out_steps(self.args, self._dp)))
+
+    def _takes(self, split: str, steps: Iterator[Step]) -> Iterator[Take]:
+        rows = self.rows(split)
+        for step in steps:
+            yield from self.plan.takes(rows, *step)
+
+    def _reading_ahead(self) -> dict[str, object]:
+        """Return the DataLoader's arguments for loading processes."""
+        args, language = self.args, self.layouts.language
+        count = args.encoder_macro_batch
+        if self._all_at_once and not self.layouts.non_colocated:
+            # The schedule draws all microbatches of a step at its beginning.
+            count = args.global_batch_size // (args.micro_batch_size * language.dp)
+        # Loading processes ignore the signal that tells all processes of a run to save and end.
+        ignored = partial(signal.signal, args.exit_signal, signal.SIG_IGN)
+        return {
+            "prefetch_factor": max(2, -(-count // args.num_workers) + 1),
+            "persistent_workers": True,
+            "worker_init_fn": (lambda _: ignored()) if args.exit_signal_handler else None,
+            "multiprocessing_context": "fork",
+        }
+
+    def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
+        on_gpu = self.args.device == "cuda"
+        loader = DataLoader(
+            self.reader,
+            sampler=takes,
+            batch_size=None,
+            collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
+            num_workers=self.args.num_workers,
+            pin_memory=on_gpu,
+            **self._reading_ahead() if self.args.num_workers else {},
+        )
+        batches = map(received, loader)
+        # Without GPUs, the CPU runtime stands in for Tensor.cuda.
+        on_device = partial(_moved, move=torch.Tensor.cuda)
+        batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches)
+            self.waited_s += time.perf_counter() - started
+            yield batch
+
+
+def row_cost(packed: bool, tokens: list[int]) -> float:
+    """Return what a row costs the language model beyond what all rows cost alike: its attention.
+
+    Args:
+        packed: whether rows are packed; otherwise all cost the same.
+        tokens: number of tokens of each of the row's samples.
+    """
+    return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
+
+
+def received(batch: Microbatch | str) -> Microbatch:
+    """Return what a `Reader` has read, with its arrays as tensors.
+
+    Raises:
+        UserError: the `Reader` could not read it; the message is the reader's.
+    """
+    if isinstance(batch, str):
+        raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
+    if host := batch.get("host_tokens"):
+        encoded = {name: list(map(torch.from_numpy, ids)) for name, ids in host.encoded.items()}
+        consumed = list(map(torch.from_numpy, host.consumed))
+        batch["host_tokens"] = host._replace(encoded=encoded, consumed=consumed)
+    return batch
+
+
+def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
+    """Yield microbatches on this GPU; the next one is copied while one is in use."""
+    stream, held = torch.cuda.Stream(), None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            copied = _moved(batch, lambda tensor: tensor.cuda(non_blocking=True))
+            arrived = stream.record_event()
+        if held is not None:
+            yield _arrived(*held)
+        held = copied, arrived
+
+
+def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
+    stream = torch.cuda.current_stream()
+    stream.wait_event(event)
+
+    def used(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(stream)
+        return tensor
+
+    return _moved(batch, used)
+
+
+def _moved(batch: dict, move: Callable[[torch.Tensor], torch.Tensor]) -> dict:
+    """Apply ``move`` to all tensors of a batch but those in its ``host_tokens``."""
+
+    def moved(value):
+        if isinstance(value, dict):
+            return _moved(value, move)
+        return move(value) if isinstance(value, torch.Tensor) else value
+
+    return {name: moved(value) for name, value in batch.items()}

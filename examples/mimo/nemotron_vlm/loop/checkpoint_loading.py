@@ -1,0 +1,133 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line.
+
+Random states belong to one layout: they are loaded only if both modules have the saved layouts.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import Call, Caller
+from megatron.training import checkpointing, training
+from megatron.training.utils import print_rank_0
+
+LAYOUT = ("placement", "encoder", "language")
+"""Arguments that determine which rank holds which part of the model."""
+
+STREAM = (
+    *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
+    *("tokenizer_model", "image_token", "prompt", "max_tiles", "thumbnail"),
+)
+"""Arguments that may change which sample has which number, for the refusal's text; whether it has
+changed is decided by the fingerprint of the data."""
+
+torch.serialization.add_safe_globals([Call, Caller, HostTokens])
+"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result,
+and the tokens in its microbatch."""
+
+
+@contextmanager
+def safe_loading(args: Namespace) -> Iterator[None]:
+    """Make Megatron's training loop load checkpoints this way inside the block.
+
+    Raises:
+        UserError: inside the block, if a checkpoint is damaged (on every rank alike) or is of
+            another model (on the ranks that notice).
+    """
+    load = partial(_load, training.load_checkpoint, args)
+    with no_code_from_checkpoints(), replaced(training, load_checkpoint=load):
+        yield
+
+
+def _load(
+    load: Callable,
+    args: Namespace,
+    model: list[MimoModel],
+    optimizer: MimoOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    *arguments,
+    **named,
+) -> tuple[int, int]:
+    before = args.no_load_rng, args.verify_integrity
+    if optimizer:  # there is none with --skip-train
+        optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
+    try:
+        directory = _newest(args)
+        if directory and args.verify_integrity:
+            verify_manifest(directory)  # before anything is read; Megatron verifies after reading
+            args.verify_integrity = False
+        if directory:
+            saved = load_common_state_dict(directory).get("args")
+            # A run that starts from --pretrained-checkpoint begins its data anew.
+            is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
+            if is_own and not args.finetune:
+                _check_data(args, saved)
+            if any(getattr(saved, name, None) != getattr(args, name) for name in LAYOUT):
+                args.no_load_rng = True
+                print_rank_0("another layout was saved: random states are not loaded")
+        result = load(model, optimizer, scheduler, *arguments, **named)
+        if scheduler:
+            scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
+        return result
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise _refusal(args, causes[0], args.rank) from error
+    except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
+        raise _refusal(args, error) from error
+    finally:
+        args.no_load_rng, args.verify_integrity = before
+
+
+def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:
+    reason = " ".join(str(error).split())[:600]
+    return UserError(f"--load {args.load}: {reason}", rank)
+
+
+def _newest(args: Namespace) -> str | None:
+    """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
+    for source in filter(None, (args.load, args.pretrained_checkpoint)):
+        tracker = checkpointing.get_checkpoint_tracker_filename(source)
+        if os.path.isfile(tracker):
+            iteration, release = checkpointing.read_metadata(tracker)
+            return checkpointing.get_checkpoint_name(
+                source, args.ckpt_step or iteration, release, return_base_dir=True
+            )
+    return None
+
+
+def _check_data(args: Namespace, saved: Namespace | None) -> None:
+    """Check that the data is the stream of samples that the saved run left, wherever it lies."""
+    if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
+        return
+    others = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} in place of {getattr(saved, name, None)}"
+        for name in STREAM
+        if getattr(args, name) != getattr(saved, name, None)
+    ]
+    raise UserError(
+        f"--load {args.load}: {args.data} has other samples than when this was saved, or another "
+        f"order of them ({', '.join(others) or 'with the same options'}), so that the run cannot "
+        "go on where it stood; give what was given then, or --finetune, which takes the weights "
+        "and begins anew"
+    )

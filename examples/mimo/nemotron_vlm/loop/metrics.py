@@ -1,0 +1,248 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run's metrics beside Megatron's log: a JSON line per step, and progress; from the last rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.training import training
+
+SHOWN = ("loss", "eval_accuracy")
+"""Metrics in the progress bar."""
+
+LINE_INTERVAL_S = 10
+"""Seconds between lines of progress if there is no terminal; the last step has a line, too."""
+
+Record = dict[str, float | int | bool | None]
+
+
+@contextmanager
+def observed(
+    args: Namespace, loading: Loading, note: Callable[[Record], object] | None = None
+) -> Iterator[None]:
+    """Watch Megatron's training loop inside the block, and report its steps.
+
+    A step is reported when the next one ends, before a checkpoint that includes it is saved, or at
+    the end of the run. Until then its numbers are copied from the device without the host waiting.
+
+    Args:
+        args: Megatron's arguments and ours.
+        loading: the data loading, which counts the seconds that steps wait for it.
+        note: called with each record, on the last rank, which has the loss.
+    """
+    if args.rank < args.world_size - 1:
+        yield
+        return
+    watch = _Watch(args, loading, note)
+    watched = replaced(
+        training,
+        train_step=_watched(training.train_step, watch.train_step),
+        training_log=_watched(training.training_log, watch.training_log),
+        evaluate=_watched(training.evaluate, watch.evaluate),
+        save_checkpoint=_watched(training.save_checkpoint, watch.save_checkpoint),
+    )
+    with watched, closing(watch):
+        yield
+
+
+def _watched(function: Callable, watch: Callable[[Callable, dict], object]) -> Callable:
+    """Wrap ``function``: call ``watch`` instead, with the call and its arguments by name."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*arguments, **named):
+        seen = signature.bind(*arguments, **named).arguments
+        return watch(functools.partial(function, *arguments, **named), seen)
+
+    return wrapped
+
+
+class _OnTheWay:
+    """Scalars copied asynchronously from the device to the host."""
+
+    def __init__(self, scalars: dict[str, Tensor]) -> None:
+        self._names, self._arrived = list(scalars), torch.cuda.Event()
+        self._host = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
+        if scalars:
+            self._host.copy_(torch.stack(list(scalars.values())), non_blocking=True)
+        self._arrived.record()
+
+    def read(self) -> dict[str, float]:
+        """Wait for the numbers, and return them by name."""
+        self._arrived.synchronize()
+        return dict(zip(self._names, self._host.numpy().tolist(), strict=True))
+
+
+class _Watch:
+    """Makes records from the watched calls, and hands them to a writer."""
+
+    def __init__(
+        self, args: Namespace, loading: Loading, note: Callable[[Record], object] | None
+    ) -> None:
+        self._loading, self._note = loading, note
+        self._writer = MetricsWriter(args.metrics_out, args.train_iters)
+        self._held: Record | None = None
+        self._reported = _OnTheWay({})
+        self._of_step: Record = {}
+
+    def train_step(self, call: Callable, seen: dict) -> object:
+        started, waited = time.perf_counter(), self._loading.waited_s
+        # Before the step: afterwards, the optimizer has the next step's rate.
+        lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
+        result = call()
+        self._of_step = {
+            "lr": lr,
+            "step_time_s": time.perf_counter() - started,
+            "data_wait_s": self._loading.waited_s - waited,
+        }
+        return result
+
+    def training_log(self, call: Callable, seen: dict) -> object:
+        result = call()
+        self._write_held()
+        self._reported = _OnTheWay(seen["loss_dict"])
+        self._held = {
+            "step": seen["iteration"],
+            "loss": None,
+            "grad_norm": _finite(seen["grad_norm"]),
+            "num_tokens": 0,
+            **self._of_step,
+            "skipped": bool(seen["skipped_iter"]),
+        }
+        return result
+
+    def evaluate(self, call: Callable, _) -> tuple:
+        result = call()
+        found = {name: float(value) for name, value in (result[0] or {}).items()}
+        if self._held is not None and LOSS in found:
+            names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
+            self._held |= {name: _finite(found[reported]) for name, reported in names.items()}
+        return result
+
+    def save_checkpoint(self, call: Callable, _) -> object:
+        # A run resumed from the checkpoint needs the step; an evaluation may still follow.
+        if self._held is not None:
+            self._writer.write(self._completed())
+        return call()
+
+    def close(self) -> None:
+        self._write_held()
+        self._writer.close()
+
+    def _write_held(self) -> None:
+        if self._held is None:
+            return
+        record, self._held = self._completed(), None
+        self._writer.write(record)
+        if self._note:
+            self._note(record)
+
+    def _completed(self) -> Record:
+        """Return the held record, completed with the numbers from the device."""
+        reported = self._reported.read()
+        self._held["loss"] = _finite(reported.get(LOSS))
+        self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        return self._held
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+class MetricsWriter:
+    """Writes records as they come.
+
+    Args:
+        path: file of JSON lines; a resumed run keeps the records of the steps before it. None shows
+            only progress, as a bar on a terminal, else as lines.
+        total_steps: steps of the whole run.
+    """
+
+    def __init__(self, path: Path | None, total_steps: int | None) -> None:
+        self._path, self._total_steps = path, total_steps
+        self._file = self._bar = None
+        self._step = self._begin = 0
+        self._last_line = time.monotonic()
+
+    def write(self, record: Record) -> None:
+        """Append one step's record; its `step` counts from 1.
+
+        A second record of a step replaces the first. The first record of all shows where a resumed
+        run continues: the file's records from that step on are dropped. None stands for a number
+        that is not finite.
+        """
+        if self._bar is None:
+            self._open(record["step"] - 1)
+        is_new = record["step"] != self._step
+        if self._file:
+            if is_new:
+                self._begin = self._file.tell()
+            else:
+                self._file.seek(self._begin)
+                self._file.truncate()
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._step = record["step"]
+        shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(is_new)
+        if self._bar.disable and is_new:
+            self._print_line(record["step"], shown)
+
+    def _open(self, steps_before: int) -> None:
+        if self._path:
+            self._file = _reopen(self._path, steps_before)
+        self._bar = tqdm(
+            total=self._total_steps, initial=steps_before, disable=None, unit="step", mininterval=1
+        )
+
+    def _print_line(self, step: int, shown: dict[str, str]) -> None:
+        now = time.monotonic()
+        if step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S:
+            self._last_line = now
+            numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
+            print(f"step {step} of {self._total_steps}: {numbers}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the file and the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._file:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Read the records of a file, if there is one, without a last line that a kill cut short."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _reopen(path: Path, steps_before: int) -> TextIO:
+    """Keep only the records of the steps before in the file, and return it open to append."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [r for r in read_metrics(path) if r["step"] <= steps_before] if steps_before else []
+    partial = path.with_name(path.name + ".partial")
+    file = partial.open("w")
+    file.writelines(json.dumps(record) + "\n" for record in kept)
+    file.flush()
+    partial.replace(path)
+    return file

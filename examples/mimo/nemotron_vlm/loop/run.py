@@ -1,0 +1,262 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megatron.core.datasets.utils
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import layout_table
+from examples.mimo.common.steps import data_provider
+from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
+from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_writer import start_checkpoint_writer
+from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
+from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
+from examples.mimo.nemotron_vlm.model.model import placed
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.own_options import own_options
+from megatron.core.enums import ModelType
+from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.module_groups import (
+    ModuleGroups,
+    limit_waiting,
+    make_modules,
+    schedule_collection,
+    stages_of,
+)
+from megatron.core.models.mimo.setup.teardown import destroy
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.config import PretrainConfigContainer
+from megatron.training.global_vars import set_global_variables, unset_global_variables
+from megatron.training.initialize import _initialize_distributed
+from megatron.training.training import pretrain
+
+READINGS = 12
+"""Test samples in the report's picture."""
+
+
+@dataclass
+class Session:
+    """A run whose process groups are made, ready for Megatron's loop.
+
+    options: the command line's options. modules: their grids and groups. loading: this rank's data
+    loading. cfg: Megatron's configurations. communicator: the communicator of non-colocated
+    modules, else None. stages: the model's virtual stages, empty until it is built. writer: see
+    `start_checkpoint_writer`.
+    """
+
+    options: Options
+    modules: dict[str, ModuleGroups]
+    loading: Loading
+    cfg: PretrainConfigContainer
+    communicator: MultiModulePipelineCommunicator | None
+    stages: list[MimoModel]
+    writer: object | None
+
+
+def run(argv: list[str]) -> None:
+    """Carry out a run, under the CPU runtime without GPUs; collective over all ranks.
+
+    Raises:
+        UserError: the input is bad; on every rank alike.
+    """
+    own = own_options(argv)
+    asks_only = bool(own.dry_run or own.plan)
+    if own.plan < 0 or (own.dry_run and own.plan):
+        raise UserError("--plan N takes 1 or more GPUs, and does not go with --dry-run")
+    if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
+    with _output_to(_log_file(own, argv)):
+        if asks_only:
+            # PyTorch's fake process groups come with its test tools, which are slow to import.
+            from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
+
+            text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
+            print(text, file=sys.__stdout__)
+            return
+        options = parse(argv)
+        args = options.args
+        if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
+            raise UserError(
+                f"--transformer-impl {args.transformer_impl}: Transformer Engine is not installed; "
+                "local takes Megatron's own layers"
+            )
+        _check_outputs(args)
+        source = make_source(args, options.preset.encoder)
+        _say_left_out(source, args)
+        session = open_session(options, source)
+        lay = options.layouts
+        _say(
+            f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
+            f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
+            f"samples a step\n{layout_table(lay)}",
+            args,
+        )
+        last: deque[Record] = deque(maxlen=1)
+        train(session, last.append)
+        _print_outcome(session, last)
+        close_session(session)
+        dist.destroy_process_group()
+
+
+def open_session(options: Options, source: SampleSource) -> Session:
+    """Join the ranks and make all process groups; collective."""
+    args, layouts = options.args, options.layouts
+    args.image_token_id, args.data_fingerprint = source.image_token, fingerprint(source, args)
+    # The package has no Makefile for the index builder of .bin data, which is not read here.
+    megatron.core.datasets.utils.compile_helpers = lambda: None
+    set_global_variables(args, build_tokenizer=False)
+    writes_apart = args.async_save and args.exit_signal_handler
+    writer = start_checkpoint_writer(args) if writes_apart else None
+    _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
+    modules = make_modules(
+        placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances
+    )
+    communicator = None
+    if layouts.non_colocated:
+        grids = {name: module.grid for name, module in modules.items()}
+        communicator = encoders_to_language(grids, options.configs.language)
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
+    limit_waiting(limit)
+    loading = Loading(args, layouts, options.preset, modules, source)
+    tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
+    args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
+    build = VLMBuildConfig(_options=options, _modules=modules)
+    stages = stages_of(build.post_wrap_hooks, limit)
+    cfg = pretrain_cfg_container_from_args(args, build)
+    return Session(options, modules, loading, cfg, communicator, stages, writer)
+
+
+def store_of_attempt() -> dist.Store | None:
+    """Return the store through which the ranks of this attempt meet; None for PyTorch's choice.
+
+    torchrun may keep one store for all attempts (PyTorch 2.13 does, without a prefix for each);
+    ranks of a later attempt would find the addresses of processes that have ended.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    return dist.PrefixStore(f"attempt/{attempt}", store)
+
+
+def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
+    """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
+    args, loading = session.options.args, session.loading
+    with observed(args, loading, note), safe_loading(args):
+        pretrain(
+            session.cfg,
+            data_provider(loading),
+            ModelType.encoder_or_decoder,
+            partial(forward_step, score=loading.reader.source.score),
+            skip_model_parallel_init=True,
+            p2p_communicator=session.communicator,
+            pg_collection=schedule_collection(session.modules),
+        )
+
+
+def close_session(session: Session) -> None:
+    """Free the model, its groups and Megatron's global state; collective.
+
+    The default group stays. The caller must drop its own references to the model first.
+    """
+    session.cfg.model.post_wrap_hooks.clear()
+    destroy(session.stages, session.modules)
+    unset_global_variables()
+    destroy_rerun_state_machine()
+
+
+def _print_outcome(session: Session, last: Sequence[Record]) -> None:
+    args = session.options.args
+    if args.report:
+        everywhere: list[dict] = [{}] * args.world_size
+        dist.all_gather_object(everywhere, answers)
+    if args.report and args.rank == args.world_size - 1:
+        # matplotlib is slow to import, and only this rank draws.
+        from examples.mimo.nemotron_vlm.loop.report import draw_report, readings
+
+        read = {place: token for part in everywhere for place, token in part.items()}
+        shown = readings(session.loading.reader.source, read, READINGS)
+        draw_report(args.report, read_metrics(args.metrics_out), shown)
+        print(f"picture: {args.report.absolute()}", file=sys.stderr)
+    if last and "eval_accuracy" in last[-1]:
+        print(f"held-out accuracy: {last[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+
+
+def _say_left_out(source: SampleSource, args: Namespace) -> None:
+    for split in ("train", "test") if args.eval_iters else ("train",):
+        try:
+            found = source.left_out(split)
+        except ValueError as error:
+            raise UserError(f"--data {args.data}: {error}") from error
+        if found:
+            counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
+            _say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
+
+
+def _say(text: str, args: Namespace) -> None:
+    if args.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _log_file(own: Namespace, argv: list[str]) -> Path | None:
+    if own.log_file == "-" or {"-h", "--help"} & set(argv):
+        return None
+    if own.log_file or own.dry_run or own.plan:
+        return Path(own.log_file or os.devnull)
+    return own.metrics_out.with_name("log.txt") if own.metrics_out else None
+
+
+@contextmanager
+def _output_to(path: Path | None) -> Iterator[None]:
+    """Append what Megatron prints, logs and warns of to a file, which all ranks share."""
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", buffering=1)
+    except OSError as error:
+        raise UserError(f"--log-file {path}: cannot write there ({error.strerror})") from error
+    with file, redirect_stdout(file):
+        logging.basicConfig(stream=file, force=True)
+        logging.captureWarnings(True)
+        yield
+        logging.captureWarnings(False)
+        logging.basicConfig(force=True)
+
+
+def _check_outputs(args: Namespace) -> None:
+    probe = args.save and Path(args.save, ".probe")
+    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--save": probe}
+    for option, path in outputs.items():
+        try:
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise UserError(f"{option} {path}: cannot write there ({error.strerror})") from error

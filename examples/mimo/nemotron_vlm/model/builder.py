@@ -1,0 +1,81 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The model builder that ``pretrain`` calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.model.model import build_vlm
+from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_overrides
+from examples.mimo.nemotron_vlm.options.arguments import Options
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.bubble_plan import Costs
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
+from megatron.core.models.mimo.setup.initialization import initialize_weights
+from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process
+from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
+from megatron.training.training import num_floating_point_operations
+
+
+@dataclass(kw_only=True)
+class VLMBuildConfig(ModelConfig):
+    """The builder's inputs; Megatron does not serialize fields that begin with an underscore."""
+
+    builder: ClassVar[str] = "examples.mimo.nemotron_vlm.model.builder.VLMBuilder"
+    _options: Options
+    _modules: Modules
+
+
+class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
+    """Builds the Nemotron VLM on this rank."""
+
+    def build_model(self, pg_collection, pre_process=None, post_process=None, vp_stage=None):
+        """Return the bare model's virtual stage ``vp_stage``; the other arguments are ignored."""
+        return self._build()[vp_stage or 0]
+
+    def build_distributed_models(
+        self,
+        pg_collection,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        wrap_with_ddp: bool = True,
+        **_,
+    ) -> list[MimoModel]:
+        """Build this rank's virtual stages of the model, initialized and ready to train.
+
+        Args:
+            pg_collection: ignored: each module has the groups of its own grid.
+            ddp_config: data-parallel settings of all modules.
+            wrap_with_ddp: whether the run trains; otherwise no parameter requires a gradient.
+        """
+        options, modules = self._model_config._options, self._model_config._modules
+        args = options.args
+        prepare_process(modules, args)
+        stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
+        for stage in stages:
+            initialize_weights(stage, args.seed, args.language_std)
+        stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
+        freeze(stages, args.freeze.split(",") if args.freeze else [])
+        if not wrap_with_ddp:
+            for stage in stages:
+                stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
+        stages[0].optimizer_overrides = part_overrides(args)
+        prepare_for_training(
+            stages, modules, ddp_config, args.recompute_encoder or None, args.encoder_macro_batch
+        )
+        if args.encoder_schedule == BUBBLES:
+            # The plan of the bubbles weighs encoder and language model by floating-point
+            # operations.
+            share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
+            encode_in_bubbles(stages, Costs.of_share(share, options.layouts.language.vpp))
+        return compose_hooks(self._model_config.post_wrap_hooks)(stages)
+
+    def _build(self) -> list[MimoModel]:
+        options, modules = self._model_config._options, self._model_config._modules
+        return build_vlm(options.args, options.preset, options.configs, modules)

@@ -1,0 +1,197 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Nemotron VLM as a MimoModel: its configurations from Megatron's arguments, and its parts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.model.vision import (
+    NormedProjector,
+    RADIOEncoderWrapper,
+    VisionStage,
+)
+from megatron.core.activations import squared_relu
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.module_groups import Modules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+IMAGES = "images"
+"""Name of the vision module in grids, batches and checkpoints."""
+
+ENCODER = "radio"
+"""Name of the vision module's encoder in batches and checkpoints."""
+
+SHARED = """
+    params_dtype pipeline_dtype bf16 fp16 calculate_per_token_loss gradient_accumulation_fusion
+    masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
+    use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type cuda_graph_impl""".split()
+"""Fields that the encoder's and the projector's configurations copy from the language model's."""
+
+OF_LANGUAGE = """
+    hybrid_layer_pattern fp16_lm_cross_entropy position_embedding_type rotary_percent
+    rotary_base""".split()
+"""Megatron's arguments that are the language model's parameters of the same names."""
+
+
+@dataclass(frozen=True)
+class VLMConfigs:
+    """Configurations of the model's parts."""
+
+    encoder: TransformerConfig
+    projector: TransformerConfig
+    language: TransformerConfig
+
+
+def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConfigs:
+    """Make the configurations from validated arguments.
+
+    Args:
+        args: Megatron's arguments, which describe the language model.
+        preset: sizes of the encoder and the projector.
+        encoder: the encoder's layout.
+
+    Raises:
+        ValueError, AssertionError: from Megatron: options do not go together.
+    """
+    language = core_transformer_config_from_args(args)
+    language.perform_initialization = False  # weights are initialized by name
+    # Non-colocated stages exchange tensors of their own shapes.
+    language.variable_seq_lengths = args.placement == "non-colocated"
+    # A graph reuses its output tensors in the next step.
+    language.deallocate_pipeline_outputs &= args.cuda_graph_impl == "none"
+    shared = {name: getattr(language, name) for name in SHARED} | {
+        "tensor_model_parallel_size": encoder.tp,
+        "pipeline_model_parallel_size": encoder.pp,
+        "perform_initialization": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Otherwise the backward of a step's first microbatch overwrites main gradients (Transformer
+        # Engine's is_first_microbatch), and Megatron counts the language model's microbatches.
+        "disable_parameter_transpose_cache": True,
+    }
+    sizes = preset.encoder
+    return VLMConfigs(
+        encoder=TransformerConfig(
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            num_attention_heads=sizes.heads,
+            ffn_hidden_size=sizes.ffn,
+            normalization="LayerNorm",
+            layernorm_epsilon=sizes.norm_epsilon,
+            activation_func=F.gelu,
+            add_bias_linear=True,
+            **shared,
+        ),
+        projector=TransformerConfig(
+            num_layers=1,
+            hidden_size=args.hidden_size,
+            num_attention_heads=sizes.heads,  # unused, but Megatron wants tp to divide it
+            kv_channels=1,
+            ffn_hidden_size=preset.projector_ffn,
+            normalization="RMSNorm",
+            activation_func=squared_relu,
+            add_bias_linear=False,
+            **shared,
+        ),
+        language=language,
+    )
+
+
+def _vision_spec(
+    preset: VLMPreset, configs: VLMConfigs, specs: LayerSpecs, groups: ProcessGroupCollection | None
+) -> ModuleSpec:
+    radio = dict(config=configs.encoder, layer_spec=specs.vit_layer, preset=preset.encoder)
+    projector = dict(
+        config=configs.projector,
+        norm=specs.projector_norm,
+        submodules=specs.projector_mlp,
+        input_size=preset.encoder.output_size,
+    )
+    shared = {"pg_collection": groups}
+    return ModuleSpec(
+        module=VisionStage,
+        params=shared,
+        submodules={
+            "encoders": {ENCODER: ModuleSpec(module=RADIOEncoderWrapper, params=radio | shared)},
+            "input_projections": [ModuleSpec(module=NormedProjector, params=projector | shared)],
+        },
+    )
+
+
+def _language_spec(
+    args: Namespace,
+    config: TransformerConfig,
+    specs: LayerSpecs,
+    groups: ProcessGroupCollection | None,
+    vp_stage: int | None,
+) -> ModuleSpec:
+    if groups is None:
+        return ModuleSpec(module=HybridModel, params={"config": config})
+    stage, stages = groups.pp.rank(), groups.pp.size()
+    last = (config.virtual_pipeline_model_parallel_size or 1) - 1
+    params = {name: getattr(args, name) for name in OF_LANGUAGE} | dict(
+        config=config,
+        hybrid_stack_spec=specs.hybrid_stack,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=stage == 0 and not vp_stage,
+        post_process=stage == stages - 1 and (vp_stage or 0) == last,
+        vp_stage=vp_stage,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        scatter_embedding_sequence_parallel=False,
+        pg_collection=groups,
+    )
+    return ModuleSpec(module=HybridModel, params=params)
+
+
+def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
+    """Return the layout and first rank of each module, for ``make_modules``."""
+    return {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)}
+
+
+def build_vlm(
+    args: Namespace, preset: VLMPreset, configs: VLMConfigs, modules: Modules
+) -> list[MimoModel]:
+    """Build the bare model on this rank; its weights are not initialized.
+
+    Args:
+        args: Megatron's arguments.
+        preset: sizes of the encoder.
+        configs: configurations of the parts.
+        modules: grid and groups of IMAGES and LANGUAGE.
+
+    Returns:
+        One MimoModel for each virtual pipeline stage; the first holds the encoder.
+    """
+    language, specs = modules[LANGUAGE].groups, layer_specs(args.transformer_impl)
+    vision = _vision_spec(preset, configs, specs, modules[IMAGES].groups)
+    vpp = configs.language.virtual_pipeline_model_parallel_size
+    stages = []
+    for vp_stage in range(vpp) if vpp else [None]:
+        held = {LANGUAGE: modules[LANGUAGE]} if vp_stage else modules
+        config = MimoModelConfig(
+            language_model_spec=_language_spec(args, configs.language, specs, language, vp_stage),
+            modality_submodules_spec={} if vp_stage else {IMAGES: vision},
+            special_token_ids={IMAGES: args.image_token_id},
+            module_to_grid_map={name: module.grid for name, module in held.items()},
+        )
+        stage = MimoModel(config)
+        stage.model_type = ModelType.encoder_or_decoder
+        stage.vp_stage = vp_stage
+        stages.append(stage)
+    return stages

@@ -1,0 +1,221 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Model sizes of the Nemotron VLM: RADIO ViT, projector and hybrid language model.
+
+A preset is plain data, made by a function or read from a file, and knows nothing of ranks or
+devices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from examples.mimo.common.errors import UserError
+from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
+
+
+@dataclass(frozen=True)
+class EncoderPreset:
+    """Sizes of the RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
+
+    pixel_mean, pixel_std: mean and deviation by channel, for normalizing pixels in [0, 1].
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    patch: int
+    tile: int
+    max_tile: int
+    class_tokens: int = 8
+    pixel_shuffle: int = 2
+    norm_epsilon: float = 1e-5
+    pixel_mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    pixel_std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Tokens that one tile becomes in the language model's sequence."""
+        return (self.tile // self.patch // self.pixel_shuffle) ** 2
+
+    @property
+    def output_size(self) -> int:
+        """Features of one of these tokens before the projector."""
+        return self.hidden * self.pixel_shuffle**2
+
+
+@dataclass(frozen=True)
+class LanguagePreset:
+    """Sizes of the hybrid language model: Mamba-2 (``M``), gated delta net (``G``), attention
+    (``*``), MLP (``-``), MoE (``E``). Fields are options of Megatron; sizes of layers that the
+    pattern lacks do not matter.
+    """
+
+    hybrid_layer_pattern: str
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    num_experts: int
+    moe_router_topk: int
+    moe_ffn_hidden_size: int
+    moe_shared_expert_intermediate_size: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_num_groups: int
+    mamba_state_dim: int
+    vocab_size: int
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    ffn_hidden_size: int | None = None
+    moe_router_topk_scaling_factor: float = 2.5
+    layernorm_epsilon: float = 1e-5
+
+
+@dataclass(frozen=True)
+class VLMPreset:
+    """Sizes of a whole model.
+
+    projector_ffn: the projector's inner width. seq_length: default number of tokens of a sample.
+    """
+
+    name: str
+    encoder: EncoderPreset
+    projector_ffn: int
+    language: LanguagePreset
+    seq_length: int = 32
+
+    @property
+    def flops_per_tile(self) -> float:
+        """Floating-point operations of encoder and projector per tile, forward and backward."""
+        e = self.encoder
+        patches = (e.tile // e.patch) ** 2
+        sizes = e.layers, e.hidden, e.ffn, 3 * e.patch**2
+        vit = vit_flops(patches, patches + e.class_tokens, *sizes)
+        return vit + self.projector_flops_per_tile
+
+    @property
+    def projector_flops_per_tile(self) -> float:
+        """Floating-point operations of the projector alone per tile, forward and backward."""
+        widths = (self.encoder.output_size, self.projector_ffn, self.language.hidden_size)
+        return mlp_flops(self.encoder.tokens_per_tile, widths)
+
+
+def tiny() -> VLMPreset:
+    """Sizes for CPUs, divisible by encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8."""
+    return VLMPreset(
+        name="tiny",
+        encoder=EncoderPreset(layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16),
+        projector_ffn=128,
+        language=LanguagePreset(
+            hybrid_layer_pattern="MEM*MEM*",
+            hidden_size=64,
+            num_attention_heads=8,
+            num_query_groups=4,
+            kv_channels=8,
+            num_experts=8,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=64,
+            moe_shared_expert_intermediate_size=64,
+            mamba_num_heads=32,
+            mamba_head_dim=4,
+            mamba_num_groups=4,
+            mamba_state_dim=16,
+            vocab_size=64,
+        ),
+    )
+
+
+def nano_vl_30b_a3b() -> VLMPreset:
+    """Published sizes of Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles."""
+    return VLMPreset(
+        name="nano-vl-30b-a3b",
+        encoder=EncoderPreset(
+            layers=32, hidden=1280, heads=16, ffn=5120, patch=16, tile=512, max_tile=2048
+        ),
+        projector_ffn=20480,
+        language=LanguagePreset(
+            hybrid_layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            hidden_size=2688,
+            num_attention_heads=32,
+            num_query_groups=2,
+            kv_channels=128,
+            num_experts=128,
+            moe_router_topk=6,
+            moe_ffn_hidden_size=1856,
+            moe_shared_expert_intermediate_size=3712,
+            mamba_num_heads=64,
+            mamba_head_dim=64,
+            mamba_num_groups=8,
+            mamba_state_dim=128,
+            vocab_size=131072,
+        ),
+        seq_length=8192,
+    )
+
+
+def tiny_gdn() -> VLMPreset:
+    """``tiny`` with a gated delta net in the place of every second Mamba-2 layer."""
+    base = tiny()
+    language = replace(
+        base.language,
+        hybrid_layer_pattern="MEG*MEG*",
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    return replace(base, name="tiny-gdn", language=language)
+
+
+def nano_vl_30b_a3b_gdn() -> VLMPreset:
+    """``nano-vl-30b-a3b`` with every third Mamba-2 layer a gated delta net as wide as Qwen3-Next's.
+
+    No such model is published; it is there to train and to measure one.
+    """
+    base = nano_vl_30b_a3b()
+    pattern = re.sub("(M[^M]*M[^M]*)M", r"\1G", base.language.hybrid_layer_pattern)
+    language = replace(base.language, hybrid_layer_pattern=pattern)
+    return replace(base, name="nano-vl-30b-a3b-gdn", language=language)
+
+
+PRESETS: dict[str, Callable[[], VLMPreset]] = {
+    "tiny": tiny,
+    "tiny-gdn": tiny_gdn,
+    "nano-vl-30b-a3b": nano_vl_30b_a3b,
+    "nano-vl-30b-a3b-gdn": nano_vl_30b_a3b_gdn,
+}
+
+
+def find_preset(model: str) -> VLMPreset:
+    """Return a preset by its name, or by the path of a file that ``write_preset`` wrote.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if model in PRESETS:
+        return PRESETS[model]()
+    try:
+        read = json.loads(Path(model).read_text())
+        for name, value in read["encoder"].items():
+            read["encoder"][name] = tuple(value) if isinstance(value, list) else value
+        read["encoder"] = EncoderPreset(**read["encoder"])
+        read["language"] = LanguagePreset(**read["language"])
+        return VLMPreset(**read)
+    except OSError as error:
+        reason = f"no preset and no file; choose from {', '.join(sorted(PRESETS))}, or a model.json"
+        raise UserError(f"--model {model}: {reason}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"--model {model}: not a file of model sizes: {error}") from error
+
+
+def write_preset(preset: VLMPreset, path: Path) -> None:
+    """Write a preset, as JSON."""
+    path.write_text(json.dumps(asdict(preset), indent=2) + "\n")

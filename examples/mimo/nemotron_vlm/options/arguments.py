@@ -1,0 +1,280 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: Megatron's parser, a few options of ours, and defaults from presets.
+
+Bad input is refused here, before any process group is made, with the same message on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
+    COLOCATED,
+    SIZES,
+    TOKEN_MULTIPLE,
+    Batch,
+    Layout,
+    Layouts,
+    asked_layout,
+)
+from examples.mimo.common.layout_rules import STATE_PASSING, staged_pattern
+from examples.mimo.common.refusals import REFUSALS, refuse
+from examples.mimo.common.steps import batches_of_first_size, growing_batch
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
+    check_bubbles,
+    check_encoder_schedule,
+    set_encoder_schedule,
+)
+from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
+from examples.mimo.nemotron_vlm.model.part_settings import NAMES, PARTS
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
+from examples.mimo.nemotron_vlm.options.defaults import defaults
+from examples.mimo.nemotron_vlm.options.environment import at_start
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
+from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+AT_LEAST_1 = "micro_batch_size global_batch_size seq_length "
+AT_LEAST_1 += "encoder_macro_batch sample_multiple pack_window"
+LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Megatron's validated arguments, and what is derived from them."""
+
+    args: argparse.Namespace
+    preset: VLMPreset
+    layouts: Layouts
+    configs: VLMConfigs
+
+
+def parse(argv: list[str], world_size: int | None = None) -> Options:
+    """Read and check the command line.
+
+    Args:
+        argv: the command line without the program's name.
+        world_size: ranks of the run; torchrun's by default.
+
+    Raises:
+        UserError: the options cannot work; the message names the fact and the fix.
+    """
+    os.environ.update(at_start(argv))  # where the program has not, before imports
+    own = own_options(argv)
+    preset = find_preset(own.model)
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        extend(parser, preset, own.device, own.pack)
+        read = parser.parse_args
+
+        def parse_args() -> argparse.Namespace:
+            found = read(argv)
+            # Refuse before Megatron acts on the arguments: --yaml-cfg would replace them all.
+            refuse(found, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
+            return found
+
+        parser.parse_args = parse_args  # Megatron's parse_args reads sys.argv
+        return parser
+
+    with _one_line():
+        args = parse_args(provider)
+    args.world_size = world_size or args.world_size
+    sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
+    preset = replace(preset, language=replace(preset.language, **sizes))
+    _check_own(args)
+    _complete(args)
+    layouts = _layouts(args, preset)
+    _set_layout(args, layouts)
+    with _one_line():
+        _validate(args, layouts.language.size)
+        refuse(args)  # what Megatron set by deprecated options
+        _check_evaluation(args, preset, layouts)
+        configs = make_configs(args, preset, layouts.encoder)
+    return Options(args, preset, layouts, configs)
+
+
+def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
+    """Add this program's options to Megatron's parser, and set this program's defaults in it."""
+    add_own_options(parser)
+    _set_defaults(parser, defaults(preset, device, packs))
+    for action in parser._actions:  # one help text of Megatron's has a bare per cent sign
+        action.help = re.sub(r"(?<!%)%(?![%(])", "%%", action.help or "")
+
+
+def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
+    """Set defaults, and add an opposite option for each flag that a default switches."""
+    parser.set_defaults(**values)
+    flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
+    for flag in flags:
+        name, value = flag.option_strings[0], values[flag.dest]
+        plain = re.sub("^--(no|disable)-", "--", name)
+        opposite = plain if plain != name else f"--no-{name[2:]}"
+        if flag.const == value and opposite not in parser._option_string_actions:
+            action = "store_false" if flag.const else "store_true"
+            options = {"dest": flag.dest, "default": value, "help": f"not {name}"}
+            parser.add_argument(opposite, action=action, **options)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Raise the errors of Megatron's checks as `UserError`s of one line."""
+    kinds = AssertionError, ValueError, RuntimeError, TypeError, KeyError, ImportError, OSError
+    try:
+        yield
+    except kinds as error:
+        reason = " ".join(str(error).split())
+        if not reason:
+            reason = f"not so: {traceback.extract_tb(error.__traceback__)[-1].line}"
+        raise UserError(reason) from error
+
+
+def _check_own(args: argparse.Namespace) -> None:
+    parts = args.freeze.split(",") if args.freeze else []
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"--freeze {unknown[0]}: no such part; choose from {', '.join(PARTS)}")
+    if set(parts) == set(PARTS):
+        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
+    if args.report and not args.metrics_out:
+        raise UserError("--report draws the metrics file: add --metrics-out FILE")
+    if args.report and not args.eval_iters:
+        raise UserError("--report shows what the model reads: add --eval-iters N")
+    for name, least in LEAST.items():
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be {least} or more")
+    if args.pack and args.micro_batch_size != 1:
+        raise UserError("--pack makes one row a microbatch: --micro-batch-size must be 1")
+    if args.pack and args.seq_length % args.sample_multiple:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
+        )
+    for part, name in itertools.product(NAMES, ("lr", "weight_decay")):
+        option, value = f"--{part}-{name.replace('_', '-')}", getattr(args, f"{part}_{name}")
+        if value is not None and not value >= 0.0:
+            raise UserError(f"{option} must be 0 or more")
+        if value is not None and part in parts:
+            raise UserError(f"{option} does nothing with --freeze {args.freeze}")
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on other options."""
+
+    def default(name: str, value: object) -> None:
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+    if args.use_checkpoint_opt_param_scheduler:
+        args.override_opt_param_scheduler = False  # Megatron refuses both together
+    args.image_token_id = IMAGE  # until the data source is known
+    args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
+    default("init_method_std", 0.02)
+    if args.train_samples is None:
+        default("train_iters", 20)
+    if args.step_batch_size_schedule is None:
+        default("global_batch_size", 32)
+    else:
+        # Megatron's own defaults would depend on the layout.
+        default("global_batch_size", _batch_sizes(args)[0])
+        if args.train_iters:
+            default("lr_decay_iters", batches_of_first_size(args))
+    default("max_position_embeddings", args.seq_length)
+    args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
+    default("eval_interval", args.train_iters or 1000)
+    if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
+        args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
+    is_passing = args.linear_context_parallel == STATE_PASSING
+    # Graphs of single layers take their input in the zigzag layout, as attention has it.
+    is_contiguous = is_passing and args.cuda_graph_impl == "none"
+    default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
+
+
+def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
+    asked = asked_layout(args, "encoder"), asked_layout(args, "language")
+    for size in reversed(_batch_sizes(args)):
+        layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
+    language = layouts.language
+    if layouts.non_colocated and args.recompute_encoder:
+        raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
+    set_encoder_schedule(args, layouts)
+    check_encoder_schedule(args, language)
+    check_bubbles(args, layouts)
+    if args.pack and args.sample_multiple % language.token_multiple:
+        raise UserError(
+            f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
+            f"{language.token_multiple} ({TOKEN_MULTIPLE})"
+        )
+    return layouts
+
+
+def _resolve(
+    args: argparse.Namespace,
+    preset: VLMPreset,
+    encoder: Layout,
+    language: Layout,
+    size: int,
+    micro_size: int,
+) -> Layouts:
+    batch = Batch(size, micro_size, args.seq_length)
+    rest = (args.world_size, preset, args.placement, args.linear_context_parallel)
+    return resolve(encoder, language, batch, *rest)
+
+
+def _batch_sizes(args: argparse.Namespace) -> list[int]:
+    """Global batch sizes of the run, in the order in which they are used."""
+    if args.step_batch_size_schedule is None:
+        return [args.global_batch_size]
+    return [size for _, size in growing_batch(args).schedule]
+
+
+def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
+    """Hold evaluation's batches to the rules that training's batches keep."""
+    if not args.eval_iters:
+        return
+    sizes = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.pack and sizes[1] != 1:
+        raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
+    if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
+        raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
+    try:
+        _resolve(args, preset, layouts.encoder, layouts.language, *sizes)
+    except UserError as error:
+        options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
+        raise UserError(f"{options}: {error}") from error
+
+
+def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
+    for module, layout in (("encoder", layouts.encoder), ("language", layouts.language)):
+        for axis, option in SIZES[module].items():
+            setattr(args, option, getattr(layout, axis))
+        setattr(args, module, str(layout))
+    args.sequence_parallel = layouts.language.sequence_parallel
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    if "|" not in args.hybrid_layer_pattern and not uneven:
+        args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
+
+
+def _validate(args: argparse.Namespace, language_ranks: int) -> None:
+    """Run Megatron's own checks, with the language model's ranks as the world."""
+    world_size, args.world_size = args.world_size, language_ranks
+    try:
+        validate_args(args, {"dataloader_type": "external"})
+    finally:
+        args.world_size = world_size
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size,
+            args.make_vocab_size_divisible_by,
+            args.tensor_model_parallel_size,
+            logging_enabled=False,
+        )

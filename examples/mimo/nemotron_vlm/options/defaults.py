@@ -1,0 +1,105 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""This program's defaults of Megatron's options: the model's, and those that a first run needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+
+import torch
+
+from examples.mimo.common.layout import SIZES
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from megatron.core.tensor_parallel import layers
+
+MODEL = {
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "position_embedding_type": "none",
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+    "moe_token_dispatcher_type": "alltoall",
+    "make_vocab_size_divisible_by": 1,
+}
+"""Defaults that all presets share, by the names of Megatron's arguments."""
+
+TRAINING = {
+    "micro_batch_size": 4,
+    "lr": 2e-3,
+    "min_lr": 0.0,
+    "lr_decay_style": "cosine",
+    "weight_decay": 0.01,
+    "init_method_std": None,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-5,
+    "eval_iters": 0,
+    "save_interval": 500,
+    "calculate_per_token_loss": True,
+    "use_distributed_optimizer": True,
+    "linear_context_parallel": "state-passing",
+    "hybrid_token_layout": None,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "verify_integrity": True,
+    "use_gloo_process_groups": False,
+    "override_opt_param_scheduler": True,
+}
+
+WITHOUT_KERNELS = {
+    "num_workers": 0,
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Defaults on CPUs: no GPU kernels, and no loading processes, as ranks share the cores."""
+
+WITH_ENGINE = {
+    "transformer_impl": "transformer_engine",
+    "moe_router_fusion": True,
+    "moe_permute_fusion": True,
+    "use_fused_weighted_squared_relu": True,
+}
+"""Defaults on GPUs with Transformer Engine."""
+
+
+def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
+    """Return the defaults of a preset on a device, by the names of Megatron's arguments.
+
+    Args:
+        preset: the model's sizes.
+        device: 'cpu' or 'cuda'.
+        packs: whether several samples are packed into a row, which then is a microbatch.
+    """
+    left_open = dict.fromkeys(SIZES["language"].values())  # None, so that --language can set them
+    chosen = {**MODEL, **asdict(preset.language), **TRAINING, **left_open}
+    chosen["seq_length"] = preset.seq_length
+    if packs:
+        chosen["micro_batch_size"] = 1
+    if find_spec("nvidia_resiliency_ext") is None:
+        chosen["async_strategy"] = "mcore"
+    if device == "cpu":
+        return chosen | WITHOUT_KERNELS
+    has_engine = find_spec("transformer_engine") is not None
+    # --moe-grouped-gemm needs an A100 or newer, and Transformer Engine or PyTorch's grouped_mm.
+    has_grouped_gemm = has_engine or hasattr(torch.nn.functional, "grouped_mm")
+    is_recent = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    chosen |= WITH_ENGINE if has_engine else {"transformer_impl": "local"}
+    return chosen | {
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+        "moe_grouped_gemm": has_grouped_gemm and is_recent,
+        "cross_entropy_loss_fusion": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    }

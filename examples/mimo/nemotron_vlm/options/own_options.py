@@ -1,0 +1,132 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""This program's own options, in addition to Megatron's."""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.model.presets import PRESETS
+from megatron.training.argument_utils import ArgumentGroupFactory
+
+
+@dataclass
+class OwnOptions:
+    """Options of this program; all others are Megatron's."""
+
+    model: str = field(
+        default="tiny",
+        metadata={
+            "argparse_meta": {
+                "help": f"sizes, which options override: {', '.join(sorted(PRESETS))}, or the "
+                "model.json of a converted checkpoint"
+            }
+        },
+    )
+    device: Literal["cpu", "cuda"] = "cpu"
+    """device that the ranks compute on"""
+    placement: Literal[COLOCATED, NON_COLOCATED] = COLOCATED
+    """run both modules on all ranks, or the encoder on the first ranks and the language model on
+    the others"""
+    language: str = ""
+    """the language model's layout, AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is
+    derived when left out; short for --tensor-model-parallel-size and so on"""
+    encoder: str = ""
+    """layout of encoder and projector, in the same form, with axes tp dp pp"""
+    encoder_tp: int | None = None
+    """the encoder's tensor-parallel size"""
+    encoder_dp: int | None = None
+    """the encoder's data-parallel size"""
+    encoder_pp: int | None = None
+    """the encoder's pipeline-parallel size, on ranks of its own"""
+    recompute_encoder: int = 0
+    """with colocated modules, keep no encoder activations but recompute them in the backward, for
+    so many microbatches at a time; 0 keeps them"""
+    encoder_macro_batch: int | None = None
+    """with colocated modules, without a pipeline or in its bubbles, encode the images of so many
+    microbatches at once; default: 2 on GPUs if a step has that many (in the bubbles, 4), else 1"""
+    encoder_schedule: Literal[THREE_PHASES, BUBBLES] | None = None
+    """with colocated modules and a pipeline, run the encoder's forward for a whole step before the
+    pipeline and its backward after it (three-phases), or both while the pipeline's stages would
+    wait (bubbles); default: bubbles with --cuda-graph-impl local, 4 microbatches or more, and tp,
+    cp and vpp of 1, else three-phases"""
+    freeze: str = ""
+    """comma-separated parts that are not trained: encoder, projector, language"""
+    encoder_lr: float | None = None
+    """learning rate of the encoder; default: --lr"""
+    projector_lr: float | None = None
+    """learning rate of the projector; default: --lr"""
+    encoder_weight_decay: float | None = None
+    """weight decay of the encoder; default: --weight-decay"""
+    projector_weight_decay: float | None = None
+    """weight decay of the projector; default: --weight-decay"""
+    data: str = "digits"
+    """data set: digits (strips of one to three scanned digits), digits:N (of N digits), mock
+    (noise) or energon:PATH (shards)"""
+    pack: bool = False
+    """pack as many samples as fit into a row of --seq-length tokens; samples do not attend to each
+    other, and batch sizes count rows"""
+    pack_window: int = 1024
+    """number of consecutive samples that are packed together"""
+    sample_multiple: int = 16
+    """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
+    or of 2·cp·tp with context parallelism"""
+    balance: bool = True
+    """assign rows to ranks and microbatches by their cost (default); --no-balance takes the
+    stream's order"""
+    max_tiles: int = 12
+    """most tiles of an image, not counting its thumbnail"""
+    thumbnail: bool = True
+    """add a thumbnail of the whole image if it has several tiles (default);
+    --no-thumbnail adds none"""
+    bad_samples: Literal["skip", "refuse"] = "skip"
+    """skip samples that cannot be used, or refuse a data set that has any"""
+    prompt: str = "Describe the image."
+    """question asked where a sample has only a caption"""
+    image_token: str = "<image>"
+    """the tokenizer's token for an image"""
+    surveys: str | None = None
+    """directory of the data's surveys; default: beside the data"""
+    metrics_out: Path | None = None
+    """write a JSON line per step to this file"""
+    report: Path | None = None
+    """write a PNG with curves and test answers to this file at the end"""
+    log_file: str | None = None
+    """file that Megatron's own output goes to, or - for the terminal; default: log.txt beside
+    --metrics-out"""
+    dry_run: int = field(
+        default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
+    )
+    """print the parameter counts of the model, or of RANKS ranks in the layouts, with a prediction
+    of their memory, and end"""
+    plan: int = 0
+    """print the fastest layouts for the model and the batch on so many GPUs, 8 per node, and end;
+    tools/plan_layout.py of the repository can do more"""
+    plan_gpu: str = "h200"
+    """GPU that --plan is for: h100, h200, b200, or a file that tools/plan_layout.py calibrate
+    wrote"""
+
+
+def add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Add this program's options to a parser, and make its errors `UserError`s."""
+    ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
+    parser.error = _refuse
+
+
+def _refuse(message: str):
+    raise UserError(f"{message}; see --help")
+
+
+def own_options(argv: list[str]) -> argparse.Namespace:
+    """Parse this program's own options from a command line, and ignore all others.
+
+    Raises:
+        UserError: an option has an invalid value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_own_options(parser)
+    return parser.parse_known_args(argv)[0]

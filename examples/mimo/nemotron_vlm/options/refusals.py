@@ -1,0 +1,81 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``pretrain_nemotron_vlm.py`` alone refuses, and the reasons."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from examples.mimo.common.layout import COLOCATED, asked_layout
+from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.common.refusals import Refusal, not_local, with_graphs
+from examples.mimo.nemotron_vlm.data import ENERGON
+
+
+def _is_unaligned(args: Namespace) -> bool:
+    """Tell whether upstream's Mamba layer has rows that its kernel takes for one sample only."""
+    language = asked_layout(args, "language")
+    if "M" not in args.hybrid_layer_pattern:
+        return False
+    if language.cp > 1 and args.linear_context_parallel == STATE_PASSING:
+        return False  # these layers copy such rows
+    heads, groups = args.mamba_num_heads, args.mamba_num_groups
+    row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
+    return row // language.tp % 8 != 0
+
+
+OF_OWN_OPTIONS = [
+    with_graphs(
+        "--data",
+        lambda args: args.data == "digits" or args.data.startswith(ENERGON) or args.pack,
+        "a graph has one shape, and these rows differ in their images and samples; digits:N and "
+        "mock have as many images in each",
+    ),
+    with_graphs(
+        "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
+    ),
+    with_graphs(
+        "--freeze", lambda args: args.freeze, "a graph does not run again before its backward has"
+    ),
+    with_graphs(
+        "--recompute-encoder",
+        lambda args: args.recompute_encoder,
+        "a graph's backward keeps the activations of its forward",
+    ),
+    Refusal(
+        "--transformer-impl transformer_engine in fp32 with --pack or context parallelism",
+        lambda args: (
+            (args.pack or asked_layout(args, "language").cp > 1)
+            and args.transformer_impl != "local"
+            and not (args.bf16 or args.fp16)
+        ),
+        "its attention has both in 16 bits alone; add --bf16, or choose local",
+    ),
+    Refusal(
+        "--mamba-num-heads that leave unaligned rows with --pack",
+        lambda args: args.pack and args.device == "cuda" and _is_unaligned(args),
+        "the kernel of the causal convolution needs (2 · heads · head dim + 2 · groups · state dim "
+        "+ heads) / tp to be a multiple of 8",
+    ),
+    not_local("--attention-dropout", lambda args: args.attention_dropout),
+    Refusal(
+        "--num-layers of another number than --hybrid-layer-pattern",
+        lambda args: args.num_layers not in (None, len(args.hybrid_layer_pattern.replace("|", ""))),
+        "the pattern gives the layers",
+    ),
+]
+"""Refusals that are checked before Megatron derives arguments."""
+
+TURNED_BACK = [
+    Refusal(
+        "--no-calculate-per-token-loss",
+        lambda args: not args.calculate_per_token_loss,
+        "ranks have answers of different lengths, and a mean of their means depends on the layout",
+    ),
+    Refusal(
+        "--no-dist-ckpt-optim-fully-reshardable",
+        lambda args: args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
+        "an optimizer of several modules is saved so that any layout can load it, and no other way",
+    ),
+]
+"""Refusals to switch off the program's defaults, which others lack."""

@@ -1,0 +1,171 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run a colocated MimoModel's encoders, and send their output to the language model's ranks.
+
+Both steps take one or more microbatches, which the language model then consumes one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core import tensor_parallel
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.forward.modality_rows import Tokens, consumed_rows, encoded_rows
+from megatron.core.models.mimo.setup.random_states import RandomStates
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
+
+ModalityInputs = dict[str, dict[str, dict[str, object]] | None]
+"""Keyword arguments by modality and encoder; None for a modality without input."""
+
+
+def encode(
+    model: MegatronModule, shares: Sequence[ModalityInputs | None], recompute: int | None = None
+) -> dict[str, Tensor]:
+    """Run every modality's encoders on this rank's part of the batch.
+
+    Args:
+        model: the MimoModel.
+        shares: inputs in batch order; their tensors are concatenated along the first dim.
+        recompute: keep no activations; in the backward run the encoders again, this many shares at
+            a time. ``None`` keeps them.
+
+    Returns:
+        Rows ``[rows, H]`` by modality, for a bridge in the dtype of the language model's
+        parameters. A modality without input has 0 rows if it has a bridge, and is left out
+        otherwise. Rows require grad on all ranks or on none.
+
+    Raises:
+        ValueError: shares give an encoder different arguments, or different values of an argument
+            that is not a tensor.
+    """
+    step = recompute or max(len(shares), 1)
+    merged = [_merged(shares[i : i + step]) for i in range(0, len(shares), step)]
+    rows = {}
+    for name, submodule in model.modality_submodules.items():
+        trained = any(p.requires_grad for p in submodule.parameters())
+        bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+        with _own_random_states(model, name):
+            parts = [
+                _encode_part(submodule, inputs[name], bool(recompute) and trained)
+                for inputs in merged
+                if inputs.get(name) is not None
+            ]
+        parts = [part for part in parts if part is not None]
+        if not parts and not bridged:
+            continue
+        parts = parts or [model._empty_encoder_output(name).detach()]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if bridged:  # all ranks send and receive one dtype, those without rows too
+            joined = joined.to(model.config.params_dtype)
+        rows[name] = joined.requires_grad_() if trained and torch.is_grad_enabled() else joined
+    return rows
+
+
+def communicate(
+    model: MegatronModule, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
+) -> dict[str, Tensor]:
+    """Send rows to the first-stage ranks of the language model that consume them.
+
+    Collective over all ranks of the model, including those without a row.
+
+    Args:
+        model: the MimoModel.
+        rows: the result of :func:`encode` for this rank's whole share.
+        microbatches: all microbatches in which this rank's language model consumes such rows, in
+            order. If all bring their ids in host memory, nothing waits for the device.
+
+    Returns:
+        Rows ``[rows consumed, H]`` by modality, in the order of ``microbatches``; 0 rows on later
+        stages. Rows of a modality without a bridge are returned as they are.
+    """
+    return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
+
+
+def run_microbatch(
+    model: MegatronModule, microbatch: dict[str, object]
+) -> tuple[Tensor | dict[str, Tensor], Tensor | None]:
+    """Run the forward of one microbatch, in any placement and schedule.
+
+    Returns:
+        MimoModel's output (losses or logits, or the next stage's input) and the loss mask.
+    """
+    output, loss_mask = model(**microbatch)
+    if torch.is_grad_enabled() and isinstance(output, dict):
+        for rows in output.values():
+            if not rows.requires_grad:
+                rows.requires_grad_()  # the pipeline sends a gradient to a frozen encoder too
+    return output, loss_mask
+
+
+def _communicate(
+    model: MegatronModule, name: str, rows: Tensor, microbatches: Sequence[Tokens]
+) -> Tensor:
+    bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
+    if bridge is None:
+        return rows
+    token_id, adapter = model.special_token_ids[name], model.partition_adapter
+    return bridge.communicate(
+        rows,
+        encoded_rows(microbatches, name, token_id, adapter),
+        consumed_rows(microbatches, name, token_id, adapter),
+    )
+
+
+def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractContextManager:
+    """Context in which a modality with a bridge draws from random states of its own.
+
+    Without a bridge, or without a seeded RNG tracker, it changes nothing.
+    """
+    bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
+    if not (bridged and get_cuda_rng_tracker().is_initialized()):
+        return contextlib.nullcontext()
+    kept = vars(model).setdefault("random_states", {})
+    if name not in kept:
+        groups = unwrap_model(model.modality_submodules[name]).pg_collection
+        kept[name] = RandomStates(name, groups)
+    return kept[name].in_use()
+
+
+def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:
+    if not (recompute and torch.is_grad_enabled()):
+        return submodule(encoder_inputs=inputs)
+    anchor = torch.empty(0, requires_grad=True)  # without a differentiable input: no backward
+    return tensor_parallel.checkpoint(partial(_run, submodule, inputs), False, anchor)
+
+
+def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
+    return submodule(encoder_inputs=inputs)
+
+
+def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
+    """Inputs of all shares joined into one; shares without a modality add nothing to it."""
+    found: dict[str, list] = {}
+    for share in shares:
+        for name, inputs in (share or {}).items():
+            if inputs is not None:
+                found.setdefault(name, []).append(inputs)
+    return {name: _joined(inputs, name) for name, inputs in found.items()}
+
+
+def _joined(values: list, what: str):
+    """Concatenate tensors, join dicts key by key, and keep any other value if all are equal."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, dict):
+        if any(value.keys() != first.keys() for value in values):
+            raise ValueError(f"the microbatches give {what} different arguments")
+        return {key: _joined([value[key] for value in values], f"{what}.{key}") for key in first}
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if any(value != first for value in values):
+        raise ValueError(f"the microbatches give {what} different values, and no tensors")
+    return first

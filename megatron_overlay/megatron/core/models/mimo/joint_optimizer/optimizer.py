@@ -1,0 +1,330 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer over all modules of a MimoModel, whichever ranks they are on.
+
+Each module is optimized over its own process groups. All ranks of the world agree on whether there
+is an inf or NaN, on the gradient norm and on the outcome of the step, so that all modules clip
+alike, and step or skip alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.mimo import optimizer as upstream
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.joint_optimizer.state import (
+    leaves,
+    restore_common_state,
+    sharded_optimizer_state,
+)
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.utils import unwrap_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.model.base import MimoModel
+
+
+class MimoOptimizer(upstream.MimoOptimizer):
+    """The optimizers of all modules as one; replaces upstream's class of the same name.
+
+    It adds one verdict on inf or NaN and on the success of a step, frozen modules, loss scales, and
+    a checkpoint that fits every layout.
+
+    Methods that say "collective" are called by every rank of the world, also by ranks on which all
+    modules are frozen.
+
+    Args:
+        module_infos: optimizer and groups by module name, the same names in the same order on
+            every rank.
+        config: settings shared by all modules; a module's own learning rate, clipping limit etc.
+            are in its optimizer's config.
+        expert_biases: expert biases of the routers on this rank. The schedule updates them from
+            the experts' loads; a skipped step restores their values at the last ``zero_grad``.
+
+    Attributes:
+        takes_saved_rates: whether a checkpoint's learning rates and weight decay replace this
+            run's; False by default.
+    """
+
+    def __init__(
+        self,
+        module_infos: dict[str, upstream.ModuleOptimizerInfo],
+        config: OptimizerConfig,
+        expert_biases: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(module_infos, config)
+        self._expert_biases = [(bias, bias.clone()) for bias in expert_biases]
+        self._loss_scale = 1.0
+        self.takes_saved_rates = False
+        self._agree_on_loss_scale()
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """The loss scale, fp32 ``[1]`` on the device, also on ranks where nothing is trained."""
+        # Filled on the device: the loop asks after each microbatch, and a copy would make it wait.
+        return torch.full((1,), self._loss_scale, device=torch.cuda.current_device())
+
+    def _agree_on_loss_scale(self) -> None:
+        """Take the loss scale from a rank that has one; collective if loss scaling is on.
+
+        All scalers have the same scale, as they are updated by the same verdicts.
+        """
+        if self.config.fp16 or self.config.loss_scale:
+            scalers = [getattr(leaf, "grad_scaler", None) for leaf in self._leaves]
+            own = [float(scaler.scale) for scaler in scalers if scaler is not None]
+            (self._loss_scale,) = _max_over_ranks([max(own, default=0.0)])
+
+    @property
+    def _optimizers(self) -> dict[str, MegatronOptimizer]:
+        """The optimizers of this rank's modules that have something to train."""
+        return {
+            name: info.optimizer
+            for name, info in self.module_infos.items()
+            if info.is_active and info.optimizer is not None
+        }
+
+    @property
+    def _leaves(self) -> list[MegatronOptimizer]:
+        """Members of :attr:`_optimizers`' chains: one each for dense and expert parameters."""
+        return [leaf for opt in self._optimizers.values() for leaf in leaves(opt)]
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Unscale the gradients and return whether any rank found an inf or NaN. Collective.
+
+        The common verdict updates the loss scales, so they stay the same in all modules.
+        """
+        found = [_unscale(leaf) for leaf in self._leaves]
+        (found_inf,) = _max_over_ranks([any(found)])
+        for leaf in self._leaves:
+            if getattr(leaf, "grad_scaler", None) is not None:
+                leaf.grad_scaler.update(bool(found_inf))
+        self._agree_on_loss_scale()
+        return bool(found_inf)
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """L2 norm of all gradients, each counted once, the same on every rank. Collective.
+
+        Every rank of a module knows the module's norm; a maximum over ranks gives it to the others.
+        The sum is rounded as in upstream's class, so that runs of both clip alike to the last bit.
+        """
+        own = {name: float(opt.get_grad_norm()) for name, opt in self._optimizers.items()}
+        squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in sorted(self.module_infos)])
+        return float(torch.tensor(squares, dtype=torch.float32).sum().sqrt())
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Number of zero gradient elements over all modules, each counted once. Collective."""
+        own = {
+            name: sum(int(leaf.count_zeros()) for leaf in leaves(opt))
+            for name, opt in self._optimizers.items()
+        }
+        return int(sum(_max_over_ranks([own.get(name, 0) for name in self.module_infos])))
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Clip by the global gradient norm and step every module, or none. Collective.
+
+        Returns:
+            Whether all modules stepped; the gradient norm before clipping, None if it is not
+            finite; the number of zero gradients, None unless ``log_num_zeros_in_grad``. The same
+            on every rank.
+        """
+        result = self._step()
+        if not result[0]:
+            for bias, before in self._expert_biases:
+                bias.copy_(before)
+        return result
+
+    def _step(self) -> tuple[bool, float | None, int | None]:
+        found_inf = self.prepare_grads()
+        grad_norm = self.get_grad_norm()
+        if found_inf or not math.isfinite(grad_norm):
+            return False, None, None
+        for leaf in self._leaves:
+            _clip(leaf, grad_norm)
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        if grad_norm > self.config.grad_norm_skip_threshold:
+            return False, grad_norm, zeros
+        (any_failed,) = _max_over_ranks([not self.step_with_ready_grads()])
+        return not any_failed, grad_norm, zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear this rank's gradients, and note the expert biases that a skipped step restores."""
+        for bias, before in self._expert_biases:
+            before.copy_(bias)
+        super().zero_grad(set_to_none)
+
+    @property
+    def state(self) -> dict[str, Mapping]:
+        """Optimizer state of the parameters, by module name."""
+        return {name: opt.state for name, opt in self._optimizers.items()}
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
+    ) -> dict[str, dict]:
+        """Optimizer states of this rank's modules by name, for a distributed checkpoint.
+
+        State that a module's ranks share is saved as sharded objects of the module. Rank 0 writes
+        the common part of a checkpoint, and does not hold every module.
+        """
+        return {
+            name: sharded_optimizer_state(
+                name,
+                opt,
+                self.module_infos[name].pg_collection,
+                model_sharded_state_dict,
+                is_loading,
+                **kwargs,
+            )
+            for name, opt in self._optimizers.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, dict | list | None]) -> None:
+        """Load the result of :meth:`state_dict`, or a checkpoint of :meth:`sharded_state_dict`.
+
+        Raises:
+            ValueError: the state of a module that this rank trains is missing or has other
+                parameter groups; raised before anything is loaded.
+        """
+        missing = [name for name in self._optimizers if not state_dict.get(name)]
+        if missing:
+            raise ValueError(
+                f"no optimizer state of {', '.join(missing)}: the state is of "
+                f"{', '.join(name for name, state in state_dict.items() if state) or 'no module'}"
+            )
+        for name, opt in self._optimizers.items():
+            restore_common_state(name, state_dict[name], opt, self.takes_saved_rates)
+        for name, opt in self._optimizers.items():
+            opt.load_state_dict(state_dict[name])
+            for leaf in leaves(opt):
+                # Without Transformer Engine all parameters share one loaded step tensor, which
+                # each of them would increment.
+                for state in leaf.optimizer.state.values():
+                    if "step" in state:
+                        state["step"] = state["step"].clone()
+        self._agree_on_loss_scale()
+
+
+def get_mimo_optimizer(
+    mimo_model: MimoModel | list[MimoModel],
+    config: OptimizerConfig,
+    module_configs: Mapping[str, OptimizerConfig] | None = None,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
+) -> MimoOptimizer:
+    """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
+
+    Collective over the world; each module's groups are those it was built with. Parameters that
+    don't require grad are frozen. A module whose DDP config asks for several distributed-optimizer
+    instances needs a collection with the groups of as many.
+
+    Args:
+        mimo_model: the model, or its list of virtual pipeline stages.
+        config: settings of every module that ``module_configs`` does not name.
+        module_configs: settings by module name, such as learning rates, weight decay and betas.
+        config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the first
+            stage's ``optimizer_overrides``, if any, take precedence. Parameter names are those
+            within a module.
+
+    Raises:
+        ValueError: ``module_configs`` names no module of the model.
+    """
+    models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
+    grids = models[0].mimo_config.module_to_grid_map
+    configs = dict(module_configs or {})
+    if own := getattr(models[0], "optimizer_overrides", None):
+        if config_overrides is None:
+            config_overrides = get_standard_config_overrides(config)
+        config_overrides = {**config_overrides, **own}
+    unknown = sorted(configs.keys() - grids.keys())
+    if unknown:
+        raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
+    infos, found = {}, []
+    for name, grid in grids.items():
+        infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
+        if infos[name].is_active:
+            stages = _stages(models, name)
+            infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
+            infos[name].optimizer = _module_optimizer(
+                configs.get(name, config), stages, infos[name].pg_collection, config_overrides
+            )
+            found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
+    return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])
+
+
+def _stages(models: list[MimoModel], name: str) -> list[torch.nn.Module]:
+    if name == MIMO_LANGUAGE_MODULE_KEY:
+        return [model.language_model for model in models]
+    return [models[0].modality_submodules[name]]
+
+
+def _module_optimizer(
+    config: OptimizerConfig,
+    stages: list[torch.nn.Module],
+    groups: ProcessGroupCollection,
+    config_overrides: dict[ParamKey, ParamGroupOverride] | None,
+) -> MegatronOptimizer | None:
+    """The optimizer of one module on its ranks; None if all of them have it frozen.
+
+    A fully frozen module need not be wrapped in DDP.
+    """
+    if not isinstance(stages[0], DistributedDataParallel):
+        return None
+    optimizer = get_megatron_optimizer(
+        config, stages, config_overrides, use_gloo_process_groups=False, pg_collection=groups
+    )
+    trained = [leaf for leaf in leaves(optimizer) if not leaf.is_stub_optimizer]
+    return ChainedOptimizer(trained) if trained else None
+
+
+def _unscale(leaf: MegatronOptimizer) -> bool:
+    """Run ``prepare_grads`` of one optimizer without updating its loss scale; True for inf or NaN.
+
+    Without a loss scaler, an inf or NaN shows in the gradient norm, except in parameters that TP
+    ranks repeat: the norm reads those on the first TP rank only, so they are checked here.
+    """
+    if getattr(leaf, "grad_scaler", None) is None:
+        found_inf = leaf.prepare_grads()
+        repeated = [
+            parameter.grad.abs().sum()
+            for parameter in leaf.get_parameters()
+            if parameter.grad is not None
+            and not param_is_not_tensor_parallel_duplicate(
+                parameter, leaf.tp_group, getattr(leaf, "expert_tp_group", None)
+            )
+        ]
+        return found_inf or bool(repeated and not torch.stack(repeated).sum().isfinite())
+    leaf._copy_model_grads_to_main_grads()
+    return leaf._unscale_main_grads_and_check_for_nan()
+
+
+def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:
+    parameters = leaf.get_parameters()
+    if parameters and leaf.config.clip_grad > 0:
+        clip_grad_by_total_norm_fp32(
+            parameters,
+            leaf.config.clip_grad,
+            grad_norm,
+            leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        )
+
+
+def _max_over_ranks(values: list[float]) -> list[float]:
+    """Elementwise maximum over all ranks; NaN counts as inf, as a maximum may drop a NaN."""
+    known = [math.inf if math.isnan(value) else float(value) for value in values]
+    largest = torch.tensor(known, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()

@@ -1,0 +1,75 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism of a MimoModel, in which each module has its own process groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads, no_grad_sync
+from megatron.core.models.mimo.setup.module_groups import Modules, own_groups
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def prepare_for_training(
+    stages: list[MimoModel],
+    modules: Modules,
+    ddp_config: DistributedDataParallelConfig,
+    recompute_encoder_shares: int | None = None,
+    encoder_macro_batch: int = 1,
+) -> None:
+    """Wrap each module in DDP, in place, and set what the schedules and the training loop read.
+
+    Frozen modules are wrapped as well, so that names in checkpoints do not depend on what is
+    frozen. The schedules read ``no_sync_func`` and ``finalize_model_grads_func`` from the model's
+    config; the training loop reads the groups over which it reduces and saves from
+    ``pg_collection``.
+
+    Args:
+        stages: the bare model, one for each virtual stage; the first holds the modalities.
+        modules: groups of the model's modules.
+        ddp_config: configuration of DDP for all modules.
+        recompute_encoder_shares: keep no encoder activations; in the backward run the encoders
+            again, this many microbatches' worth at a time. ``None`` keeps all.
+        encoder_macro_batch: microbatches that are encoded at once without a pipeline of the
+            language model, or in its bubbles; the schedule of three phases encodes all of a step
+            at once.
+    """
+    for number, stage in enumerate(stages):
+        for name, module in stage.modality_submodules.items():
+            config = next(iter(module.encoders.values())).config
+            stage.modality_submodules[name] = _wrapped(module, config, ddp_config, number)
+        if stage.language_model is not None:
+            stage.language_model = _wrapped(stage.language_model, stage.config, ddp_config, number)
+        stage.config.finalize_model_grads_func = finalize_mimo_grads
+        stage.config.no_sync_func = partial(no_grad_sync, stages)
+        stage.recompute_encoder_shares = recompute_encoder_shares
+        stage.encoder_macro_batch = encoder_macro_batch
+        stage.pg_collection = own_groups(modules)
+        stage.rng_state_key_prefix = "language." if stage.role.has_language_module else "encoder."
+
+
+def _wrapped(
+    module: nn.Module,
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    vp_stage: int,
+) -> DistributedDataParallel:
+    # A copy, as DDP writes the bucket size into its config. The schedules do not start parameter
+    # gathers for all stages at once (align_param_gather); each module's layers start the next one.
+    ddp_config = replace(ddp_config, align_param_gather=False)
+    if ddp_config.num_buckets is not None:
+        count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        ddp_config.bucket_size = count // ddp_config.num_buckets
+    return DistributedDataParallel(
+        config,
+        ddp_config,
+        module,
+        disable_bucketing=vp_stage > 0,
+        pg_collection=module.pg_collection,
+    )

@@ -1,0 +1,104 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 mixer over contiguous shards: every rank has all heads of its own tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel_layout import RecurrencePlan
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
+from megatron.core.ssm.state_passing.conv_halo import exchange_halo
+from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
+
+
+def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
+    """Run a training forward of upstream's ``MambaMixer``; a collective.
+
+    Args:
+        mixer: a mixer with ``layer_tokens``, whose parameters are those of one TP rank, not split
+            over CP.
+        hidden_states: ``[S/(cp·sp), B, H]``.
+        packed: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
+
+    Returns:
+        Output ``[S/(cp·sp), B, H]`` and bias, as from the mixer's own forward.
+
+    Raises:
+        ValueError: there is an inference context, or the tokens do not divide over the ranks.
+    """
+    tokens = mixer.layer_tokens
+    if inference_context is not None:
+        raise ValueError(
+            f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}"
+        )
+    plan = tokens.recurrence(hidden_states, packed)
+    groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
+    width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp
+    projected = tokens.project_in(hidden_states, packed, mixer.in_proj, width)
+    kernels = gpu_kernels("mamba.kernels") if projected.is_cuda else None
+    scan = kernels.kernel_scan if kernels else reference_scan
+    y = scan(
+        projected.transpose(0, 1),
+        mixer.conv1d_weight.squeeze(1),
+        mixer.conv1d_bias,
+        mixer.dt_bias.float(),
+        -torch.exp(mixer.A_log.float()),
+        mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,
+        mixer.chunk_size,
+        mixer.headdim,
+        groups,
+        plan,
+        tokens.cp_group,
+    )
+    y = y.transpose(0, 1).contiguous()
+    if mixer.rmsnorm:
+        y = mixer.norm(y)
+    return tokens.project_out(y, packed, mixer.out_proj, inner)
+
+
+def reference_scan(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    headdim: int,
+    ngroups: int,
+    plan: RecurrencePlan,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Run convolution, scan and gate of this rank's tokens in plain PyTorch; a collective.
+
+    Args:
+        projected: z, x, B, C and dt concatenated, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
+        conv_weight: ``[H·P + 2·G·N, W]``. conv_bias: ``[H·P + 2·G·N]`` or None.
+        dt_bias, A: ``[H]``, A negative. D: ``[H]`` or ``[H, P]``.
+        ngroups: G; headdim: P.
+
+    Returns:
+        ``[B, S/cp, H·P]``, gated but not yet normalised.
+    """
+    inner, heads, channels = A.shape[0] * headdim, A.shape[0], conv_weight.shape[0]
+    xBC = projected.split([inner, channels, heads], dim=-1)[1]
+    past = exchange_halo(xBC, plan.halo(conv_weight.shape[1] - 1), group)
+    return mamba_split_conv1d_scan_combined(
+        projected,
+        conv_weight,
+        conv_bias,
+        dt_bias,
+        A,
+        D,
+        chunk_size,
+        seq_idx=plan.seq_idx,
+        headdim=headdim,
+        ngroups=ngroups,
+        conv_initial_states=past.transpose(1, 2),
+        enter=lambda state, decay: carry_state(state, decay, plan, group),
+    )

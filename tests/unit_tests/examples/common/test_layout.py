@@ -1,0 +1,127 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: parsing, rules, and what the refusals propose; no process needed."""
+
+import pytest
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
+from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+
+BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
+
+
+def resolved(encoder: str, language: str, world: int, batch: Batch = BATCH):
+    return resolve(
+        parse_layout(encoder, "encoder"), parse_layout(language, "language"), batch, world, tiny()
+    )
+
+
+class TestParsing:
+    def test_reads_axes_in_any_order(self):
+        assert parse_layout("dp=4, tp=2", "encoder") == Layout(tp=2, dp=4)
+
+    @pytest.mark.parametrize("text", ["tp", "tp=0", "tp=two", "xp=2", "tp=-1", "tp=2,tp=2"])
+    def test_refuses_what_is_no_layout(self, text):
+        with pytest.raises(UserError, match="--language"):
+            parse_layout(text, "language")
+
+
+class TestRules:
+    def test_derives_dp(self):
+        layouts = resolved("tp=2", "tp=1", 8)
+        assert (layouts.encoder.dp, layouts.language.dp) == (4, 8)
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "world", "text"),
+        [
+            ("tp=3", "tp=1", 4, "tp=3 must divide the 8 attention heads"),
+            ("tp=2,dp=4", "tp=1", 4, "= 8 must equal the 4 ranks"),
+            ("tp=1", "tp=8", 8, "tp=8 must divide the 4 query groups"),
+            ("cp=2", "tp=1", 4, "an encoder takes tp and dp only"),
+            ("tp=1", "tp=1,ep=3", 3, "ep=3 must divide the 8 experts"),
+            ("tp=1", "tp=2,dp=2,ep=8", 4, "must divide tp·cp·dp = 4"),
+            ("tp=1", "pp=3", 3, "must divide the 8 layers"),
+            ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
+            ("tp=1", "cp=32", 32, "sequence length 32 must be a multiple of 64"),
+        ],
+    )
+    def test_names_the_numbers_and_the_rule(self, encoder, language, world, text):
+        with pytest.raises(UserError) as refusal:
+            resolved(encoder, language, world)
+        assert text in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        ("preset", "language", "text"),
+        [
+            (tiny(), "cp=3", "cp sizes that fit with tp=1: 1, 2, 4, 8, 16, 32"),
+            (tiny_gdn(), "cp=16", "a gated delta net of 8 key and 16 value heads"),
+        ],
+    )
+    def test_only_head_parallel_layers_limit_cp(self, preset, language, text):
+        layout = parse_layout(language, "language")
+        batch = Batch(global_size=32, micro_size=4, seq_length=96)
+        arguments = (Layout(), layout, batch, layout.cp, preset)
+        with pytest.raises(UserError) as refusal:
+            resolve(*arguments, linear_context_parallel="head-parallel")
+        assert text in str(refusal.value)
+        assert "state passing takes any" in str(refusal.value)
+        resolve(*arguments, linear_context_parallel=STATE_PASSING)
+
+    def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
+        layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
+        resolve(*layouts, Batch(12, 3, 36), 12, tiny())
+        with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
+            resolve(*layouts, Batch(12, 3, 36), 24, tiny(), NON_COLOCATED)
+
+    def test_an_encoder_slice_of_part_of_a_sample_needs_colocated_modules(self):
+        layouts, batch = (Layout(dp=8), Layout(tp=4, dp=2)), Batch(32, 2, 32)
+        resolve(*layouts, batch, 8, tiny())
+        with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):
+            resolve(*layouts, batch, 16, tiny(), NON_COLOCATED)
+
+    def test_proposes_layouts_that_fit(self):
+        with pytest.raises(UserError) as refusal:
+            resolved("tp=1", "tp=8", 8)
+        proposals = str(refusal.value).split("Nearest that fit: ")[1].split()
+        assert proposals
+        for proposal in proposals:
+            resolved("tp=1", proposal, 8)
+
+    def test_proposes_the_same_expert_and_virtual_sizes_where_they_fit(self):
+        with pytest.raises(UserError) as refusal:
+            resolved("tp=1", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2", 8)
+        nearest = parse_layout(str(refusal.value).split("Nearest that fit: ")[1].split()[0], "x")
+        assert (nearest.etp, nearest.vpp) == (1, 2)
+
+    @pytest.mark.parametrize(
+        "text", ["tp=2,dp=4,ep=2", "tp=2,dp=4,ep=2,etp=1", "tp=1,dp=8,ep=2,etp=2", "tp=2,dp=4"]
+    )
+    def test_a_layout_reads_back_as_it_is_written(self, text):
+        layout = resolved("tp=1", text, 8).language
+        assert str(layout) == text
+        assert resolved("tp=1", str(layout), 8).language == layout
+
+
+class TestPresets:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_world_of_one_fits(self, name):
+        one = Batch(1, 1, 1024)
+        resolve(Layout(), Layout(), one, 1, PRESETS[name]())
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "world"),
+        [
+            ("tp=8", "tp=1", 8),
+            ("tp=1", "tp=4", 8),
+            ("tp=1", "cp=8", 8),
+            ("tp=1", "pp=4,vpp=2", 8),
+            ("tp=1", "ep=8", 8),
+            ("tp=1", "tp=4,cp=8,pp=4,vpp=2,ep=8", 128),
+        ],
+    )
+    def test_tiny_divides_by_every_promised_axis(self, encoder, language, world):
+        resolved(encoder, language, world, Batch(1024, 128, 64))

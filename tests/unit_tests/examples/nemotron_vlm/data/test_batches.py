@@ -1,0 +1,270 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that ranks read for a step: each once, in the bridge's order, and evenly spread."""
+
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.balance import assign_rows
+from examples.mimo.nemotron_vlm.data.digits import DigitStrips
+from examples.mimo.nemotron_vlm.data.reading import Reader
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.data.step_plan import Piece, StepPlan, Take
+from examples.mimo.nemotron_vlm.data.text import Text
+from megatron.core.models.mimo.partition.language_batch import packed_parameters
+from tests.unit_tests.no_host_sync import no_host_sync
+
+SEQ_LENGTH = 32
+TOKENS_PER_TILE = 4
+
+
+class VariedSamples(SampleSource):
+    """Many small samples, few with a dozen tiles, some of text alone; nothing to read."""
+
+    def costs(self, split, first, count):
+        return np.array([drawn_cost(split, n) for n in range(first, first + count)]).reshape(-1, 2)
+
+
+@functools.cache
+def drawn_cost(split: str, number: int) -> tuple[int, int]:
+    """Tokens and tiles of a sample; every rank of a plan asks for them."""
+    draw = np.random.default_rng([7, split == "test", number])
+    tiles = int(draw.choice([0, 1, 2, 3, 12], p=[0.1, 0.5, 0.2, 0.15, 0.05]))
+    return tiles * 16 + int(draw.integers(5, 60)), tiles
+
+
+def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED) -> Layouts:
+    return Layouts(Layout(dp=encoder_dp), language, Batch(rows, 1, SEQ_LENGTH), placement)
+
+
+def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1):
+    """Takes of each of the encoder's parts and each of the language model's DP ranks."""
+    parts, dp = layouts.encoder.dp, layouts.language.dp
+    if layouts.non_colocated:
+        ranks = [(part, None) for part in range(parts)] + [(None, rank) for rank in range(dp)]
+    else:
+        ranks = [(part, part * dp // parts) for part in range(parts)]
+        ranks += [(rank * parts // dp, rank) for rank in range(dp)]
+    plans = {rank: StepPlan(layouts, *rank, row_cost, macro_batch) for rank in ranks}
+    return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
+
+
+def tiles_of(takes: list[Take]) -> Counter:
+    """How often each tile is encoded."""
+    pieces = [piece for take in takes for piece in take.pieces or ()]
+    return Counter((p.sample, tile) for p in pieces for tile in range(p.first, p.end))
+
+
+class TestRows:
+    @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 80))
+    def test_best_fit_loses_nothing_and_overfills_nothing(self, lengths, capacity):
+        bins = best_fit(lengths, capacity)
+        assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in items) <= capacity for items in bins)
+        assert len(bins) <= max(1, 2 * sum(lengths) // capacity + 1)  # no two bins fit into one
+
+    def test_a_sample_that_no_row_holds_is_refused(self):
+        with pytest.raises(ValueError, match="a sample of 81 tokens does not fit a row of 80"):
+            best_fit([3, 81], 80)
+
+    @pytest.mark.parametrize("cut", [1, 7, 40])
+    def test_rows_do_not_depend_on_how_many_are_asked_for(self, cut):
+        packing = Packing(window=50, multiple=8)
+        whole = Rows(VariedSamples(), "train", 512, packing).samples(0, 80)
+        parts = Rows(VariedSamples(), "train", 512, packing)
+        assert [row for at in range(0, 80, cut) for row in parts.samples(at, cut)][:80] == whole
+        assert Rows(VariedSamples(), "train", 512, packing).samples(37, 9) == whole[37:46]
+
+    def test_packed_rows_hold_every_sample_of_a_window_once(self):
+        rows = Rows(VariedSamples(), "train", 512, Packing(window=64, multiple=8))
+        found = [rows.samples(number, 1)[0] for number in range(60)]
+        taken = [sample for row in found for sample in row]
+        assert len(taken) == len(set(taken))
+        whole_windows = max(taken) // 64
+        assert set(range(64 * whole_windows)) <= set(taken)
+
+
+@st.composite
+def steps(draw):
+    dp, micro = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    count = draw(st.integers(1, 4))
+    placement = draw(st.sampled_from([COLOCATED, NON_COLOCATED]))
+    parts = draw(st.integers(1, 6))
+    if placement == NON_COLOCATED:
+        parts = draw(st.sampled_from([n for n in range(1, dp * micro + 1) if dp * micro % n == 0]))
+    macro_batch = draw(st.sampled_from([1, 2, 3, None]))
+    packing = draw(st.sampled_from([None, Packing(window=32, multiple=8)]))
+    micro = 1 if packing and placement == COLOCATED else micro
+    layouts = layouts_of(parts, Layout(dp=dp), dp * micro * count, placement)
+    return layouts, Rows(VariedSamples(), "train", 512, packing), count, micro, macro_batch
+
+
+def macro_batches(count: int, size: int | None) -> list[range]:
+    """Numbers of the microbatches of each macro-batch."""
+    size = size or count
+    return [range(count)[first : first + size] for first in range(0, count, size)]
+
+
+class TestStepPlan:
+    @settings(deadline=None, max_examples=60)
+    @given(steps(), st.booleans())
+    def test_every_row_is_read_and_every_tile_encoded_once(self, drawn, balanced):
+        layouts, rows, count, micro, macro_batch = drawn
+        found = step(layouts, rows, count, micro, 5, sum if balanced else None, macro_batch)
+        parts, dp = layouts.encoder.dp, layouts.language.dp
+        samples = rows.samples(5, dp * micro * count)
+        language = {lang: takes for (_, lang), takes in found.items() if lang is not None}
+        read = [tuple(row) for takes in language.values() for take in takes for row in take.rows]
+        assert Counter(read) == Counter(map(tuple, samples))
+        encoder = {part: takes for (part, _), takes in found.items() if part is not None}
+        assert set(encoder) == set(range(parts))
+        encoded = sum((tiles_of(takes) for takes in encoder.values()), Counter())
+        costs = np.concatenate(rows.costs(samples))
+        assert set(encoded.values()) <= {1} and encoded.total() == costs[:, 1].sum()
+
+    @settings(deadline=None, max_examples=60)
+    @given(steps(), st.booleans())
+    def test_encoders_parts_are_consecutive_in_the_order_of_the_language_model(self, drawn, even):
+        layouts, rows, count, micro, macro_batch = drawn
+        found = step(layouts, rows, count, micro, 0, sum if even else None, macro_batch)
+        for batch in macro_batches(count, 1 if layouts.non_colocated else macro_batch):
+            consumed, encoded = [], []
+            for (part, lang), takes in sorted(found.items(), key=str):
+                for number in batch:
+                    take = takes[number]
+                    if lang is not None:
+                        own = [s for row in take.rows for s in row]
+                        consumed.append((lang, number, own))
+                    if part is not None:
+                        encoded.append((part, number, take.pieces))
+            order = [s for _, _, own in sorted(dict_of(consumed)) for s in own]
+            tiles = {s: int(rows.source.costs("train", s, 1)[0, 1]) for s in order}
+            expected = [(s, tile) for s in order for tile in range(tiles[s])]
+            pieces = [p for _, _, ps in sorted(dict_of(encoded)) for p in ps]
+            assert [(p.sample, t) for p in pieces for t in range(p.first, p.end)] == expected
+
+    @settings(deadline=None, max_examples=60)
+    @given(steps())
+    def test_both_sides_of_the_bridge_agree_on_the_atoms(self, drawn):
+        layouts, rows, count, micro, macro_batch = drawn
+        if layouts.non_colocated:
+            return
+        found = step(layouts, rows, count, micro, 0, sum, macro_batch)
+        parts, dp = layouts.encoder.dp, layouts.language.dp
+        made = {part: takes for (part, _), takes in found.items()}
+        used = {lang: takes for (_, lang), takes in found.items()}
+
+        def atoms(takes_of, side, numbers):
+            return [
+                n
+                for rank in sorted(takes_of)
+                for n in np.sum([takes_of[rank][i].atoms[side] for i in numbers], axis=0)
+            ]
+
+        for numbers in macro_batches(count, macro_batch):
+            assert atoms(made, 0, numbers) == atoms(used, 1, numbers)
+            assert len(atoms(made, 0, numbers)) == np.lcm(parts, dp)
+
+
+def dict_of(entries: list[tuple]) -> list[tuple]:
+    """One entry of each rank: several ranks hold the same."""
+    return list({entry[:2]: entry for entry in entries}.values())
+
+
+class TestBalance:
+    @settings(deadline=None)
+    @given(
+        st.integers(1, 4).flatmap(
+            lambda dp: st.tuples(
+                st.just(dp),
+                st.integers(1, 4),
+                st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=6),
+            )
+        )
+    )
+    def test_every_row_has_one_place(self, drawn):
+        dp, count, some = drawn
+        costs = (some * (dp * count))[: dp * count * len(some)]
+        language, tiles = zip(*costs, strict=True)
+        placed = assign_rows(language, tiles, count, dp)
+        assert sorted(placed.flat) == list(range(len(costs)))
+
+    @pytest.mark.parametrize("encoder_dp", [8, 16])
+    def test_the_busiest_rank_of_either_module_has_5_percent_more_at_most(self, encoder_dp):
+        """In the stream's order it has much more; packed rows, as models of 8192 tokens have."""
+        rows = Rows(VariedSamples(), "train", 512, Packing(window=512, multiple=8))
+        layouts = layouts_of(encoder_dp, Layout(dp=8, pp=2), 128)
+        worst = {}
+        for cost in (lambda tokens: float((tokens**2).sum()), None):
+            found = step(layouts, rows, 16, 1, 0, cost, macro_batch=None)
+            encoded = {part: tiles_of(t).total() for (part, _), t in found.items()}
+            language = {}
+            for (_, lang), takes in found.items():
+                tokens = [rows.costs([row])[0][:, 0] for take in takes for row in take.rows]
+                language[lang] = sum(512 * 400 + float((t**2).sum()) for t in tokens)
+            worst[cost is not None] = [
+                max(load.values()) / np.mean(list(load.values())) for load in (encoded, language)
+            ]
+        assert max(worst[True]) <= 1.05
+        assert worst[False][0] > 1.1
+
+
+class WrongCount(DigitStrips):
+    def text(self, split, number):
+        text = super().text(split, number)
+        return text._replace(input_ids=text.input_ids.masked_fill(text.input_ids == IMAGE, 4))
+
+
+def reader(source, packing=None, seq_length=SEQ_LENGTH) -> Reader:
+    sizes = {"tile": 16, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": seq_length}
+    names = {"modality": "images", "encoder": "radio"}
+    return Reader(source, **names, **sizes, packing=packing, reads_labels=True, needs_owners=True)
+
+
+class TestReader:
+    SOURCE = DigitStrips(tile=16, tokens_per_tile=TOKENS_PER_TILE, seq_length=SEQ_LENGTH, seed=0)
+
+    def test_a_sample_with_another_number_of_image_tokens_is_named(self):
+        wrong = WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0)
+        found = reader(wrong)[Take("train", [[7]], [], None)]
+        assert found.startswith("sample 7 of train has 0 image tokens for")
+
+    def test_a_strip_has_as_many_digits_as_asked_for(self):
+        strips = DigitStrips(16, TOKENS_PER_TILE, SEQ_LENGTH, 0, digits=2)
+        assert strips.costs("train", 0, 20)[:, 1].tolist() == [2] * 20
+        assert len({tuple(strips.text("train", n).labels.tolist()) for n in range(20)}) > 9
+        assert strips.tiles_per_sample == 2 and strips.fingerprint != self.SOURCE.fingerprint
+
+    def test_packed_samples_lie_end_to_end_and_each_begins_at_position_0(self):
+        packing = Packing(window=8, multiple=8)
+        batch = reader(self.SOURCE, packing, 64)[Take("train", [[3, 5]], [], ([0], [0]))]
+        texts = [self.SOURCE.text("train", n) for n in (3, 5)]
+        bounds = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
+        with no_host_sync():
+            packed_parameters(batch["packing_kwargs"], batch["host_tokens"])
+        assert bounds[-1] == 64 and all(bound % 8 == 0 for bound in bounds)
+        for text, first, end in zip(texts, bounds, bounds[1:], strict=False):
+            length = len(text.input_ids)
+            for name in Text._fields:
+                assert batch[name][0, first : first + length].equal(getattr(text, name))
+            assert batch["loss_mask"][0, first + length : end].sum() == 0
+            assert batch["position_ids"][0, first:end].equal(torch.arange(end - first))
+
+    def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
+        number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
+        batch = reader(self.SOURCE)[Take("train", [[number]], [Piece(number, 1, 2)], ([1], [1]))]
+        tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]
+        assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])
+        (ids,) = batch["host_tokens"].encoded["images"]
+        places = (self.SOURCE.text("train", number).input_ids == IMAGE).nonzero()[:, 0]
+        own = places[TOKENS_PER_TILE : 2 * TOKENS_PER_TILE]
+        assert np.flatnonzero(ids == IMAGE).tolist() == own.tolist()

@@ -1,0 +1,165 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training on energon's data: one trajectory in every layout, each sample once an epoch."""
+
+import shutil
+from collections import Counter
+
+import pytest
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.data import make_source
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from tests.unit_tests.examples.nemotron_vlm import runs
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
+from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    LOCAL,
+    OWN_DEFAULTS,
+    assert_same_trajectory_as_one_rank,
+    trainer,
+)
+from tests.unit_tests.test_utilities import requires_world_size
+
+SAMPLES = 96
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Digits in shards."""
+    with shared_digits(samples=SAMPLES) as made:
+        yield made
+
+
+class TestTrajectory:
+    @requires_world_size(4)
+    @pytest.mark.parametrize(
+        ("encoder", "language", "more"),
+        [
+            pytest.param("dp=4", "cp=2,pp=2,dp=1,ep=2", (), id="cp-2-pp-2"),
+            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", ("--num-workers", "4"), id="tp-2"),
+        ],
+    )
+    def test_packed_trajectory_equals_one_rank(self, data, encoder, language, more):
+        packed = ("--pack", "--seq-length", "64", "--pack-window", "32", "--micro-batch-size", "1")
+        of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
+        assert_same_trajectory_as_one_rank(
+            encoder, language, *more, common=(*OWN_DEFAULTS, *LOCAL, *packed, *of), samples=16
+        )
+
+
+class TestEpoch:
+    @requires_world_size(1)
+    @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
+    def test_a_run_that_goes_on_with_another_dp_sees_each_sample_once(self, data, packing):
+        opened = source(data)
+        rows = Rows(opened, "train", 64, packing, seed=5)
+        epoch = opened.epoch_size("train")
+        assert epoch % 28 == 0
+        whole = epoch if packing is None else _rows_of(rows, epoch)
+        before = whole // 2 // 2 * 2
+        parts = [(2, 0, before), (1, before, whole - before)]
+        read = Counter()
+        for dp, first, count in parts:
+            layouts = Layouts(Layout(dp=dp), Layout(dp=dp), Batch(count, 1, 64))
+            for rank in range(dp):
+                # Opened anew, as in another process.
+                stream = Rows(source(data), "train", 64, packing, seed=5)
+                plan = StepPlan(layouts, rank, rank, row_cost=sum)
+                for take in plan.takes(stream, first, count // dp, 1):
+                    read.update(opened.name("train", n) for row in take.rows for n in row)
+        assert len(read) == epoch and set(read.values()) == {1}
+
+
+def _rows_of(rows: Rows, samples: int) -> int:
+    """Rows that hold the first samples."""
+    seen, count = 0, 0
+    while seen < samples:
+        seen += len(rows.samples(count, 1)[0])
+        count += 1
+    return count
+
+
+@requires_world_size(1)
+class TestResumedData:
+    RUN = ("--train-iters", "2", "--global-batch-size", "4")
+
+    def saved(self, path):
+        with trainer(*self.RUN) as run:
+            run.train_step()
+            run.save(path)
+
+    def test_goes_on_at_its_row(self, shared_path):
+        self.saved(shared_path)
+        with trainer(*self.RUN, "--load", str(shared_path)) as run:
+            batch = next(run.loading.training())
+        assert sorted(batch["samples"]) == [4, 5, 6, 7]
+
+    def test_data_that_has_changed_is_refused(self, shared_path, monkeypatch):
+        self.saved(shared_path)
+        text = "digits has other samples than when this was saved"
+
+        def changed(args, encoder):
+            source = make_source(args, encoder)
+            source.fingerprint = "other"
+            return source
+
+        monkeypatch.setattr(runs, "make_source", changed)
+        with pytest.raises(UserError, match=text), trainer(*self.RUN, "--load", str(shared_path)):
+            pass
+        with trainer(*self.RUN, "--load", str(shared_path), "--finetune") as run:
+            assert run.args.consumed_train_samples == 0
+
+
+@requires_world_size(1)
+class TestResumedEnergon:
+    """A run that was saved after one step, on data that all fits its sequence."""
+
+    RUN = ("--train-iters", "2", "--global-batch-size", "4", "--seq-length", "64", "--seed", "3")
+
+    @pytest.fixture
+    def saved(self, data, shared_path):
+        with self.trainer(data) as run:
+            run.train_step()
+            run.save(shared_path)
+        return shared_path
+
+    def trainer(self, data, *more):
+        of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
+        return trainer(*self.RUN, *of, *more)
+
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            (("--seq-length", "24"), "--seq-length 24 in place of 64"),
+            (("--seed", "4"), "--seed 4 in place of 3"),
+            (("--pack", "--micro-batch-size", "1"), "--pack True in place of False"),
+        ],
+    )
+    def test_in_another_order_is_refused(self, data, saved, given, text):
+        load = (*given, "--load", str(saved))
+        refused = f"has other samples .*, or another order of them .{text}.*--finetune"
+        with pytest.raises(UserError, match=refused), self.trainer(data, *load):
+            pass
+        with self.trainer(data, *load, "--finetune") as run:
+            assert run.args.consumed_train_samples == 0
+
+    def test_of_other_samples_under_another_path_is_refused(self, data, saved):
+        other = saved / "other"
+        make_digits(other, samples=SAMPLES, seed=7)
+        survey(other)
+        text = f"--data energon:{other} in place of energon:{data}"
+        with pytest.raises(UserError, match=text), self.trainer(other, "--load", str(saved)):
+            pass
+
+    def test_that_was_moved_goes_on_also_with_longer_sequences(self, data, saved):
+        moved = shutil.copytree(data, saved / "moved")
+        with self.trainer(data) as run:
+            batches = run.loading.training()
+            names = [[run.source.name("train", n) for n in next(batches)["samples"]] for _ in "12"]
+        with self.trainer(moved, "--load", str(saved), "--seq-length", "96") as run:
+            samples = next(run.loading.training())["samples"]
+            found = [run.source.name("train", number) for number in samples]
+        assert found == [name.replace(str(data), str(moved)) for name in names[1]]

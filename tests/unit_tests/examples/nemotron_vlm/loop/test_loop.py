@@ -1,0 +1,214 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program in Megatron's loop: the parts that it provides, and those that it watches."""
+
+import gc
+import json
+import math
+
+import psutil
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.loop.run import train
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.training import training
+from megatron.training.training import num_floating_point_operations
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    options_of,
+    session_of,
+    trainer,
+    trajectory,
+)
+from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+ONE_MICROBATCH = ("--micro-batch-size", "32")
+
+
+@requires_world_size(1)
+class TestStep:
+    def test_a_skipped_step_changes_no_weight_and_no_expert_bias(self, monkeypatch):
+        with trainer(*ONE_MICROBATCH) as run:
+            run.train_step()
+            before = gather_weights(run.stages)
+            assert any(key.endswith("expert_bias") for key in before)
+            monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
+            assert run.train_step()["skipped"]
+            assert_shards_equal(run.stages, before)
+            monkeypatch.undo()
+            assert not run.train_step()["skipped"]
+
+    def test_the_signal_that_ends_a_run_leaves_its_loading_processes(self):
+        """The signal goes to all processes of a rank, and the run still reads its current step."""
+        with trainer(*ONE_MICROBATCH, "--num-workers", "2", "--exit-signal-handler") as run:
+            batches = run.loading.training()
+            next(batches)
+            loading = psutil.Process().children()
+            assert len(loading) >= 2
+            for process in loading:
+                process.send_signal(run.args.exit_signal)
+            samples = [next(batches)["samples"] for _ in range(12)]
+        assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
+
+    def test_a_run_that_has_ended_leaves_no_model(self):
+        """A model would keep its groups, and under gloo three threads for each."""
+        with trainer(*ONE_MICROBATCH) as run:
+            run.train_step()
+        del run
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, MimoModel)]
+
+    @pytest.mark.skipif(HAVE_CUDA, reason="PyTorch counts attention of GPUs, and not the engine")
+    def test_the_throughput_counts_the_encoder(self):
+        """Forward operations of one tile are a third; PyTorch counts them, but for attention's."""
+        with trainer(*ONE_MICROBATCH) as run:
+            vision = run.stages[0].modality_submodules["images"]
+            tile = run.source.tiles("train", 0)[:1]
+            with FlopCounterMode(display=False) as counter:
+                vision(encoder_inputs={"radio": {"tiles": tile}})
+            preset, args = run.session.options.preset, run.args
+            size = preset.encoder
+            tokens = (size.tile // size.patch) ** 2 + size.class_tokens
+            attention = size.layers * 4 * tokens**2 * size.hidden
+            assert preset.flops_per_tile == 3 * (counter.get_total_flops() + attention)
+            of_batch = num_floating_point_operations(args, 8)
+            args.modality_flops_per_sample = 0.0
+            of_language = num_floating_point_operations(args, 8)
+        tiles = 8 * 2  # of a sample: one to three, each as likely
+        assert of_batch - of_language == pytest.approx(tiles * preset.flops_per_tile)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize(("module", "rank"), [("images", 0), ("language", 1)])
+def test_a_step_with_bad_gradients_on_one_rank_is_skipped_by_both(module, rank, monkeypatch):
+    step, steps = MimoOptimizer.step, []
+
+    def struck(optimizer):
+        steps.append(optimizer)
+        if Utils.rank == rank and len(steps) == 3:
+            for leaf in optimizer.module_infos[module].optimizer.chained_optimizers:
+                for buffer in leaf.buffers:
+                    buffer.grad_data.fill_(math.nan)
+        return step(optimizer)
+
+    monkeypatch.setattr(MimoOptimizer, "step", struck)
+    batch = ("--global-batch-size", "8", "--micro-batch-size", "4")
+    layout = ("--placement", "non-colocated", "--no-check-for-nan-in-loss-and-grad")
+    records = trajectory(*layout, *batch, steps=5)
+    assert [record["skipped"] for record in records] == [False, False, True, False, False]
+
+
+@requires_world_size(1)
+def test_a_run_goes_on_with_the_rates_of_its_checkpoint_if_asked_to(tmp_path):
+    saved = str(tmp_path)
+    rates = ("--encoder-lr", "2e-4", "--weight-decay", "20", "--min-lr", "1e-5")
+    trajectory(*ONE_MICROBATCH, *rates, "--save", saved, steps=2)
+    uninterrupted = trajectory(*ONE_MICROBATCH, *rates, steps=4)
+    others = ("--lr", "1e-3", "--encoder-lr", "5e-3", "--weight-decay", "0", "--min-lr", "1e-3")
+    resumed = ("--load", saved, "--use-checkpoint-opt_param-scheduler")
+    found = trajectory(*ONE_MICROBATCH, *others, *resumed, steps=4)
+    for field in ("lr", "loss", "grad_norm"):
+        expected = [record[field] for record in uninterrupted[2:]]
+        assert [record[field] for record in found] == pytest.approx(expected, rel=1e-6)
+
+
+@requires_world_size(1)
+def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
+    saved = str(tmp_path)
+    trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
+    assert trajectory("--load", saved, "--skip-train", steps=1) == []
+
+
+class TestMetrics:
+    @requires_world_size(1)
+    def test_a_record_has_the_rate_of_its_step_and_the_evaluation(self, tmp_path):
+        Utils.initialize_distributed()
+        path = tmp_path / "metrics.jsonl"
+        evaluation = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
+        options = options_of(*ONE_MICROBATCH, *evaluation, "--metrics-out", str(path))
+        with session_of(options) as session:
+            records = []
+            train(session, records.append)
+        assert records == [json.loads(line) for line in path.read_text().splitlines()]
+        assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
+        assert ["eval_accuracy" in record for record in records] == [False, True, True]
+        assert not any(record["skipped"] for record in records)
+
+    def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
+        def log(loss_dict, iteration, grad_norm, skipped_iter):
+            """Megatron's log, where it prints nothing."""
+
+        args = options_of("--metrics-out", str(tmp_path / "metrics.jsonl")).args
+        args.rank, args.world_size = 0, 1
+        monkeypatch.setattr(training, "training_log", log)
+        device, seen = torch.cuda.current_device(), []
+        with observed(args, None, seen.append):
+            for step in (1, 2, 3):
+                reported = {LOSS: float(step), TOKENS: 8.0}
+                scalars = {k: torch.full((), v, device=device) for k, v in reported.items()}
+                with no_host_sync():
+                    training.training_log(scalars, step, 0.5, 0)
+                assert len(seen) == step - 1
+        assert [(r["step"], r["loss"], r["num_tokens"]) for r in seen] == [
+            (1, 1.0, 8),
+            (2, 2.0, 8),
+            (3, 3.0, 8),
+        ]
+        assert seen == read_metrics(args.metrics_out)
+
+    @requires_world_size(1)
+    def test_a_checkpoint_has_no_step_that_is_not_reported(self, tmp_path):
+        Utils.initialize_distributed()
+        path, reported = tmp_path / "metrics.jsonl", []
+        saves = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "1")
+        with session_of(
+            options_of(*ONE_MICROBATCH, *saves, "--train-iters", "2", "--metrics-out", str(path))
+        ) as session:
+
+            def observe_save(*arguments, **named):
+                reported.append([record["step"] for record in read_metrics(path)])
+                return save(*arguments, **named)
+
+            save = training.save_checkpoint
+            with replaced(training, save_checkpoint=observe_save):
+                train(session)
+        assert reported == [[1], [1, 2]]
+
+    @requires_world_size(1)
+    def test_the_last_record_has_the_evaluation_after_the_last_save(self, tmp_path):
+        """Megatron evaluates once more after the loop, and saves before."""
+        Utils.initialize_distributed()
+        path = tmp_path / "metrics.jsonl"
+        run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
+        run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
+        with session_of(options_of(*ONE_MICROBATCH, *run)) as session:
+            train(session)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert ["eval_accuracy" in record for record in records] == [False, True, True]
+
+    def test_a_second_record_of_a_step_replaces_the_first(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        writer = MetricsWriter(path, total_steps=2)
+        for step, loss in ((1, 3.25), (2, 2.5), (2, 1.0)):
+            writer.write({"step": step, "loss": loss})
+        writer.close()
+        assert read_metrics(path) == [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}]
+
+    def test_steps_that_are_run_again_are_dropped(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        first = MetricsWriter(path, total_steps=4)
+        for step in (1, 2, 3):
+            first.write({"step": step, "loss": 1.0})
+        first.close()
+        second = MetricsWriter(path, total_steps=4)
+        second.write({"step": 3, "loss": 2.0})
+        second.close()
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0)]

@@ -1,0 +1,150 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every option of Megatron's either keeps the given value once all is checked, or is refused.
+
+An option that is taken and then overruled would do nothing, and nobody would know.
+"""
+
+import argparse
+import os
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+import torch
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import SIZES
+from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.options import arguments
+from megatron.training.arguments import add_megatron_arguments
+from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
+
+RANKS, LAYOUT = 8, "tp=2,cp=2,pp=2,ep=2,etp=1"
+STAGES = "MEM*|MEM*"
+
+VALUES = {
+    "--attention-backend": "flash",
+    "--batch-invariant-mode": "--attention-backend flash --flash-attention-version 3 "
+    "--language tp=2",
+    "--bias-gelu-fusion": "--bias-linear --no-squared-relu",
+    "--bias-linear": "--no-bias-gelu-fusion",
+    "--cuda-graph-modules": "attn",
+    "--cuda-graph-scope": "attn",
+    "--distribute-saved-activations": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --language tp=2,pp=2",
+    "--end-weight-decay": "0.1 --start-weight-decay 0 --weight-decay-incr-style linear",
+    "--exit-signal": "SIGINT",
+    "--fine-grained-activation-offloading": "--transformer-impl transformer_engine "
+    "--offload-modules core_attn",
+    "--fp16-lm-cross-entropy": "--fp16",
+    "--fp32-residual-connection": "--bf16",
+    "--hybrid-layer-pattern": STAGES,
+    "--inference-cuda-graph-scope": "none",
+    "--linear-attention-freq": "2",
+    "--log-memory-interval": "100",
+    "--lr-decay-samples": "64 --train-samples 64",
+    "--lr-warmup-samples": "32 --train-samples 64",
+    "--min-lr": "0.0001",
+    "--moe-enable-deepep": "--moe-token-dispatcher-type flex",
+    "--moe-layer-freq": "2",
+    "--moe-router-group-topk": "2 --moe-router-num-groups 4",
+    "--moe-router-padding-for-fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "--moe-router-padding-for-quantization": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
+    "--multi-latent-attention": "--no-group-query-attention",
+    "--no-overlap-grad-reduce": "--no-overlap-param-gather",
+    "--no-rope-freq": "2",
+    "--no-use-distributed-optimizer": "--no-overlap-param-gather",
+    "--optimizer-cpu-offload": "--use-precision-aware-optimizer",
+    "--overlap-p2p-communication-warmup-flush": f"--language {LAYOUT},vpp=2",
+    "--recompute-granularity": "full --recompute-method uniform",
+    "--rope-fusion": "--position-embedding-type rope",
+    "--start-weight-decay": "0 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+    "--step-batch-size-schedule": "0:32",
+    "--swiglu": "--no-squared-relu",
+    "--te-precision-config-file": "recipe.yaml",
+    "--use-rotary-position-embeddings": "--no-rope-fusion",
+    "--weight-decay-incr-style": "linear --start-weight-decay 0 --end-weight-decay 0.1",
+    "--window-attn-skip-freq": "2",
+    "--window-size": "4,0",
+}
+"""Values of options for which no rule finds one, and the options that they need beside them."""
+
+OVERRULED = {
+    "--no-weight-decay-cond-type": "deprecated: it has become --apply-wd-to-qk-layernorm",
+    "--recompute-activations": "deprecated: it has become --recompute-granularity selective",
+    "--cuda-graph-scope": "deprecated: it has become --cuda-graph-modules",
+    "--async-strategy": "without --async-save, Megatron leaves nothing to choose",
+}
+"""Options that lose their value, and why that is right."""
+
+NOT_HERE = r"(?i)transformer.engine|\bTE\b|compute capability"
+"""Words of a refusal for want of what this machine lacks."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def _plain(value):
+    """Bring a value to one form; Megatron has it as text, as its meaning, or in a list."""
+    if isinstance(value, list) and len(value) == 1:
+        return _plain(value[0])
+    return DTYPES.get(value, value) if isinstance(value, str) else getattr(value, "name", value)
+
+
+def _line(action, now):
+    """Words for an option with another value than ``now``, or with the same size of a layout."""
+    option = action.option_strings[0]
+    if option in VALUES:
+        return [option, *VALUES[option].split()]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [action.option_strings[1 if now else 0]]
+    if action.nargs == 0:
+        return [option]
+    if action.dest in SIZES["language"].values():
+        return [option, str(now)]
+    if action.choices:
+        value = next(str(choice) for choice in action.choices if _plain(choice) != _plain(now))
+    elif action.type in (int, float):
+        value = str(action.type(now / 2 if action.type is float else now * 2) if now else 2)
+    else:
+        value = "x"
+    return [option] + [value] * (action.nargs if isinstance(action.nargs, int) else 1)
+
+
+def _wrong(parser, action, line, base):
+    """Say what is wrong with an option; None if nothing is."""
+    option, known = line[0], parser._option_string_actions
+    # An option that this device has not turned on cannot be turned off.
+    line = [word for word in line if word in known or not word.startswith("--no-")]
+    given = getattr(parser.parse_args(line), action.dest)
+    try:
+        args = arguments.parse([*base, *line], RANKS).args
+    except UserError as refusal:
+        named = [word for word in line if word.startswith("--")] + [action.dest, option[2:]]
+        is_named = any(name in str(refusal) for name in named)
+        return None if is_named or re.search(NOT_HERE, str(refusal)) else f"{option}: {refusal}"
+    found = getattr(args, action.dest, None)
+    kept = _plain(found) == _plain(given)
+    return None if kept is (option not in OVERRULED) else f"{option}: {given!r} became {found!r}"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_option_that_is_taken_keeps_its_value(device, monkeypatch, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("configs: {}\nmatchers: {}\n")
+    monkeypatch.chdir(tmp_path)
+    base = ["--device", device, "--language", LAYOUT]
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    theirs = {action.dest for action in parser._actions if action.dest != "help"}
+    arguments.extend(parser, tiny(), device, packs=False)
+    before = vars(arguments.parse(base, RANKS).args)
+    wrong = []
+    for action in parser._actions:
+        if action.option_strings and action.dest in theirs:
+            with monkeypatch.context() as patch, redirect_stdout(StringIO()):
+                patch.setattr(os, "environ", dict(os.environ))
+                line = _line(action, before.get(action.dest))
+                wrong.append(_wrong(parser, action, line, base))
+    assert len(wrong) > 700
+    assert not "\n".join(filter(None, wrong))

@@ -1,0 +1,114 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program's main file, before it imports Megatron."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.environment import at_start
+from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS, ROOT, share_gpus, uses_gpus
+
+
+@pytest.mark.parametrize(
+    ("line", "uses"),
+    [
+        ("--device cuda --bf16", True),
+        ("", False),
+        ("--device cpu", False),
+        ("--device", False),
+        ("--dry-run --device cuda", False),
+        ("--device cuda --dry-run 8", False),
+        ("--plan 64 --device=cuda", False),
+    ],
+)
+def test_only_training_on_gpus_sees_them(line, uses):
+    assert uses_gpus(line.split()) is uses
+
+
+@pytest.mark.parametrize(("gpus", "local_rank"), [(4, "1"), (1, "0"), (0, "5")])
+def test_ranks_share_the_gpus_of_a_host_that_has_fewer(gpus, local_rank, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    share_gpus()
+    assert os.environ["LOCAL_RANK"] == local_rank
+
+
+CONNECTIONS, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+
+STARTS = [
+    ("", {CONNECTIONS: "1"}),
+    ("--language tp=2,pp=2", {CONNECTIONS: "1"}),
+    ("--language pp=2 --encoder-schedule bubbles", {CONNECTIONS: "8", LOADING: "EAGER"}),
+    ("--language=pp=2,cp=2 --encoder-schedule=bubbles", {CONNECTIONS: "1", LOADING: "EAGER"}),
+    (
+        "--context-parallel-size 2 --cuda-graph-impl local --bf16",
+        {CONNECTIONS: "1", LOADING: "EAGER"},
+    ),
+    ("--cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
+]
+"""Command lines, and the variables that CUDA has to find when it starts."""
+
+
+def _started(tmp_path, line, **environment):
+    """The environment in which the program imports the first library that reads it."""
+    noted = "import json, os\nprint(json.dumps(dict(os.environ)))\nos._exit(0)\n"
+    for name in ("torch", "triton", "transformer_engine"):
+        (tmp_path / f"{name}.py").write_text(noted)
+    unset = {CONNECTIONS, LOADING, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NVTE_FRAMEWORK"}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/mimo/pretrain_nemotron_vlm.py", *line.split()],
+        capture_output=True,
+        text=True,
+        env=kept | {"PYTHONPATH": str(tmp_path)} | environment,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(("line", "expected"), STARTS)
+    def test_is_set_before_a_library_that_reads_it_is_imported(self, tmp_path, line, expected):
+        found = _started(tmp_path, f"--device cuda {line}")
+        assert {n: found[n] for n in (CONNECTIONS, LOADING) if n in found} == expected
+        assert found["NVTE_FRAMEWORK"] == "pytorch" and found["TRITON_CACHE_AUTOTUNING"] == "1"
+
+    def test_keeps_what_the_user_has_set(self, tmp_path):
+        given = {CONNECTIONS: "32", "TRITON_CACHE_DIR": "/kernels"}
+        found = _started(tmp_path, "--device cuda", **given)
+        assert {name: found[name] for name in given} == given
+
+    @pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+    def test_keeps_kernels_of_hosts_apart(self, tmp_path, variable):
+        """On a network file system, a file that another host replaces cannot be read on."""
+        assert Path(_started(tmp_path, "")[variable]).parent.name == os.uname().nodename
+
+    @pytest.mark.parametrize(
+        "line", ["--language tq=2", "--language cp=2 --context-parallel-size 1"]
+    )
+    def test_names_a_layout_that_cannot_be_read(self, line):
+        with pytest.raises(UserError, match="^--language"):
+            at_start(line.split())
+
+
+def test_cpu_ranks_leave_installed_gpu_kernels_alone(tmp_path):
+    for name in GPU_KERNELS:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('needs a GPU')")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    program = ROOT / "examples" / "mimo" / "pretrain_nemotron_vlm.py"
+    done = subprocess.run(
+        [sys.executable, program, "--device", "cpu", "--model", "tiny", "--dry-run", "1"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,447 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's options: each gives one rank's trajectory in another layout, or is refused by name."""
+
+import argparse
+
+import pytest
+import torch
+
+from examples.mimo.common import refusals
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.options import arguments
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
+from megatron.training.arguments import add_megatron_arguments, validate_args
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    COMPARED,
+    SAMPLES,
+    assert_same_trajectory,
+    assert_same_trajectory_as_one_rank,
+    one_rank_trajectory,
+    trajectory,
+)
+from tests.unit_tests.test_utilities import requires_world_size
+
+PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
+"""Layouts of the language model on four ranks: in three phases, and in one."""
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+
+SAME_NUMBERS = [
+    ((*OVERLAP, *FULL, "--recompute-num-layers", "1"), PIPELINE),
+    (
+        (*OVERLAP, "--recompute-granularity", "selective", "--recompute-modules", "moe")
+        + ("--moe-token-dispatcher-type", "allgather"),
+        FLAT,
+    ),
+    (
+        ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
+        + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
+        FLAT,
+    ),
+    ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
+    (("--no-use-distributed-optimizer",), PIPELINE),
+    (
+        ("--num-distributed-optimizer-instances", "2")
+        + ("--encoder-macro-batch", "2", "--recompute-encoder", "1"),
+        "dp=4,ep=2",
+    ),
+    (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+    ((*OVERLAP, "--encoder-schedule", "bubbles"), PIPELINE),
+    (
+        ("--encoder-schedule", "bubbles", "--recompute-encoder", "1", "--overlap-grad-reduce"),
+        "pp=2,vpp=2,dp=2,ep=2",
+    ),
+]
+"""Options that change no number, several at once, each with a layout."""
+
+OTHER_NUMBERS = [
+    (
+        ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
+        + ("--moe-router-load-balancing-type", "aux_loss"),
+        PIPELINE,
+    ),
+    (("--position-embedding-type", "learned_absolute", "--init-method-std", "0.03"), PIPELINE),
+    (
+        ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
+        + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
+        + ("--weight-decay-incr-style", "linear")
+        + ("--moe-router-load-balancing-type", "global_aux_loss"),
+        FLAT,
+    ),
+    (
+        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu")
+        + ("--moe-shared-expert-gate",),
+        FLAT,
+    ),
+]
+"""Options that the one-rank run must have too."""
+
+PRECISIONS = {("--bf16",): 3e-2, ("--fp16", "--initial-loss-scale", "8"): 1e-2}
+"""Relative tolerances: a rounded weight sends some tokens to another expert."""
+
+REFUSED = [
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--log-params-norm",
+    "--check-weight-hash-across-dp-replicas-interval 1",
+    "--cuda-graph-impl local",
+    "--mtp-num-layers 1",
+    "--hybrid-layer-pattern MEM*/M*",
+    "--qk-clip",
+    "--optimizer muon",
+    "--ckpt-format torch",
+    "--init-model-with-meta-device",
+    "--data-parallel-random-init",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-token-dispatcher-type flex",
+    "--fp8-format hybrid",
+    "--transformer-impl transformer_engine",
+    "--freeze-all-layers",
+    "--iterations-to-skip 3",
+    "--spec local",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+    "--result-rejected-tracker-filename steps.txt",
+    "--no-calculate-per-token-loss",
+    "--no-dist-ckpt-optim-fully-reshardable",
+    "--apply-layernorm-1p",
+    "--embedding-init-method-std 0.1",
+    "--use-mup",
+    "--high-priority-stream-groups ep",
+    "--sharp-enabled-group dp",
+    "--inprocess-restart",
+    "--ckpt-convert-format torch",
+    "--load-main-params-from-ckpt",
+    "--mock-data",
+    "--split 1,0,0",
+    "--dataloader-type cyclic",
+    "--decoder-seq-length 8",
+    "--position-embedding-type mrope",
+    "--use-rope-scaling",
+    "--logits-save-dir logits",
+    "--defer-embedding-wgrad-compute",
+    "--overlap-moe-expert-parallel-comm",
+    "--window-size 4,0",
+    "--softmax-type learnable",
+    "--attention-dropout 0.1",
+    "--num-layers 2",
+    "--no-initialization",
+    "--lazy-mpu-init",
+    "--fake-process-group",
+    "--replication-jump 2",
+    "--config-logger-dir log",
+    "--moe-latent-size 16",
+    "--moe-layer-freq 2",
+    "--moe-router-load-balancing-type quantile_balancing",
+    "--use-grouped-gemm-for-shared-expert",
+    "--use-nccl-ub",
+    "--non-persistent-save-interval 1",
+    "--cpu-offloading-num-layers 1",
+    "--heterogeneous-layers-config-path layers.json",
+    "--checkpoint-activations",
+    "--record-memory-history",
+    "--yaml-cfg options.yaml",
+    "--log-device-memory-used",
+    "--cp-comm-type a2a",
+    "--exit-signal SIGTERM --exit-signal-handler --async-save --device cuda",
+]
+
+REFUSED_ON_GPUS = [
+    "--optimizer-cuda-graph",
+    "--moe-expert-rank-capacity-factor 1.5",
+    "--moe-paged-stash",
+    "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex",
+    "--log-straggler",
+    "--transformer-impl inference_optimized",
+    "--symmetric-ar-type two_shot --language tp=2",
+    "--fp8-param-gather --fp8-format hybrid",
+    "--fp4-param-gather --fp4-format e2m1",
+    "--fp8-recipe delayed --fp8-format hybrid --language pp=2",
+    "--fp8-recipe delayed --fp8-format hybrid --placement non-colocated",
+]
+"""Options refused on GPUs too; CPU ranks refuse some of them for want of a GPU."""
+
+
+class TestRefused:
+    @pytest.mark.parametrize("arguments", REFUSED)
+    def test_names_the_option_and_the_reason(self, arguments):
+        self._assert_refused(arguments, world_size=1)
+
+    @pytest.mark.parametrize("arguments", REFUSED_ON_GPUS)
+    def test_does_so_on_gpus(self, arguments):
+        self._assert_refused(f"{arguments} --device cuda --bf16", world_size=2)
+
+    @staticmethod
+    def _assert_refused(arguments, world_size):
+        with pytest.raises(UserError) as refusal:
+            parse(arguments.split(), world_size)
+        option = arguments.split()[0]
+        assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
+        assert " is not taken here: " in str(refusal.value)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            "--data energon:shards",
+            "--data digits",
+            "--pack --micro-batch-size 1",
+            "--placement non-colocated",
+            "--freeze projector",
+            "--recompute-encoder 1",
+            "--step-batch-size-schedule 0:32",
+        ],
+    )
+    def test_names_what_cuda_graphs_do_not_go_with(self, other):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        with pytest.raises(UserError, match="^--cuda-graph-impl local with --.* is not taken here"):
+            parse([*graphs.split(), *other.split()], world_size=2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "texts"),
+        [
+            (
+                "--device cuda --transformer-impl transformer_engine --pack --micro-batch-size 1",
+                ["in fp32 with --pack", "add --bf16, or choose local"],
+            ),
+            (
+                "--device cuda --transformer-impl transformer_engine --language cp=2",
+                ["in fp32 with --pack or context parallelism", "add --bf16, or choose local"],
+            ),
+            (
+                "--device cuda --bf16 --pack --micro-batch-size 1 --mamba-num-heads 12",
+                ["--mamba-num-heads that leave unaligned rows", "to be a multiple of 8"],
+            ),
+            ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
+            ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
+            ("--placement non-colocated --encoder dp=2", ["takes 2 of 2 ranks and leaves none"]),
+            (
+                "--language cp=2 --context-parallel-size 1",
+                ["--language says cp=2", "--context-parallel-size says 1"],
+            ),
+            ("--encoder pp=2", ["takes tp and dp only", "Nearest that fit: tp=1,dp=2"]),
+            (
+                "--placement non-colocated --recompute-encoder 2",
+                ["--recompute-encoder needs --placement colocated"],
+            ),
+            ("--language pp=2 --encoder-macro-batch 2", ["--encoder-macro-batch needs", "pp=1"]),
+            ("--language dp=2 --encoder-schedule bubbles", ["--encoder-schedule bubbles needs"]),
+            (
+                "--language pp=2 --encoder tp=2 --encoder-schedule bubbles",
+                ["TP group of --encoder tp=2", "one stage of --language", "has 1 ranks"],
+            ),
+            (
+                "--language pp=2,vpp=2 --encoder-schedule bubbles --no-overlap-p2p-communication",
+                ["--no-overlap-p2p-communication does not go with"],
+            ),
+        ],
+    )
+    def test_names_what_does_not_go_together(self, arguments, texts):
+        with pytest.raises(UserError) as refusal:
+            parse(arguments.split(), world_size=2)
+        for text in texts:
+            assert text in str(refusal.value)
+
+    def test_a_short_size_is_not_that_of_an_axis_whose_name_ends_alike(self):
+        options = ["--language", "vpp=2,etp=1", "--pipeline-model-parallel-size", "2"]
+        found = parse([*options, "--tensor-model-parallel-size", "2"], world_size=4).layouts
+        assert str(found.language) == "tp=2,pp=2,dp=1,etp=1,vpp=2"
+
+    def test_an_optimizer_of_the_engine_is_not_taken_without_it(self, monkeypatch):
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+        option = "--use-precision-aware-optimizer"
+        with pytest.raises(UserError, match=f"^{option} is not taken here"):
+            parse(["--device", "cuda", option], world_size=1)
+        parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
+
+    def test_every_refused_option_is_megatrons(self):
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        known = {option for action in parser._actions for option in action.option_strings}
+        assert not [
+            refusal.option
+            for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]
+            if refusal.option.split()[0] not in known
+        ]
+        assert not [
+            refusal.option
+            for refusal in TURNED_BACK
+            if refusal.option.replace("--no-", "--") not in known
+        ]
+
+    def test_refusals_for_other_programs_read_megatrons_options_alone(self):
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        args = parser.parse_args(["--cuda-graph-impl", "local", "--num-experts", "8"])
+        args.device = "cuda"
+        applied = {refusal.option for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)}
+        assert NO_GRAPHS.option in applied
+
+    def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
+        def validated(args, _defaults):
+            args.optimizer = "muon"
+            validate_args(args, _defaults)
+
+        monkeypatch.setattr(arguments, "validate_args", validated)
+        with pytest.raises(UserError, match="^--optimizer is not taken here"):
+            parse([], world_size=1)
+
+    def test_a_state_that_is_whole_on_each_rank_needs_no_resharding(self):
+        parse(
+            ["--no-dist-ckpt-optim-fully-reshardable", "--no-use-distributed-optimizer"],
+            world_size=1,
+        )
+
+    def test_a_flag_that_a_preset_turns_on_has_an_opposite(self):
+        assert parse([], world_size=1).args.untie_embeddings_and_output_weights
+        arguments = ["--no-untie-embeddings-and-output-weights", "--bias-linear"]
+        args = parse(arguments, world_size=1).args
+        assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
+
+    def test_asynchronous_saves_need_no_other_option(self):
+        args = parse(["--device", "cuda", "--async-save"], world_size=1).args
+        assert args.async_save and args.use_persistent_ckpt_worker
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ("--device cuda", 2),
+            ("", 1),
+            ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
+            ("--device cuda --language pp=2", 1),
+            ("--device cuda --language pp=2 --encoder-schedule bubbles", 2),
+            ("--device cuda --language pp=2 --encoder-schedule bubbles --global-batch-size 12", 1),
+            ("--language pp=2 --encoder-schedule bubbles", 1),
+            ("--device cuda --placement non-colocated", 1),
+            ("--device cuda --encoder-macro-batch 1", 1),
+            ("--encoder-macro-batch 3", 3),
+        ],
+    )
+    def test_microbatches_encoded_at_once_by_default(self, options, expected):
+        found = parse(["--transformer-impl", "local", *options.split()], world_size=2)
+        assert found.args.encoder_macro_batch == expected
+
+    @pytest.mark.parametrize(
+        ("options", "schedule", "at_once"),
+        [
+            ("--language pp=2", BUBBLES, 2),
+            ("--language pp=2 --global-batch-size 40", BUBBLES, 2),  # of 2, 2 and 1
+            ("--language pp=2 --encoder-macro-batch 4 --global-batch-size 64", BUBBLES, 4),
+            ("--language pp=2,ep=2", THREE_PHASES, 1),
+            ("--language pp=2 --encoder tp=2", THREE_PHASES, 1),
+            ("--language pp=2 --global-batch-size 24", THREE_PHASES, 1),  # three microbatches
+            ("--language pp=2 --encoder-macro-batch 1", THREE_PHASES, 1),
+            ("--language pp=2 --encoder-schedule three-phases", THREE_PHASES, 1),
+            ("--language pp=2 --cuda-graph-impl none", THREE_PHASES, 1),
+            ("--language pp=2 --encoder tp=4", THREE_PHASES, 1),  # over both stages
+            ("--language pp=2,vpp=2", THREE_PHASES, 1),
+            ("--language pp=2,tp=2", THREE_PHASES, 1),
+            ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
+            ("--language dp=4", THREE_PHASES, 2),
+        ],
+    )
+    def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
+        self, options, schedule, at_once
+    ):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        graphs += " --data mock --no-check-for-nan-in-loss-and-grad"
+        found = parse([*graphs.split(), *options.split()], world_size=4).args
+        assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [
+            ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+            ("CUDA_MODULE_LOADING", "LAZY"),
+            ("LOCAL_WORLD_SIZE", "4"),
+        ],
+    )
+    def test_where_kernels_hold_each_other_back_the_encoder_is_not_in_the_bubbles_by_default(
+        self, variable, value, monkeypatch
+    ):
+        monkeypatch.setenv(variable, value)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        graphs += " --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
+        assert parse(graphs.split(), world_size=4).args.encoder_schedule == THREE_PHASES
+
+    def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
+        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+        found = parse([*graphs.split(), "--data", "mock", "--language", "pp=2"], world_size=4)
+        assert found.args.encoder_schedule == THREE_PHASES
+
+    def test_a_growing_batch_must_fit_at_every_size(self):
+        schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
+        with pytest.raises(UserError, match="global batch 9"):
+            parse(schedule, world_size=1)
+
+    def test_a_growing_batch_decays_alike_in_every_layout(self):
+        options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]
+        one = parse([*options, "--train-iters", "4"], world_size=1).args
+        other = parse([*options, "--train-iters", "4"], world_size=4).args
+        # 1000 tokens are 31 samples of 32: two steps of 16 samples, two of 32.
+        for args in (one, other):
+            assert (args.global_batch_size, args.lr_decay_iters) == (16, 6)
+            assert args.eval_global_batch_size == 16
+        given = parse([*options, "--lr-decay-iters", "9"], world_size=1).args
+        assert given.lr_decay_iters == 9
+        assert parse([*options, "--train-samples", "96"], world_size=1).args.lr_decay_iters is None
+
+    @pytest.mark.parametrize("schedule", ["8", "0:8 1K", "1K:8", "0:8 1:16", "0:x"])
+    def test_names_a_schedule_that_is_none(self, schedule):
+        with pytest.raises(UserError, match="^--step-batch-size-schedule"):
+            parse(["--step-batch-size-schedule", schedule], world_size=1)
+
+    def test_the_batches_of_an_evaluation_must_fit_the_encoder(self):
+        sizes = ["--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]
+        layout = ["--encoder", "dp=4", "--language", "tp=4", "--placement", "non-colocated"]
+        parse([*layout, *sizes], world_size=8)
+        with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
+            parse([*layout, *sizes, "--eval-iters", "1"], world_size=8)
+
+
+@requires_world_size(4)
+class TestRight:
+    @pytest.mark.parametrize(("options", "language"), SAME_NUMBERS)
+    def test_changes_nothing(self, options, language):
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options)
+
+    @pytest.mark.parametrize(("options", "language"), OTHER_NUMBERS)
+    def test_changes_every_layout_alike(self, options, language):
+        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_precisions_agree_with_one_rank(self, precision):
+        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
+        batch = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", "16")
+        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=COMPARED)]
+        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=COMPARED)]
+        assert found == pytest.approx(expected, rel=PRECISIONS[precision])
+
+    @pytest.mark.parametrize(
+        ("language", "options"),
+        [
+            (PIPELINE, ("--recompute-encoder", "1", "--overlap-grad-reduce")),
+            (FLAT, ("--encoder-macro-batch", "3", "--overlap-grad-reduce")),
+        ],
+        ids=["recompute", "macro-batches"],
+    )
+    def test_the_batch_grows_alike(self, language, options):
+        """A larger batch runs the encoder again in more parts, and has more macro-batches."""
+        growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
+        layout = ("--encoder", "tp=2,dp=2", "--language", language)
+        found = trajectory(*layout, *growing, *options, steps=4)
+        expected = one_rank_trajectory(*growing, steps=4)
+        assert_same_trajectory(found, expected)
+
+
+def test_help_shows_own_and_stock_options(capsys):
+    """Megatron's own help would fail: one of its texts has a sign that argparse expands."""
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"], world_size=1)
+    said = capsys.readouterr().out
+    assert not end.value.code and "--encoder-lr" in said and "--recompute-granularity" in said

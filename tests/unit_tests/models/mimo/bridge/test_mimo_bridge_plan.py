@@ -1,0 +1,315 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The bridge's plan, without processes: every row arrives, once, with the least traffic."""
+
+import itertools
+import random
+import time
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from megatron.core.context_parallel_layout import Route
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
+from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
+
+PRODUCTION = ("tp", "cp", "dp", "pp")
+ORDERS = list(itertools.permutations(PRODUCTION))
+
+
+@pytest.fixture(autouse=True)
+def large_world(monkeypatch):
+    """Grids of any size here fit in this world."""
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+
+
+def topology_of(src_tp, src_dp, tp, cp, dp, pp, order=PRODUCTION, src_order=("tp", "dp")):
+    src, dest = dict(tp=src_tp, dp=src_dp), dict(tp=tp, cp=cp, dp=dp, pp=pp)
+    return bridge_topology(
+        HyperCommGrid([src[dim] for dim in src_order], list(src_order)),
+        HyperCommGrid([dest[dim] for dim in order], list(order)),
+    )
+
+
+def layouts(world: int):
+    """Every pair of layouts of a world."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    for src_tp, tp, cp, pp in itertools.product(divisors, repeat=4):
+        if world % (tp * cp * pp) == 0:
+            yield src_tp, world // src_tp, tp, cp, world // (tp * cp * pp), pp
+
+
+def topologies(world: int, every: int = 1):
+    """Bridges of a world: every layout in production's order, and some in other orders of dims."""
+    pick = random.Random(world)
+    for layout in list(layouts(world))[::every]:
+        yield topology_of(*layout)
+        yield topology_of(*layout, pick.choice(ORDERS), pick.choice((("tp", "dp"), ("dp", "tp"))))
+
+
+def all_to_all(routes: list[Route], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each member's result, [addends, rows]; fail if a place is written twice or never."""
+    sent = [
+        tensor[route.send_places].split(route.send_splits)
+        for route, tensor in zip(routes, tensors, strict=True)
+    ]
+    results = []
+    for member, route in enumerate(routes):
+        assert route.recv_splits == tuple(r.send_splits[member] for r in routes)
+        assert route.recv_splits[member] == 0
+        places = torch.cat([route.recv_places, route.kept_to])
+        assert torch.equal(places.sort().values, torch.arange(route.addends * route.size))
+        values = [*(messages[member] for messages in sent), tensors[member][route.kept_from]]
+        moved = torch.empty(len(places), dtype=torch.int64)
+        moved[places] = torch.cat(values)
+        results.append(moved.view(route.addends, route.size))
+    return results
+
+
+class Batch:
+    """Rows of a batch, numbered through, and the CP rank that owns each."""
+
+    def __init__(self, topology: BridgeTopology, counts: list[int], balanced: bool = False):
+        self.topology, self.counts = topology, counts
+        total, cp = sum(counts), topology.dest_cp
+        self.rows = torch.arange(total)
+        pick = np.random.default_rng(total)
+        self.owner = self.rows.numpy() % cp if balanced else pick.integers(cp, size=total)
+        self.bounds = [0, *itertools.accumulate(counts)]
+
+    def of(self, atoms: range) -> torch.Tensor:
+        return self.rows[self.bounds[atoms.start] : self.bounds[atoms.stop]]
+
+    def known(self, atoms: range, owners: bool = True) -> AtomRows:
+        counts = [self.counts[atom] for atom in atoms]
+        rows = slice(self.bounds[atoms.start], self.bounds[atoms.stop])
+        return AtomRows(counts, self.owner[rows] if owners else None)
+
+    def routes(self, plan: BlockPlan, members: list[int], owners: bool = True):
+        """Forward and backward route of each member."""
+        topology = self.topology
+        both = [
+            plan.routes(
+                number,
+                self.known(topology.encodes(rank), owners),
+                self.known(topology.consumes(rank), owners),
+            )
+            for number, rank in enumerate(members)
+        ]
+        return [list(way) for way in zip(*both, strict=True)]
+
+
+def consumed(topology: BridgeTopology, rank: int) -> range:
+    return topology.consumes(rank) if topology.dest[rank].pp == 0 else range(0)
+
+
+class TestOwnership:
+    """The samples that a rank encodes, against the grids and against an exact solver."""
+
+    @pytest.mark.parametrize("world", [6, 8, 12])
+    def test_every_sample_is_encoded_once_by_each_tensor_rank(self, world):
+        for topology in topologies(world):
+            encoders = Counter(
+                (atom, at.tp)
+                for rank, at in topology.src.items()
+                for atom in topology.encodes(rank)
+            )
+            src_tp = world // topology.src_dp
+            assert set(encoders) == set(itertools.product(range(topology.atoms), range(src_tp)))
+            assert set(encoders.values()) == {1}
+
+    @pytest.mark.parametrize("world", [6, 8, 12, 24, 48])
+    def test_ranks_have_as_much_of_what_they_consume_as_any_assignment_gives(self, world):
+        for topology in topologies(world, every=1 + world // 6):
+            had = np.zeros((topology.src_dp, topology.src_dp), dtype=int)
+            each = topology.atoms // topology.src_dp
+            for rank, at in topology.src.items():
+                for part in range(topology.src_dp):
+                    encoded = range(part * each, (part + 1) * each)
+                    had[at.dp, part] += len(set(encoded) & set(consumed(topology, rank)))
+            most = had[linear_sum_assignment(had, maximize=True)].sum()
+            assert had[range(topology.src_dp), topology.parts].sum() == most
+
+    @pytest.mark.parametrize("order", [("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp")])
+    def test_parts_stay_in_order_where_that_is_as_good(self, order):
+        for src_tp, src_dp, tp, cp, dp, pp in layouts(16):
+            if pp == 1 or order[-1] == "dp" and (dp % src_dp == 0 or src_dp % dp == 0):
+                topology = topology_of(src_tp, src_dp, tp, cp, dp, pp, order)
+                assert topology.parts == tuple(range(src_dp))
+
+    def test_with_pp_outermost_later_stages_encode_the_rest_of_their_own_dp_index(self):
+        topology = topology_of(1, 8, tp=1, cp=2, dp=2, pp=2)
+        assert topology.parts == (0, 1, 4, 5, 2, 3, 6, 7)
+        assert topology.blocks == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+class TestGroups:
+    @pytest.mark.parametrize("world", [6, 8, 12, 16])
+    def test_every_rank_is_in_one_block_and_in_one_gather_group(self, world):
+        for topology in topologies(world, every=1 + world // 8):
+            assert sorted(itertools.chain(*topology.blocks)) == list(range(world))
+            groups = topology.gather_groups
+            if topology.divides and topology.scale > 1:
+                assert sorted(itertools.chain(*groups)) == list(range(world))
+                assert all(
+                    [topology.slot(r) for r in g] == list(range(topology.scale)) for g in groups
+                )
+            else:
+                assert groups == []
+
+    @pytest.mark.parametrize("world", [6, 8, 16])
+    def test_no_sample_is_in_two_blocks(self, world):
+        for topology in topologies(world, every=1 + world // 8):
+            seen = [
+                {a for r in block for a in (*topology.encodes(r), *consumed(topology, r))}
+                for block in topology.blocks
+            ]
+            assert sum(map(len, seen)) == topology.atoms
+
+
+class TestDelivery:
+    """A gradient that must not be used is -1."""
+
+    @pytest.mark.parametrize("uneven", [False, True])
+    @pytest.mark.parametrize("world", [6, 8, 12])
+    def test_all_layouts_of_a_world(self, world, uneven):
+        pick = random.Random(world)
+        for topology in topologies(world, every=world // 3 - 1):
+            counts = [pick.randrange(4) if uneven else 3 for _ in range(topology.atoms)]
+            batch = Batch(topology, counts)
+            for members in topology.blocks:
+                forward, backward = batch.routes(plan_block(topology, members), members)
+                before = [batch.of(topology.encodes(rank)) for rank in members]
+                for rank, got in zip(members, all_to_all(forward, before), strict=True):
+                    assert torch.equal(got, batch.of(consumed(topology, rank))[None])
+
+                grads = []
+                for rank in members:
+                    rows = batch.of(consumed(topology, rank))
+                    mine = torch.from_numpy(batch.owner)[rows] == topology.dest[rank].cp
+                    grads.append(torch.where(mine, rows, -1))
+                for rank, got in zip(members, all_to_all(backward, grads), strict=True):
+                    assert torch.equal(got, batch.of(topology.encodes(rank))[None])
+
+    def test_without_owners_every_cp_rank_gives_one_addend(self):
+        for topology in topologies(8, every=2):
+            batch = Batch(topology, [2] * topology.atoms)
+            cp_ranks = 100 * torch.arange(topology.dest_cp)[:, None]
+            for members in topology.blocks:
+                _, backward = batch.routes(plan_block(topology, members), members, owners=False)
+                grads = [
+                    100 * topology.dest[rank].cp + batch.of(consumed(topology, rank))
+                    for rank in members
+                ]
+                for rank, got in zip(members, all_to_all(backward, grads), strict=True):
+                    assert torch.equal(got, cp_ranks + batch.of(topology.encodes(rank)))
+
+
+class TestVolume:
+    """Rows received, against those that a rank needs and lacks; owners are balanced, as by zigzag.
+
+    The least that all ranks together need follows from the assignment of parts, whose optimum
+    :class:`TestOwnership` holds.
+    """
+
+    @pytest.mark.parametrize("world", [6, 8, 12, 16])
+    def test_a_rank_receives_what_it_lacks_and_nothing_else(self, world):
+        for topology in topologies(world, every=1 + world // 4):
+            cp = topology.dest_cp
+            batch = Batch(topology, [2 * cp] * topology.atoms, balanced=True)
+            for members in topology.blocks:
+                plan = plan_block(topology, members)
+                forward, backward = batch.routes(plan, members)
+                for rank, there, back in zip(members, forward, backward, strict=True):
+                    encodes = set(topology.encodes(rank))
+                    consumes = set(consumed(topology, rank))
+                    assert sum(there.recv_splits) == 2 * cp * len(consumes - encodes)
+                    own = 2 * len(consumes & encodes)
+                    assert sum(back.recv_splits) == 2 * cp * len(encodes) - own
+
+    @pytest.mark.parametrize("world", [8, 64, 512, 4096])
+    def test_in_productions_order_no_rank_could_receive_less(self, world):
+        """The encoder's TP groups lie within a DP index and stage, or there is one stage."""
+        pick = random.Random(world)
+        fitting = [
+            layout
+            for layout in layouts(world)
+            if (layout[2] * layout[3]) % layout[0] == 0 or layout[5] == 1
+        ]
+        for layout in pick.sample(fitting, min(len(fitting), 40 if world < 4096 else 8)):
+            topology = topology_of(*layout)
+            each = topology.atoms // topology.src_dp
+            assert sorted(topology.parts) == list(range(topology.src_dp))
+            for rank in topology.src:
+                needed = consumed(topology, rank)
+                kept = len(set(needed) & set(topology.encodes(rank)))
+                assert kept == min(len(needed), each), layout
+
+    @pytest.mark.parametrize(
+        ("layout", "times_less"),
+        [
+            pytest.param((2, 4, 1, 2, 4, 1), 2, id="equal-cp2"),
+            pytest.param((4, 2, 1, 4, 2, 1), 2, id="equal-cp4"),
+            pytest.param((2, 4, 2, 2, 2, 1), 4, id="fan-in-2-cp2"),
+            pytest.param((1, 8, 1, 2, 4, 1), 4, id="fan-in-2-cp2-tp1"),
+            pytest.param((1, 8, 2, 2, 2, 1), 8, id="fan-in-4-cp2"),
+        ],
+    )
+    def test_backward_against_all_reduce_of_padded_gradients(self, layout, times_less):
+        topology = topology_of(*layout)
+        members, cp = topology.blocks[0], topology.dest_cp
+        batch = Batch(topology, [8] * topology.atoms, balanced=True)
+        _, backward = batch.routes(plan_block(topology, members), members)
+        all_reduced = 2 * (cp - 1) / cp * 8 * topology.scale
+        assert max(sum(route.recv_splits) for route in backward) * times_less <= all_reduced
+
+    def test_replicas_share_the_sending(self):
+        """Members that have the same atoms serve the same number of others, give or take one."""
+        for topology in topologies(16, every=3):
+            for crossing in plan_block(topology, topology.blocks[0]):
+                served = Counter()
+                for taker, givers in enumerate(crossing.giver):
+                    others = givers[(givers >= 0) & (givers != taker)]
+                    served.update(others.tolist())
+                alike = defaultdict(list)
+                for member, run in enumerate(crossing.before):
+                    if run:
+                        alike[run, crossing.copy[member]].append(served[member])
+                for shares in alike.values():
+                    assert max(shares) - min(shares) <= 1
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            pytest.param((4, 1024, 8, 8, 8, 8), id="fan-in-128"),
+            pytest.param((512, 8, 8, 8, 8, 8), id="equal"),
+            pytest.param((4096, 1, 8, 4, 32, 4), id="fan-out-32"),
+            pytest.param((8, 480, 4, 2, 96, 5), id="dp-480-to-96"),
+            pytest.param((8, 320, 16, 2, 10, 8), id="dp-320-to-10-mixed-stages"),
+            pytest.param((40, 64, 4, 4, 20, 8), id="dp-64-to-20"),
+        ],
+    )
+    def test_thousands_of_ranks(self, layout):
+        """A rank plans its own share in well under a second, and its peers agree with it."""
+        topology = topology_of(*layout)
+        assert sorted(itertools.chain(*topology.blocks)) == sorted(topology.src)
+        members = topology.blocks[-1]
+        plan = plan_block(topology, members)
+        batch = Batch(topology, [16] * topology.atoms, balanced=True)
+        plan.backward.giver, plan.forward.giver  # noqa: B018 - made once per run
+        last = len(members) - 1
+
+        def known(member: int):
+            rank = members[member]
+            return batch.known(topology.encodes(rank)), batch.known(topology.consumes(rank))
+
+        start = time.perf_counter()
+        _, mine = plan.routes(last, *known(last))
+        assert time.perf_counter() - start < 0.5
+        for peer, count in enumerate(mine.recv_splits):
+            if count:
+                assert plan.routes(peer, *known(peer))[1].send_splits[last] == count

@@ -1,0 +1,398 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The colocated bridge: rank maps, gather groups, guards, and exact values on 8 ranks.
+
+All values are small integers in floating point, so sums are exact in any order and tolerances 0.
+"""
+
+import itertools
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.models.mimo.comm.colocated_communicator import (
+    ColocatedBridgeCommunicator,
+    SampleRows,
+    SliceInfo,
+)
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+HIDDEN = 3
+FLAT = {"b": 0, "h": 1}
+ORDER = ("tp", "cp", "dp", "pp")
+
+
+def grid_of(order=ORDER, **sizes) -> HyperCommGrid:
+    return HyperCommGrid([sizes.get(dim, 1) for dim in order], list(order))
+
+
+@pytest.fixture
+def world_of_8(monkeypatch):
+    """Grids see 8 ranks although there is one process."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.mark.usefixtures("world_of_8")
+class TestRankMaps:
+    @pytest.mark.parametrize(
+        ("source", "destination", "canonical", "coordinates"),
+        [
+            pytest.param(
+                dict(tp=2, dp=4),
+                dict(tp=2, cp=2, dp=2),
+                {0: (0, 0), 1: (0, 1), 4: (1, 0), 5: (1, 1)},
+                {2: (0, 0, 1), 3: (0, 1, 1), 6: (1, 0, 1), 7: (1, 1, 1)},
+                id="fan-in",
+            ),
+            pytest.param(
+                dict(tp=4, dp=2),
+                dict(tp=1, cp=2, dp=4),
+                {0: (0, 0), 2: (1, 0), 4: (2, 0), 6: (3, 0)},
+                {1: (0, 0, 1), 3: (1, 0, 1), 5: (2, 0, 1), 7: (3, 0, 1)},
+                id="fan-out",
+            ),
+            pytest.param(
+                dict(tp=4, dp=2),
+                dict(cp=2, pp=2, dp=2),
+                {0: (0, 0), 2: (1, 0)},
+                {1: (0, 0, 1), 3: (1, 0, 1)},
+                id="pipeline",
+            ),
+        ],
+    )
+    def test_canonical_positions_and_coordinates(self, source, destination, canonical, coordinates):
+        with patch.object(dist, "get_rank", return_value=0), _no_groups():
+            bridge = ColocatedBridgeCommunicator(grid_of(**source), grid_of(**destination))
+        assert bridge.rank_to_dest_pos == canonical
+        at_cp_0 = {rank: (dp, tp, 0) for rank, (dp, tp) in canonical.items()}
+        assert bridge.rank_to_dest_coords == at_cp_0 | coordinates
+        tp = source["tp"]
+        assert bridge.rank_to_src_pos == {rank: divmod(rank, tp) for rank in range(8)}
+
+    @pytest.mark.parametrize(
+        ("source", "destination", "groups"),
+        [
+            (dict(tp=2, dp=4), dict(tp=4, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=4, dp=2), dict(tp=2, dp=4), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=4, dp=2), dict(cp=2, dp=4), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=8, dp=1), dict(tp=2, cp=2, dp=2), [[0, 4], [2, 6], [1, 5], [3, 7]]),
+            (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2), [[0, 2], [4, 6], [1, 3], [5, 7]]),
+            (dict(tp=1, dp=8), dict(cp=2, pp=2, dp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ],
+        ids=str,
+    )
+    def test_gather_groups_cover_the_world_once(self, source, destination, groups):
+        found = bridge_topology(grid_of(**source), grid_of(**destination)).gather_groups
+        assert found == groups
+        assert sorted(itertools.chain(*found)) == list(range(8))
+
+    def test_rank_offset_shifts_every_rank(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "12")
+        source = HyperCommGrid([2, 4], ["tp", "dp"], rank_offset=4)
+        destination = HyperCommGrid([4, 2], ["tp", "dp"], rank_offset=4)
+        topology = bridge_topology(source, destination)
+        assert topology.gather_groups[0] == [4, 6]
+        assert topology.src[11][:2] == (3, 1)
+
+
+@pytest.mark.usefixtures("world_of_8")
+class TestGuards:
+    @pytest.mark.parametrize(
+        ("source", "destination", "message"),
+        [
+            (dict(tp=2, dp=2), dict(tp=2, dp=4), "must span same number of ranks.* 4, .* 8"),
+            (dict(cp=2, dp=4), dict(dp=8), "src CP must be 1, got 2"),
+            (dict(pp=2, dp=4), dict(dp=8), "src PP must be 1, got 2"),
+            (
+                dict(order=("tp", "ep", "dp"), ep=2, dp=4),
+                dict(dp=8),
+                r"source grid has dims \{'ep': 2\}",
+            ),
+            (dict(order=("tp",), tp=8), dict(dp=8), "must have 'dp' dimension"),
+            (dict(dp=8), dict(order=("dp",), dp=8), "must have 'tp' dimension"),
+        ],
+    )
+    def test_sizes(self, source, destination, message):
+        with pytest.raises(ValueError, match=message):
+            bridge_topology(grid_of(**source), grid_of(**destination))
+
+    def test_rank_offset(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "9")
+        with pytest.raises(ValueError, match="same rank offset.* 0, .* 1"):
+            bridge_topology(grid_of(dp=8), HyperCommGrid([1, 8], ["tp", "dp"], rank_offset=1))
+
+
+def _no_groups():
+    """Construct bridges in one process: no group is made, so none is this rank's."""
+    return patch.object(dist, "new_subgroups_by_enumeration", return_value=(None, None))
+
+
+LAYOUTS = [
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, dp=4)), id="equal"),
+    pytest.param((dict(tp=2, dp=4), dict(cp=2, dp=4)), id="equal-cp2"),
+    pytest.param((dict(tp=8, dp=1), dict(tp=2, cp=4, dp=1)), id="equal-cp4"),
+    pytest.param((dict(tp=2, dp=4), dict(pp=2, dp=4)), id="equal-pp2"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=2, pp=2, dp=2)), id="equal-cp2-pp2"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=4, dp=2)), id="fan-in"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2)), id="fan-in-cp2"),
+    pytest.param((dict(tp=1, dp=8), dict(tp=1, cp=4, dp=2)), id="fan-in-cp4"),
+    pytest.param((dict(tp=1, dp=8), dict(tp=2, pp=2, dp=2)), id="fan-in-pp2"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, pp=2, dp=1)), id="fan-in-cp2-pp2"),
+    pytest.param((dict(tp=4, dp=2), dict(tp=2, dp=4)), id="fan-out"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=2, dp=4)), id="fan-out-cp2"),
+    pytest.param((dict(tp=8, dp=1), dict(cp=4, dp=2)), id="fan-out-cp4"),
+    pytest.param((dict(tp=8, dp=1), dict(tp=2, pp=2, dp=2)), id="fan-out-pp2"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=1, pp=2, dp=4)), id="fan-out-pp2-across-stages"),
+    pytest.param((dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2)), id="fan-out-cp2-pp2"),
+    pytest.param(
+        (dict(dp=8), dict(order=("dp", "tp", "pp", "cp"), cp=2, pp=2, dp=2)), id="dp-innermost"
+    ),
+    pytest.param(
+        (dict(order=("dp", "tp"), tp=2, dp=4), dict(tp=2, cp=2, dp=2)), id="encoder-tp-outermost"
+    ),
+    pytest.param((dict(tp=3, dp=2), dict(tp=2, dp=3)), id="2-to-3"),
+    pytest.param((dict(tp=2, dp=3), dict(tp=1, cp=3, dp=2)), id="3-to-2-cp3"),
+]
+UNIFORM, NO_ROWS = [2] * 24, [0] * 24
+UNEVEN = [3, 0, 1, 5, 0, 0, 2, 7, 1, 1, 0, 4] + [2, 0, 0, 6, 1, 3, 0, 0, 5, 0, 1, 1]
+ROWS = (UNIFORM, UNEVEN, NO_ROWS)
+
+
+class Case:
+    """One batch of 24 samples on one rank: what goes in, and what must come out.
+
+    Rows of the global batch, their gradients on each CP rank, and their owners are the same
+    integers on every rank.
+    """
+
+    def __init__(self, bridge: ColocatedBridgeCommunicator, counts: list[int]) -> None:
+        topology, rank = bridge.topology, dist.get_rank()
+        dest = topology.dest[rank]
+        random = torch.Generator().manual_seed(1)
+        total, cp = sum(counts), topology.dest_cp
+
+        def integers(*shape, high=100):
+            return torch.randint(high, shape, generator=random)
+
+        embeddings = integers(total, HIDDEN).double()
+        self.cp_grads = integers(cp, total, HIDDEN).double()
+        owner = integers(total, high=cp)
+        self.owner_grads = self.cp_grads[owner, torch.arange(total)]
+
+        bounds = [0, *itertools.accumulate(counts)]
+
+        def part(number: int, parts: int) -> tuple[slice, SampleRows]:
+            first, end = (24 // parts * n for n in (number, number + 1))
+            rows = slice(bounds[first], bounds[end])
+            return rows, SampleRows(counts[first:end], owner[rows].numpy())
+
+        src_dp = topology.src[rank].dp
+        mine, self.encoded = part(topology.parts[src_dp], topology.src_dp)
+        consumed, self.consumed = part(dest.dp, topology.dest_dp)
+        present = consumed if dest.pp == 0 else slice(0, 0)
+
+        self.input = embeddings[mine].to(Utils.device).requires_grad_()
+        self.output = embeddings[present].to(Utils.device)
+        self.cp_grad = self.cp_grads[dest.cp, present].to(Utils.device)
+        self.owned = (owner[present] == dest.cp)[:, None].to(Utils.device)
+        self.sum_of_cp_grads = self.cp_grads[:, mine].sum(0).to(Utils.device)
+        self.grad_of_owners = self.owner_grads[mine].to(Utils.device)
+
+
+@pytest.fixture
+def make_bridge():
+    """Bridges over fresh grids, all groups freed afterwards."""
+    Utils.initialize_distributed()
+    made = []
+
+    def make(source, destination, **kwargs) -> ColocatedBridgeCommunicator:
+        bridge = ColocatedBridgeCommunicator(grid_of(**source), grid_of(**destination), **kwargs)
+        made.append(bridge)
+        return bridge
+
+    yield make
+    dist.barrier()  # gloo: a rank that frees a group breaks peers that still connect to it
+    for bridge in made:
+        bridge.destroy()
+        bridge.src_grid.destroy()
+        bridge.dest_grid.destroy()
+
+
+@pytest.fixture(scope="class")
+def bridge(request):
+    """One bridge of flat rows for all tests of a layout; None on ranks outside of a grid of six."""
+    Utils.initialize_distributed()
+    source, destination = (grid_of(**sizes) for sizes in request.param)
+    bridge = ColocatedBridgeCommunicator(source, destination, dim_mapping=FLAT)
+    yield bridge if source.is_current_rank_in_grid() else None
+    dist.barrier()
+    bridge.destroy()
+    source.destroy()
+    destination.destroy()
+
+
+def receive_zeros(received: torch.Tensor, *_, **__) -> None:
+    """Receive zeros, in the place of an exchange."""
+    received.zero_()
+
+
+@requires_world_size(8)
+@pytest.mark.parametrize("bridge", LAYOUTS, indirect=True, scope="class")
+class TestValues:
+    @pytest.mark.parametrize("known", ["samples", "samples-without-owners", "sums"])
+    def test_rows_arrive_and_their_owners_gradients_return(self, bridge, known):
+        """Wherever a CP rank's gradient should be zero it is NaN: it must not be moved at all."""
+        if bridge is None:
+            return
+        for rows in ROWS:
+            case = Case(bridge, rows)
+            encoded = {
+                "samples": case.encoded,
+                "samples-without-owners": SampleRows(case.encoded.counts),
+                "sums": None,
+            }[known]
+            arguments = (case.input, encoded, case.consumed)
+            if known != "samples" and not bridge.topology.divides:
+                with pytest.raises(ValueError, match="need to be told the rows of each sample"):
+                    bridge.communicate(*arguments)
+                continue
+            out = bridge.communicate(*arguments)
+            assert torch.equal(out, case.output), rows
+            out.backward(case.cp_grad.where(case.owned, torch.nan))
+            assert torch.equal(case.input.grad, case.grad_of_owners), rows
+
+    def test_without_owners_gradients_of_cp_ranks_add_up(self, bridge):
+        """So <A x, y> = <x, A' y>, where TP replicas count once and CP ranks count each."""
+        products = torch.zeros(2, dtype=torch.float64, device=Utils.device)
+        if bridge is not None:
+            case = Case(bridge, UNEVEN)
+            rows = (SampleRows(rows.counts) for rows in (case.encoded, case.consumed))
+            out = bridge.communicate(case.input, *rows)
+            out.backward(case.cp_grad)
+            assert torch.equal(case.input.grad, case.sum_of_cp_grads)
+            src_tp, dest_tp = (
+                dict(zip(grid.dim_names, grid.shape, strict=True))["tp"]
+                for grid in (bridge.src_grid, bridge.dest_grid)
+            )
+            products[0] = (out * case.cp_grad).sum() / dest_tp
+            products[1] = (case.input * case.input.grad).sum() / src_tp
+        products = products.detach()
+        dist.all_reduce(products)
+        assert products[0].item() == pytest.approx(products[1].item(), rel=1e-12)
+
+    def test_equal_samples_need_no_counts(self, bridge):
+        if bridge is not None:
+            case = Case(bridge, UNIFORM)
+            out = bridge.communicate(case.input)
+            assert torch.equal(out, case.output)
+            out.backward(case.cp_grad)
+            assert torch.equal(case.input.grad, case.sum_of_cp_grads)
+
+    def test_the_gradient_oracle_sees_an_exchange_that_moves_nothing(self, bridge):
+        wrong = torch.zeros((), dtype=torch.int32, device=Utils.device)
+        if bridge is not None:
+            case = Case(bridge, UNIFORM)
+            with patch.object(dist, "all_to_all_single", receive_zeros):
+                out = bridge.communicate(case.input, case.encoded, case.consumed)
+                out.backward(case.cp_grad * case.owned)
+            wrong += not torch.equal(out, case.output)
+            wrong += not torch.equal(case.input.grad, case.grad_of_owners)
+        exchanges = torch.tensor(
+            bridge is not None and bridge.topology.exchanges, device=Utils.device
+        ).int()
+        dist.all_reduce(wrong)
+        dist.all_reduce(exchanges)
+        assert (wrong.item() > 0) == (exchanges.item() > 0)
+
+
+@requires_world_size(8)
+class TestInterface:
+    @pytest.mark.parametrize(
+        ("source", "destination"),
+        [(dict(tp=2, dp=4), dict(tp=4, dp=2)), (dict(tp=4, dp=2), dict(tp=2, dp=4))],
+    )
+    def test_the_batch_may_be_any_dim(self, make_bridge, source, destination):
+        bridge = make_bridge(source, destination)
+        case = Case(bridge, UNIFORM)
+        for batch_dim in (0, 1, 2):
+            bridge.dim_mapping = {"b": batch_dim}
+            x, out, grad, x_grad = (
+                rows.detach()[:, :, None].expand(-1, -1, 2).movedim(0, batch_dim).contiguous()
+                for rows in (case.input, case.output, case.cp_grad, case.grad_of_owners)
+            )
+            moved = bridge.communicate(x.requires_grad_())
+            assert moved.is_contiguous()
+            assert torch.equal(moved, out)
+            moved.backward(grad)
+            assert torch.equal(x.grad, x_grad)
+
+    @pytest.mark.parametrize(
+        ("destination", "slots"),
+        [
+            (dict(tp=2, cp=2, dp=2), [0, 0, 1, 1, 0, 0, 1, 1]),
+            (dict(tp=1, cp=1, dp=8), [0, 1, 0, 1, 0, 1, 0, 1]),
+            (dict(tp=2, cp=1, dp=4), [0] * 8),
+        ],
+    )
+    def test_slice_info(self, make_bridge, destination, slots):
+        bridge = make_bridge(dict(tp=2, dp=4), destination)
+        size = 6 // bridge.scale
+        assert bridge.get_slice_info(6) == SliceInfo(slots[dist.get_rank()] * size, size)
+
+    def test_counts_that_do_not_fit_are_refused_on_every_rank(self, make_bridge):
+        fan_out = make_bridge(dict(tp=4, dp=2), dict(cp=2, dp=4), dim_mapping=FLAT)
+        rows, two = torch.ones(3, HIDDEN, device=Utils.device), SampleRows([2])
+        with pytest.raises(ValueError, match="3 rows are not divisible by fan_out: 2 equal"):
+            fan_out.communicate(rows)
+        with pytest.raises(ValueError, match="3 samples are not divisible by 2"):
+            fan_out.communicate(rows, SampleRows([1, 1, 1]), two)
+        with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
+            fan_out.communicate(rows, SampleRows([2, 2]), two)
+        with pytest.raises(ValueError, match=r"below 2 for each of 3 rows .* got shape \(5,\)"):
+            fan_out.communicate(rows, SampleRows([2, 1], np.zeros(5, int)), two)
+        with pytest.raises(ValueError, match=r"with values 2…2"):
+            fan_out.communicate(rows, SampleRows([2, 1]), SampleRows([2], np.full(2, 2)))
+        with pytest.raises(ValueError, match=r"make \[3\] rows, .* consumes \[2, 2\]"):
+            fan_out.communicate(rows, consumed=two)
+
+    def test_counts_that_do_not_fit_on_some_ranks_are_refused_on_all(self, make_bridge):
+        """Ranks of the other DP index have nothing to do with the counts, and would go on alone."""
+        fan_in = make_bridge(dict(dp=8), dict(cp=4, dp=2), dim_mapping=FLAT)
+        rows = torch.ones(3, HIDDEN, device=Utils.device)
+        right = dist.get_rank() < 4
+        with pytest.raises(ValueError, match=r"\[3, 3, 3, 3\] rows, .* \[11\].* 4 to 7") as found:
+            fan_in.communicate(rows, consumed=SampleRows([12 if right else 11]))
+        texts = [None] * 8
+        dist.all_gather_object(texts, str(found.value))
+        assert len(set(texts)) == 1
+
+    def test_counts_that_do_not_fit_are_refused_where_nothing_is_exchanged(self, make_bridge):
+        same = make_bridge(dict(tp=2, dp=4), dict(tp=2, dp=4), dim_mapping=FLAT)
+        with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
+            same.communicate(torch.ones(3, HIDDEN), consumed=SampleRows([4]))
+
+    def test_only_its_own_groups_are_freed(self):
+        Utils.initialize_distributed()
+        destination = grid_of(tp=2, cp=2, dp=2)
+        destination.create_pg(["tp", "cp"])
+        before = len(dist.distributed_c10d._world.pg_map)
+        bridge = ColocatedBridgeCommunicator(grid_of(tp=2, dp=4), destination)
+        assert len(dist.distributed_c10d._world.pg_map) == before + 3
+        dist.barrier()
+        bridge.destroy()
+        bridge.destroy()
+        assert len(dist.distributed_c10d._world.pg_map) == before
+        destination.destroy()
+
+    def test_frozen_source_needs_no_backward(self, make_bridge):
+        bridge = make_bridge(dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), dim_mapping=FLAT)
+        case = Case(bridge, UNIFORM)
+        out = bridge.communicate(case.input.detach())
+        assert not out.requires_grad
+        assert torch.equal(out, case.output)

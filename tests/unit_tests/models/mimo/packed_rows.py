@@ -1,0 +1,106 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of odd lengths with images of different counts, and how they are packed into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from examples.mimo.common.steps import Microbatch
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
+from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.training.sample_slices import SampleSlices
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from tests.unit_tests.test_utilities import Utils
+
+SAMPLES_A_ROW = 4
+LENGTHS_AND_TILES = (
+    *((5, 1), (7, 1), (1, 0), (13, 3)),
+    *((9, 2), (1, 0), (6, 1), (2, 0)),
+    *((3, 0), (12, 2), (8, 1), (5, 1)),
+    *((1, 0), (1, 0), (1, 0), (14, 2)),
+)
+FIRST_TEXT_TOKEN = 5
+
+
+class OddSamples(SampleSource):
+    """Random samples; number i has the i-th length and number of tiles."""
+
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`."""
+        length, tiles = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)]
+        preset = tiny()
+        rng = torch.Generator().manual_seed(number)
+        vocab = preset.language.vocab_size
+        ids = torch.randint(FIRST_TEXT_TOKEN, vocab, (length + 1,), generator=rng)
+        labels = ids[1:].clone()
+        first = int(length > tiles * preset.encoder.tokens_per_tile)
+        ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE
+        return Text(ids[:-1], labels, (torch.rand(length, generator=rng) < 0.7).float())
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """See `SampleSource`."""
+        tiles, side = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)][1], tiny().encoder.tile
+        rng = torch.Generator().manual_seed(number)
+        return torch.randint(256, (tiles, 3, side, side), generator=rng, dtype=torch.uint8)
+
+
+def pack(samples: list[Text]) -> tuple[dict[str, torch.Tensor], dict]:
+    """Lay samples end to end: one row ``[1, S]``, and MimoModel's ``packing_kwargs`` for it."""
+    row = {
+        name: torch.cat([getattr(s, name) for s in samples])[None].to(Utils.device)
+        for name in Text._fields
+    }
+    lengths = torch.tensor([0, *(len(s.input_ids) for s in samples)])
+    bounds, longest = lengths.cumsum(0).to(Utils.device), int(lengths.max())
+    return row, {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "total_tokens": int(lengths.sum()),
+    }
+
+
+class PackedSlices:
+    """A loading that packs the samples of a microbatch, without any padding of its own.
+
+    With one sample it stays unpacked.
+
+    Args:
+        loading: the program's own.
+    """
+
+    def __init__(self, loading: Loading) -> None:
+        self._args, self._source = loading.args, loading.reader.source
+        plan = loading.plan
+        self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
+
+    def training(self) -> Iterator[Microbatch]:
+        """See `Loading`; one step."""
+        micro_size = self._args.micro_batch_size
+        dp = self._slices.layouts.language.dp
+        count = self._args.global_batch_size // (micro_size * dp)
+        for number in range(count):
+            encoder, language = (
+                [(self._source.text("train", i), self._source.tiles("train", i)) for i in part]
+                for part in self._slices.indices(number, count, micro_size)
+            )
+            row, packing = pack([text for text, _ in language])
+            ids = {IMAGES: [text.input_ids for text, _ in encoder]}
+            positions = torch.arange(row["input_ids"].shape[1], device=Utils.device)[None]
+            tiles = torch.cat([tiles for _, tiles in encoder]).to(Utils.device)
+            batch = row | {
+                "position_ids": positions,
+                "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
+                "host_tokens": HostTokens(ids, [text.input_ids for text, _ in language]),
+                "samples": [],
+                "sample_places": None,
+            }
+            yield batch | ({"packing_kwargs": packing} if len(language) > 1 else {})

@@ -1,0 +1,313 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a batch is cut over CP and sequence-parallel ranks; every rank is played by one process."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.context_parallel_layout import PaddedLengths
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.mimo.forward.modality_rows import (
+    HostTokens,
+    Tokens,
+    consumed_rows,
+    encoded_rows,
+    row_counts,
+)
+from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
+from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
+from megatron.core.packed_seq_params import PackedSeqParams
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+IMAGE = 3
+ROW = (5, 7, 1, 13)
+"""Lengths of packed samples: none fits any CP size."""
+
+
+@dataclass(frozen=True)
+class GroupOfOne:
+    """Stands in for a process group: its size, and the rank of one member."""
+
+    ranks: int
+    at: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.at
+
+
+def adapter_of(cp: int, tp: int, cp_rank: int = 0, tp_rank: int = 0, **options) -> PartitionAdapter:
+    """The adapter of one rank of cp × tp; sequence parallel where there are several TP ranks."""
+    config = PartitionConfig(
+        seq_parallel=tp > 1,
+        use_cp=cp > 1,
+        tp_comm_overlap=options.get("tp_comm_overlap", False),
+        max_seq_len=options.get("max_seq_len", 64),
+        cp_group=GroupOfOne(cp, cp_rank),
+        tp_group=GroupOfOne(tp, tp_rank),
+    )
+    return PartitionAdapter(config)
+
+
+def packed(samples: tuple[int, ...], **more) -> PackedSeqParams:
+    bounds = PaddedLengths(samples, samples).cu_seqlens
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **more)
+
+
+@dataclass
+class Batch:
+    """Tensors whose values say which token of which row they belong to."""
+
+    rows: int
+    tokens: int
+
+    def __post_init__(self):
+        labels = 1 + torch.arange(self.rows * self.tokens).view(self.rows, self.tokens)
+        self.labels = labels
+        self.loss_mask = torch.ones(self.rows, self.tokens)
+        self.embeddings = labels.t()[..., None] * torch.tensor([1.0, -1.0])
+
+    def shards(self, cp: int, tp: int, samples=None) -> list[tuple]:
+        """Return what each rank of cp × tp receives, TP ranks fastest."""
+        return [
+            adapter_of(cp, tp, cp_rank, tp_rank).shard(
+                self.embeddings,
+                self.labels,
+                self.loss_mask,
+                packed(samples) if samples else None,
+            )
+            for cp_rank in range(cp)
+            for tp_rank in range(tp)
+        ]
+
+
+BATCHES = [
+    pytest.param(Batch(3, 32), None, id="even"),
+    pytest.param(Batch(2, 13), None, id="odd"),
+    pytest.param(Batch(1, 1), None, id="one-token"),
+    pytest.param(Batch(1, 26), ROW, id="packed"),
+    pytest.param(Batch(1, 9), (0, 4, 0, 5), id="packed-with-empty-samples"),
+]
+
+
+@pytest.fixture
+def default_group():
+    """Megatron splits along the sequence only where torch.distributed is up."""
+    Utils.initialize_distributed()
+
+
+sizes = pytest.mark.parametrize(
+    ("cp", "tp"), [(cp, tp) for cp in (1, 2, 4) for tp in (1, 2) if cp * tp > 1]
+)
+batches = pytest.mark.parametrize(("batch", "samples"), BATCHES)
+
+
+@pytest.mark.usefixtures("default_group")
+@sizes
+@batches
+class TestEveryTokenHasOnePlace:
+    def test_shards_hold_every_token_once_and_else_padding(self, batch, samples, cp, tp):
+        shards = batch.shards(cp, tp, samples)
+        labels = torch.cat([shard[1] for shard in shards[::tp]], dim=1)
+        embeddings = torch.cat([shard[0] for shard in shards])
+        for row in range(batch.rows):
+            wanted = batch.labels[row].tolist()
+            assert sorted(filter(None, labels[row].tolist())) == wanted
+            assert sorted(filter(None, embeddings[:, row, 0].tolist())) == wanted
+
+    def test_all_tensors_of_a_rank_hold_the_same_tokens(self, batch, samples, cp, tp):
+        shards = batch.shards(cp, tp, samples)
+        for cp_rank in range(cp):
+            parts = shards[cp_rank * tp : (cp_rank + 1) * tp]
+            embeddings = torch.cat([part[0] for part in parts])
+            for _, labels, loss_mask, _ in parts:
+                assert torch.equal(embeddings[..., 0].t(), labels.float())
+                assert torch.equal(embeddings[..., 1].t(), -labels.float())
+                assert torch.equal(loss_mask, (labels > 0).float())
+
+    def test_gathered_shards_give_back_the_batch(self, batch, samples, cp, tp):
+        shards = batch.shards(cp, tp, samples)
+        adapter = adapter_of(cp, tp)
+        lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
+        whole = torch.cat([embeddings for embeddings, *_ in shards])
+        assert torch.equal(
+            whole[adapter.token_layout(lengths).places][lengths.valid], batch.embeddings
+        )
+
+    def test_owners_are_the_ranks_that_receive_the_tokens(self, batch, samples, cp, tp):
+        params = packed(samples) if samples else None
+        owners = adapter_of(cp, tp).owners(batch.tokens, params)
+        for cp_rank, shard in enumerate(batch.shards(cp, tp, samples)[::tp]):
+            mine = batch.labels[0][owners == cp_rank].tolist()
+            assert mine == sorted(filter(None, shard[1][0].tolist()))
+
+    def test_padding_mask_lies_where_the_embeddings_have_padding(self, batch, samples, cp, tp):
+        params = packed(samples) if samples else None
+        for index, shard in enumerate(batch.shards(cp, tp, samples)):
+            adapter = adapter_of(cp, tp, *divmod(index, tp))
+            found = padding_arguments(batch.labels, adapter, params)
+            is_padding = shard[0][..., 0].t() == 0
+            assert torch.equal(found.get("padding_mask", torch.zeros_like(is_padding)), is_padding)
+            lengths = adapter.lengths(batch.tokens, params)
+            assert bool(found) == (lengths.real != lengths.padded)
+
+
+@pytest.mark.usefixtures("default_group")
+class TestZigzag:
+    def test_a_rank_has_a_chunk_from_either_end(self):
+        labels = [shard[1][0].tolist() for shard in Batch(1, 16).shards(4, 1)]
+        assert labels == [[1, 2, 15, 16], [3, 4, 13, 14], [5, 6, 11, 12], [7, 8, 9, 10]]
+
+    def test_packed_samples_are_cut_one_by_one(self):
+        labels = [shard[1][0].tolist() for shard in Batch(1, 13).shards(2, 1, (5, 8))]
+        assert labels == [[1, 2, 0, 0, 6, 7, 12, 13], [3, 4, 5, 0, 8, 9, 10, 11]]
+
+    def test_packed_parameters_tell_real_from_padded_boundaries(self):
+        params = Batch(1, 26).shards(2, 2, ROW)[0][3]
+        assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]
+        assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20, 40]
+        assert params.seq_idx.tolist() == [[0] * 8 + [1] * 8 + [2] * 4 + [3] * 20]
+
+    def test_packed_parameters_are_padded_where_a_stage_has_no_tensor(self):
+        first = Batch(1, 26).shards(2, 2, ROW)[0][3]
+        *tensors, middle = adapter_of(2, 2).shard(None, None, None, packed(ROW))
+        assert tensors == [None, None, None]
+        assert torch.equal(middle.cu_seqlens_q_padded, first.cu_seqlens_q_padded)
+        assert torch.equal(middle.seq_idx, first.seq_idx)
+
+    def test_samples_padded_by_the_loader_stay_as_they_are(self):
+        """Upstream's packing gives the boundaries of real tokens, and of all that the row holds."""
+        params = packed((3, 6), cu_seqlens_q_padded=torch.tensor([0, 4, 12]))
+        adapter = adapter_of(2, 1)
+        lengths = adapter.lengths(12, params)
+        assert lengths == PaddedLengths((4, 8), (4, 8))
+        assert adapter.owners(12, params).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
+
+
+class TestModalityRows:
+    IDS = torch.tensor([[IMAGE, 9, 9, IMAGE, 9, IMAGE, IMAGE, 9], [9, 9, IMAGE, 9, 9, 9, 9, 9]])
+    ROW = torch.tensor([[IMAGE] * 5 + [9, IMAGE, 9, 9, 9, 9, 9, IMAGE]])
+
+    @pytest.fixture(params=[False, True], ids=["read-back", "told"])
+    def tokens(self, request):
+        """Two rows, the second of which this rank encodes."""
+        return Tokens(
+            self.IDS,
+            None,
+            HostTokens({"images": self.IDS[1:]}, self.IDS) if request.param else None,
+        )
+
+    def test_rows_of_all_sequences_in_order(self, tokens):
+        rows = consumed_rows([tokens, tokens], "images", IMAGE, adapter_of(2, 1))
+        assert rows.counts == [4, 1, 4, 1] and row_counts([tokens, tokens], IMAGE) == [5, 5]
+        assert rows.owners.tolist() == 2 * [0, 1, 1, 0, 1]
+
+    def test_rows_of_encoded_samples_where_the_batch_tells(self, tokens):
+        rows = encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1))
+        assert (rows is None) == (tokens.host is None)
+        if rows is not None:
+            assert (rows.counts, rows.owners.tolist()) == ([1], [1])
+
+    def test_rows_of_packed_samples_in_order(self):
+        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
+        for known, counts in ((None, [7]), (host, [5, 1, 1])):
+            tokens = Tokens(self.ROW, packed((5, 7, 1)), known)
+            rows = consumed_rows([tokens], "images", IMAGE, adapter_of(2, 1))
+            assert rows.counts == counts
+            assert rows.owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
+        assert encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1)).owners is None
+
+    def test_no_owners_without_context_parallelism(self, tokens):
+        assert consumed_rows([tokens], "images", IMAGE, None).owners is None
+        assert consumed_rows([tokens], "images", IMAGE, adapter_of(1, 2)).owners is None
+
+    def test_told_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
+        bounds = torch.tensor([0, 5, 12, 13])
+        packing = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
+        params = packed_parameters(packing, host)
+        with no_host_sync():
+            assert adapter_of(2, 1).lengths(13, params).real == (5, 7, 1)
+        assert packed_parameters(params) is params
+
+
+class TestRefusals:
+    def test_padding_without_a_loss_mask(self):
+        batch = Batch(1, 5)
+        with pytest.raises(ValueError, match=r"of \(5,\) tokens are padded to \(8,\).*loss_mask"):
+            adapter_of(4, 1).shard(batch.embeddings, batch.labels, None)
+
+    def test_samples_that_do_not_cover_the_row(self):
+        with pytest.raises(ValueError, match="have 26 tokens, the sequence 30"):
+            adapter_of(2, 1).lengths(30, packed(ROW))
+
+    def test_another_length_than_tp_overlap_was_set_up_for(self):
+        adapter = adapter_of(1, 2, tp_comm_overlap=True, max_seq_len=64)
+        assert adapter.lengths(64).padded == (64,)
+        with pytest.raises(ValueError, match="needs sequences of 64 tokens, found 32"):
+            adapter.lengths(32)
+
+    def test_a_config_of_another_type(self):
+        with pytest.raises(TypeError, match="must be a ModelParallelConfig"):
+            PartitionConfig.from_mp_config({}, max_seq_len=64)
+
+
+class TestConfig:
+    def test_nothing_is_cut_on_one_rank(self):
+        config = PartitionConfig.from_mp_config(
+            ModelParallelConfig(), max_seq_len=64, cp_group=GroupOfOne(1, 0)
+        )
+        assert not config.is_partitioning_enabled
+        batch = Batch(2, 13)
+        given = (batch.embeddings, batch.labels, None, None)
+        found = PartitionAdapter(config).shard(*given)
+        assert all(a is b for a, b in zip(found, given, strict=True))
+
+    def test_sizes_are_those_of_the_groups(self):
+        parallel = ModelParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4
+        )
+        groups = dict(cp_group=GroupOfOne(4, 1), tp_group=GroupOfOne(2, 0))
+        config = PartitionConfig.from_mp_config(parallel, max_seq_len=64, **groups)
+        assert (config.cp_size, config.sp_size) == (4, 2)
+
+    def test_a_forgotten_group_is_no_silent_whole_batch(self):
+        with pytest.raises(AssertionError, match="reads a global group"):
+            PartitionConfig.from_mp_config(
+                ModelParallelConfig(context_parallel_size=2), max_seq_len=64
+            )
+
+
+class TestGradients:
+    @requires_world_size(8)
+    @pytest.mark.parametrize("samples", [None, ROW], ids=["unpacked", "packed"])
+    def test_a_token_has_its_gradient_on_its_owner_only(self, samples):
+        """TP ranks hold parts of a CP rank's tokens; the backward brings them together."""
+        Utils.initialize_distributed()
+        grid = HyperCommGrid([2, 4], ["tp", "cp"])
+        tp_group, cp_group = grid.create_pg("tp"), grid.create_pg("cp")
+        config = PartitionConfig(True, True, False, 64, cp_group=cp_group, tp_group=tp_group)
+        adapter = PartitionAdapter(config)
+        lengths = adapter.lengths(26, packed(samples) if samples else None)
+        embeddings = torch.ones(26, 1, 2, device=Utils.device, requires_grad=True)
+
+        local = adapter.shard_embeddings(embeddings, lengths)
+        (local * (1 + dist.get_rank(tp_group))).sum().backward()
+
+        assert len(local) == lengths.total // 8
+        owners = adapter.owners(26, packed(samples) if samples else None)
+        is_mine = (owners == dist.get_rank(cp_group)).to(Utils.device)
+        found = embeddings.grad[:, 0, 0]
+        assert ((found > 0) == is_mine).all()
+        places = adapter.token_layout(lengths).places[lengths.valid].to(Utils.device)
+        in_second_half = places % (lengths.total // 4) >= lengths.total // 8
+        assert torch.equal(found[is_mine], 1.0 + in_second_half[is_mine])
+        dist.barrier()  # gloo: a rank that frees a group breaks peers that are still in it
+        grid.destroy()

@@ -1,0 +1,265 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder work in the pipeline's bubbles changes nothing of what is trained."""
+
+import contextlib
+import itertools
+import random
+import time
+import weakref
+from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.cpu_runtime import collectives
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.forward import macro_batches
+from megatron.core.models.mimo.schedule import encoder_in_bubbles
+from megatron.core.models.mimo.schedule.bubble_plan import (
+    BACKWARD,
+    ENCODE,
+    RETURN,
+    Piece,
+    bubble_plan,
+)
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.pipeline_parallel import schedules
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS
+from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, draw
+from tests.unit_tests.models.mimo.mimo_gpt_training import Job, train
+from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import check, modules
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+PP_4, PP_2, CP_2, VPP_2 = dict(pp=4), dict(pp=2, dp=2), dict(cp=2, pp=2), dict(pp=2, dp=2, vpp=2)
+LAYOUTS = [PP_4, PP_2, CP_2, VPP_2]
+
+
+def samples(*patches: dict[str, int]) -> tuple[Sample, ...]:
+    """One sample for each; lengths that CP divides."""
+    return tuple(draw(counts, seed, length=12) for seed, counts in enumerate(patches))
+
+
+UNEVEN = Job(samples(*({IMAGES: n * 5 % 7} for n in range(32))), microbatches=8, in_bubbles=True)
+TEXT_ONLY_PART = replace(
+    UNEVEN, samples=samples(*({IMAGES: 3 if 4 <= n < 8 else 0} for n in range(16))), microbatches=4
+)
+TWO_ENCODERS = replace(
+    UNEVEN,
+    samples=samples(*({IMAGES: n % 4, SOUNDS: n % 3} for n in range(16))),
+    microbatches=4,
+)
+
+
+def check_bubbles(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
+    """Assert that losses and gradient norms are those of one rank in plain PyTorch."""
+    encoders = encoders or {IMAGES: dict(dp=Utils.world_size)}
+    check(job, language | {"variable_lengths": False}, told=True, **encoders)
+
+
+@requires_world_size(4)
+class TestFourRanks:
+    @pytest.mark.parametrize("language", LAYOUTS, ids=str)
+    def test_the_loss_falls_as_on_one_rank(self, language):
+        check_bubbles(UNEVEN, language)
+
+    def test_two_microbatches_at_once(self):
+        check_bubbles(replace(UNEVEN, macro_batch=2), PP_2)
+
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_a_microbatch_without_images(self, language):
+        check_bubbles(TEXT_ONLY_PART, language)
+
+    @pytest.mark.parametrize(("language", "frozen"), [(CP_2, LANGUAGE), (VPP_2, IMAGES)], ids=str)
+    def test_a_frozen_module(self, language, frozen):
+        check_bubbles(replace(UNEVEN, microbatches=4, frozen=(frozen,)), language)
+
+    def test_gradients_reduced_during_the_backward(self):
+        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), VPP_2)
+
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_a_first_step_in_which_kernels_are_loaded(self, language, monkeypatch):
+        monkeypatch.setattr(encoder_in_bubbles, "_is_on_gpu", lambda _: True)
+        around = mock.Mock(wraps=encoder_in_bubbles.pieces_around_the_pipeline)
+        monkeypatch.setattr(encoder_in_bubbles, "pieces_around_the_pipeline", around)
+        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
+        assert around.call_count == 1
+
+    def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(self, monkeypatch):
+        monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
+        even = samples(*({IMAGES: 3} for _ in range(16)))
+        check_bubbles(replace(UNEVEN, samples=even, microbatches=4, overlap=True), PP_2)
+
+    def test_two_encoders_of_different_layouts(self):
+        check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
+
+    def test_fewer_microbatches_than_stages(self):
+        check_bubbles(replace(UNEVEN, microbatches=2), PP_4)
+
+    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+    def test_ranks_that_are_late_at_random(self, language):
+        """Each piece and each operation of the pipeline is late by itself, on each rank alone."""
+        rng = random.Random(Utils.rank)
+
+        def late(function):
+            def call(*args, **kwargs):
+                time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+                return function(*args, **kwargs)
+
+            return call
+
+        with contextlib.ExitStack() as stack:
+            for owner, name in (
+                (schedules, "forward_step"),
+                (schedules, "backward_step"),
+                (EncoderInBubbles, "_encode"),
+                (EncoderInBubbles, "_return"),
+                (EncoderInBubbles, "_backward"),
+            ):
+                slow = late(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, slow))
+            check_bubbles(replace(UNEVEN, microbatches=4), language)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("language", LAYOUTS, ids=str)
+def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
+    """With NCCL, a first use makes hosts wait for each other; within a step, in a circle."""
+    used, new = set(), set()
+    training = False
+
+    def noted(name, key):
+        function = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            of = name, *key(kwargs)
+            new.add(of) if training and of not in used else used.add(of)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, call)
+
+    noted("isend", lambda given: (given["dst"], given["group"]))
+    noted("irecv", lambda given: (given["src"], given["group"]))
+    noted("all_to_all_single", lambda given: (given["group"],))
+
+    def around(_):
+        nonlocal training
+        training = True
+        return contextlib.nullcontext()
+
+    with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
+        train(UNEVEN, made, 1, told=True, around=around)
+    assert used and not new
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Saved:
+    """Bytes that the encoders keep for their backward, beside weights: now and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def counted(self, encode):
+        """Wrap ``encode`` to count the bytes that it saves for as long as they are kept."""
+
+        def call(model, *args):
+            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+            def pack(tensor):
+                kept = _Kept(tensor)
+                if tensor.untyped_storage().data_ptr() not in weights:
+                    self._add(tensor.nbytes)
+                    weakref.finalize(kept, self._add, -tensor.nbytes)
+                return kept
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                return encode(model, *args)
+
+        return call
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.most = max(self.most, self.now)
+
+
+def most_saved(microbatches: int, in_bubbles: bool) -> int:
+    """Most bytes saved on this rank in a step with an equal image for each rank and microbatch."""
+    saved, parts = Saved(), samples(*({IMAGES: 3} for _ in range(4 * microbatches)))
+    job = Job(parts, microbatches=microbatches, in_bubbles=in_bubbles)
+    with contextlib.ExitStack() as stack:
+        for owner in (encoder_in_bubbles, macro_batches):
+            counted = saved.counted(owner.encode)
+            stack.enter_context(mock.patch.object(owner, "encode", counted))
+        language = PP_4 | {"variable_lengths": False}
+        made = stack.enter_context(modules(images=dict(dp=4), language=language))
+        train(job, made, 1, told=True)
+    assert saved.now == 0
+    return saved.most
+
+
+@requires_world_size(4)
+def test_activations_do_not_grow_with_the_batch():
+    """A rank keeps what the plan says, 2p + 1 macro-batches at most; three phases keep all."""
+    one = most_saved(1, in_bubbles=False)
+    assert [most_saved(m, in_bubbles=False) for m in (8, 32)] == [8 * one, 32 * one]
+    kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
+    assert [most_saved(m, in_bubbles=True) for m in (8, 16, 32)] == [n * one for n in kept]
+    assert kept[1] == kept[2] <= 9
+
+
+def _most_kept(plan, stage: int) -> int:
+    """Largest number of macro-batches whose activations a stage of a plan keeps."""
+    pieces = [piece for place in plan.before[stage] for piece in place]
+    changes = [{ENCODE: 1, RETURN: 0, BACKWARD: -1}[piece.kind] for piece in pieces]
+    return max(itertools.accumulate(changes))
+
+
+def _too_early(*arguments):
+    """A plan whose second stage waits for gradients before the operation that they come from."""
+    plan = bubble_plan(*arguments)
+    moved = [Piece(RETURN, 0), Piece(BACKWARD, 0)]
+    stage = [[piece for piece in place if piece not in moved] for place in plan.before[1]]
+    stage[1] += moved
+    return plan._replace(before=(plan.before[0], stage, *plan.before[2:]))
+
+
+@requires_world_size(4)
+@pytest.mark.skipif(HAVE_CUDA, reason="NCCL ends the process")
+def test_two_pieces_swapped_end_in_a_message(monkeypatch):
+    limit = timedelta(seconds=4)
+    monkeypatch.setattr(collectives, "_time_limit_of_world", lambda: limit)
+    monkeypatch.setattr(encoder_in_bubbles, "bubble_plan", _too_early)
+    language = PP_4 | {"variable_lengths": False}
+    with modules(images=dict(dp=4), language=language) as made:
+        with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
+            train(UNEVEN, made, 1, told=True)
+
+
+@requires_world_size(4)
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("encoder", "language", "text"),
+        [
+            (dict(dp=4), dict(pp=1, dp=4), "needs a pipeline"),
+            (dict(tp=4), PP_2 | {"variable_lengths": False}, "TP group of images in one"),
+            (dict(dp=4), PP_2, "variable_seq_lengths"),
+        ],
+    )
+    def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
+        with modules(images=encoder, language=language) as made:
+            with pytest.raises(ValueError, match=text):
+                train(UNEVEN, made, 1, told=True)
+
+    def test_microbatches_that_tell_nothing(self):
+        language = PP_2 | {"variable_lengths": False}
+        with modules(images=dict(dp=4), language=language) as made:
+            with pytest.raises(ValueError, match="host_tokens"):
+                train(UNEVEN, made, 1)

@@ -1,0 +1,113 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""When CUDA graphs of colocated modules are recorded, captured and deleted."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.models.mimo.schedule.graph_capture import capture_each_use, nothing_recorded
+from megatron.core.models.mimo.setup.teardown import destroy
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.models.mimo.one_step import arguments
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+
+def make_manager(function=None) -> CudaGraphManager:
+    """Make a manager that works without a GPU as long as nothing is captured."""
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    torch.nn.Module.__init__(manager)
+    manager.func, manager.reuse_cudagraphs = function, True
+    return manager
+
+
+class TestRecording:
+    @requires_world_size(2)
+    def test_in_bubbles_begins_with_the_second_step_on_gpus(self, monkeypatch):
+        record, found = CudaGraphManager.__call__, []
+        monkeypatch.setattr(schedules, "create_cudagraphs", lambda: found.append("captured"))
+
+        def note(*_):
+            found.append(CudaGraphManager.__call__ is record)
+
+        job = *arguments("dp=2", "pp=2,dp=1"), "--encoder-schedule", "bubbles"
+        with trainer(*job, "--train-iters", "2", "--lr", "1e-3") as run:
+            stage = run.stages[0]
+            stage.config.cuda_graph_impl, stage.has_kernels_to_load = "local", True
+            stage.language_model.register_forward_pre_hook(note)
+            for encoders in stage.modality_submodules.values():
+                encoders.register_forward_pre_hook(note)
+                encoders.register_full_backward_pre_hook(note)
+            run.train_step()
+            first, found[:] = set(found), []
+            run.train_step()
+        assert first == {False}
+        assert found[-1] == "captured" and set(found[:-1]) == {True}
+
+    def test_is_not_done_where_the_order_will_be_another(self):
+        class Doubling(MegatronModule):
+            def forward(self, value, *, add):
+                return 2 * value + add
+
+        module = Doubling(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
+        with nothing_recorded():
+            assert make_manager()(module, (3,), {"add": 1}) == 7
+            assert make_manager(lambda value: value + 5)(module, (3,), {}) == 8
+
+    def test_gives_each_forward_graphs_of_its_own(self):
+        encoder = torch.nn.Sequential(make_manager(), torch.nn.Linear(1, 1))
+        capture_each_use(encoder)
+        assert not encoder[0].reuse_cudagraphs
+
+
+class TestCapture:
+    @requires_world_size(2)
+    @pytest.mark.parametrize("language", ["dp=2", "pp=2,dp=1"])
+    def test_comes_once_in_a_step_after_all_gradients_are_final(self, language, monkeypatch):
+        found = []
+        with trainer(*arguments("dp=2", language)) as run:
+            config = run.stages[0].config
+            config.cuda_graph_impl = "local"
+            finalize = config.finalize_model_grads_func
+
+            def finalized(*args, **kwargs):
+                found.append("final")
+                if finalize is not None:
+                    finalize(*args, **kwargs)
+
+            def captured():
+                encoder = run.stages[0].modality_submodules.parameters()
+                found.append([bool(weight.main_grad.any()) for weight in encoder])
+
+            monkeypatch.setattr(schedules, "create_cudagraphs", captured)
+            monkeypatch.setattr(config, "finalize_model_grads_func", finalized)
+            run.train_step()
+        assert found[0] == "final" and len(found) == 2 and all(found[1])
+
+
+class TestTeardown:
+    def test_deletes_graphs_before_groups(self):
+        Utils.initialize_distributed()
+        manager = make_manager()
+        graph = torch.nn.Identity()  # anything that can be watched
+        alive = weakref.ref(graph)
+        manager.cudagraph_runners = [SimpleNamespace(fwd_graph=graph, bwd_graph=None)]
+        del graph
+        kept = manager.cudagraph_runners[0]  # as autograd keeps it
+        stage = torch.nn.Sequential(manager)
+        stage.destroy, stage.config = lambda: None, SimpleNamespace(grad_scale_func=None)
+        closed = []
+
+        def close():
+            gc.collect()
+            closed.append(alive() is None and kept.fwd_graph is None)
+
+        destroy([stage], {"language": SimpleNamespace(grid=SimpleNamespace(destroy=close))})
+        assert closed == [True]

@@ -1,0 +1,69 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks stand in the language model's pipeline when modules are colocated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config.role import (
+    MIMO_LANGUAGE_MODULE_KEY,
+    ModuleLayout,
+    ModuleStageInfo,
+    RankRole,
+)
+from megatron.core.models.mimo.setup.pipeline_stage import role_with_pipeline, stage_position
+
+DIMS = ["tp", "cp", "dp", "pp"]
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    return {
+        "images": HyperCommGrid([4, 1, 2, 1], DIMS),
+        MIMO_LANGUAGE_MODULE_KEY: HyperCommGrid([1, 2, 2, 2], DIMS),
+    }
+
+
+def role_of(rank: int, grids, monkeypatch, vp_stage=None, vp_size=None) -> RankRole:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    language = SimpleNamespace(virtual_pipeline_model_parallel_size=vp_size)
+    config = SimpleNamespace(
+        module_to_grid_map=grids,
+        language_model_spec=SimpleNamespace(params={"config": language, "vp_stage": vp_stage}),
+    )
+    return role_with_pipeline(RankRole.build(["images"], grids), config)
+
+
+class TestColocatedRole:
+    @pytest.mark.parametrize("rank", range(8))
+    def test_stages_come_from_the_language_models_grid(self, rank, grids, monkeypatch):
+        role = role_of(rank, grids, monkeypatch)
+        first = rank < 4  # pp is the slowest
+        assert role.mode is ModuleLayout.COLOCATED
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(first, not first)
+        assert role.modules["images"] == ModuleStageInfo(True, True)
+
+    @pytest.mark.parametrize(
+        ("rank", "vp_stage", "expected"),
+        [
+            (0, 0, (True, False)),
+            (0, 1, (False, False)),
+            (4, 0, (False, False)),
+            (4, 1, (False, True)),
+        ],
+    )
+    def test_virtual_stages_count(self, rank, vp_stage, expected, grids, monkeypatch):
+        role = role_of(rank, grids, monkeypatch, vp_stage, 2)
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(*expected)
+
+    def test_without_grids_there_is_one_stage(self, monkeypatch):
+        role = role_of(3, None, monkeypatch)
+        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(True, True)
+
+    def test_a_grid_without_pp_is_one_stage(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        assert stage_position(HyperCommGrid([2, 4], ["tp", "dp"]), 5) == (True, True)

@@ -1,0 +1,298 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of Megatron's loop: save in one layout, go on in another; what is damaged or hostile
+is refused."""
+
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from megatron.core.dist_checkpointing import parallel_manifest
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.rerun_state_machine import Call, Caller
+from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
+from tests.unit_tests.models.mimo import small_vlm
+from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+PRESET = replace(
+    small_vlm.PRESET,
+    encoder=replace(small_vlm.PRESET.encoder, layers=2),
+    language=replace(small_vlm.PRESET.language, hybrid_layer_pattern="ME*M"),
+)
+"""With pp=2 the second stage has no experts."""
+
+BEFORE, AFTER = 2, 2
+"""Steps before the save, and after it: the second one's loss depends on Adam's loaded state."""
+
+LAYOUTS = {
+    "dp": (COLOCATED, "tp=2,dp=2", "dp=4,ep=2"),
+    "tp-etp": (COLOCATED, "dp=4", "tp=2,dp=2,ep=4,etp=1"),
+    "cp": (COLOCATED, "tp=4", "cp=2,dp=2,ep=2"),
+    "pp": (COLOCATED, "dp=4", "pp=2,dp=2,ep=2"),
+    "non-colocated-tp": (NON_COLOCATED, "tp=2", "tp=2,dp=1,ep=1"),
+    "non-colocated-cp": (NON_COLOCATED, "pp=2,dp=1", "cp=2,dp=1,ep=2"),
+    "non-colocated-pp": (NON_COLOCATED, "dp=2", "pp=2,dp=1"),
+}
+
+TARGETS = {
+    "dp": ["tp-etp", "non-colocated-pp"],
+    "tp-etp": ["cp"],
+    "cp": ["non-colocated-tp"],
+    "pp": ["pp", "dp", "non-colocated-cp"],
+    "non-colocated-tp": ["non-colocated-tp", "dp"],
+    "non-colocated-cp": ["pp", "non-colocated-tp"],
+    "non-colocated-pp": ["tp-etp", "cp"],
+}
+
+
+def run_of(layout: str, *more: str, load: Path | None = None):
+    placement, encoder, language = LAYOUTS[layout]
+    return trainer(
+        *("--placement", placement, "--encoder", encoder, "--language", language),
+        *("--global-batch-size", "16", "--micro-batch-size", "4", "--seq-length", "16"),
+        *(("--load", str(load)) if load else ()),
+        *more,
+        preset=PRESET,
+    )
+
+
+def losses(run: Run, steps: int) -> list[float]:
+    return [run.train_step()["loss"] for _ in range(steps)]
+
+
+@requires_world_size(4)
+class TestLayouts:
+    @pytest.mark.parametrize("source", LAYOUTS)
+    def test_training_goes_on_in_another_layout(self, source, shared_path):
+        """The next losses are the uninterrupted run's, to the last bit in the same layout."""
+        with run_of(source) as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            drawn = torch.rand(1)
+            uninterrupted = losses(run, AFTER)
+        for target in TARGETS[source]:
+            with run_of(target, load=shared_path) as run:
+                assert run.step == BEFORE
+                if target == source:
+                    assert torch.equal(torch.rand(1), drawn)
+                    assert losses(run, AFTER) == uninterrupted, target
+                else:
+                    expected = pytest.approx(uninterrupted, rel=TOLERANCE)
+                    assert losses(run, AFTER) == expected, target
+
+    def test_at_least_twelve_pairs_are_tried(self):
+        assert sum(len(targets) for targets in TARGETS.values()) >= 12
+
+    @pytest.mark.parametrize(
+        ("source", "target", "frozen"),
+        [
+            ("dp", "non-colocated-cp", "language"),
+            ("non-colocated-pp", "non-colocated-pp", "language"),
+            ("pp", "non-colocated-pp", "encoder,projector"),
+            ("non-colocated-cp", "cp", "encoder"),
+        ],
+    )
+    def test_training_goes_on_with_frozen_parts(self, source, target, frozen, shared_path):
+        with run_of(source, "--freeze", frozen) as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            uninterrupted = losses(run, AFTER)
+        with run_of(target, "--freeze", frozen, load=shared_path) as run:
+            assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
+
+    def test_training_in_bf16_goes_on(self, shared_path):
+        """The parameter groups contain fp32 parameters too."""
+        with run_of("pp", "--bf16") as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            uninterrupted = losses(run, AFTER)
+        for target, tolerance in (("pp", 0), ("non-colocated-tp", 3e-2)):
+            with run_of(target, "--bf16", load=shared_path) as run:
+                expected = pytest.approx(uninterrupted, rel=tolerance, abs=0)
+                assert losses(run, AFTER) == expected, target
+
+    @pytest.mark.parametrize("layout", ["pp", "tp-etp", "non-colocated-pp"])
+    def test_dropout_goes_on_where_it_was(self, layout, shared_path):
+        """The random states of stages and TP ranks differ, and each gets its own again."""
+        dropout = ("--hidden-dropout", "0.2")
+        with run_of(layout, *dropout) as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            uninterrupted = losses(run, AFTER)
+        with run_of(layout, *dropout, load=shared_path) as run:
+            assert losses(run, AFTER) == uninterrupted
+
+    def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
+        """The run has skipped all its steps."""
+        with run_of("pp") as run:
+            weights = gather_weights(run.stages)
+            monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
+            assert run.train_step()["skipped"]
+            run.save(shared_path)
+            assert_shards_equal(run.stages, weights)
+            monkeypatch.undo()
+            uninterrupted = losses(run, AFTER)
+        with run_of("dp", load=shared_path) as run:
+            assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
+
+    @pytest.mark.parametrize("target", ["dp", "non-colocated-cp"])
+    def test_a_later_run_trains_other_parts_with_a_new_optimizer(self, target, shared_path):
+        """First the projector, then all: weights are the saved ones, and steps count anew."""
+        with run_of("pp", "--freeze", "encoder,language") as run:
+            losses(run, BEFORE)
+            run.save(shared_path)
+            saved = gather_weights(run.stages)
+        with run_of(target, "--finetune", "--seed", "7", load=shared_path) as run:
+            assert_shards_equal(run.stages, saved)
+            assert run.step == 0
+            losses(run, 1)
+
+
+class Touch:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def largest(directory: Path) -> Path:
+    return max(directory.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+DAMAGES = {
+    "truncated shard": (lambda d: os.truncate(largest(d), 100), "damaged"),
+    "flipped bit in a shard": (lambda d: flip(largest(d)), "has changed"),
+    "missing shard": (lambda d: largest(d).unlink(), "missing"),
+    "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), "damaged"),
+    "missing manifest": (lambda d: (d / "integrity.json").unlink(), "has no integrity.json"),
+    "damaged manifest": (lambda d: (d / "integrity.json").write_text("{"), "is damaged"),
+    "manifest of nothing": (lambda d: (d / "integrity.json").write_text("[]"), "is damaged"),
+}
+
+
+def unreadable(path: str) -> str:
+    raise OSError(path)
+
+
+class TestRecords:
+    def test_that_of_a_step_which_was_not_finite_can_be_loaded(self, tmp_path):
+        """Megatron saves it with the checkpoint from which such a step is run again."""
+        caller = Caller("grad norm", 1)
+        record = {"call": Call(caller, 1), "batch": {"host_tokens": HostTokens({"images": []}, [])}}
+        torch.save(record, tmp_path / "record.pt")
+        with no_code_from_checkpoints():
+            assert torch.load(tmp_path / "record.pt", weights_only=False) == record
+
+
+@requires_world_size(2)
+class TestRefusals:
+    """Refusals, which happen on every rank."""
+
+    ARGUMENTS = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
+
+    @pytest.fixture(scope="class")
+    def whole(self) -> Iterator[Path]:
+        with Utils.shared_directory() as path:
+            with mock.patch.dict(os.environ), self.run() as run:
+                losses(run, 1)
+                run.save(path)
+            yield path
+
+    @pytest.fixture
+    def saved(self, whole, shared_path) -> Path:
+        """A copy of the checkpoint, to be damaged."""
+        if dist.get_rank() == 0:
+            shutil.copytree(whole, shared_path, dirs_exist_ok=True)
+        dist.barrier()
+        return shared_path
+
+    @contextlib.contextmanager
+    def run(self, preset=PRESET, more=()):
+        with trainer(*self.ARGUMENTS, *more, preset=preset) as run:
+            yield run
+
+    def assert_refused(self, saved: Path, text: str, preset=PRESET, more=()) -> None:
+        with pytest.raises(UserError) as refusal, self.run(preset, ("--load", str(saved), *more)):
+            pass
+        assert text in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize("kind", DAMAGES)
+    def test_damaged(self, kind, saved):
+        damage, text = DAMAGES[kind]
+        if dist.get_rank() == 0:
+            damage(saved / "iter_0000001")
+        dist.barrier()
+        self.assert_refused(saved, text)
+
+    def test_of_another_model(self, saved):
+        wider = replace(PRESET, language=replace(PRESET.language, hidden_size=32))
+        self.assert_refused(saved, "shape mismatch", wider)
+
+    def test_of_another_shape(self, saved):
+        self.assert_refused(saved, "input_projections", replace(PRESET, projector_ffn=64))
+
+    def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):
+        (saved / "iter_0000001" / "integrity.json").unlink(missing_ok=True)
+        dist.barrier()
+        monkeypatch.setattr(parallel_manifest, "TRIES", 1)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(parallel_manifest, "_compute_file_hash", unreadable)
+        with pytest.raises(CheckpointingException, match="was not saved: cannot read"):
+            save_manifest(str(saved / "iter_0000001"))
+        dist.barrier()
+        assert not (saved / "iter_0000001" / "integrity.json").exists()
+
+    def test_goes_on_with_other_rates_and_steps(self, saved):
+        rates = ("--lr", "5e-3", "--min-lr", "1e-3", "--train-iters", "12")
+        with self.run(more=("--load", str(saved), *rates)) as run:
+            (rate,) = {group["lr"] for group in run.optimizer.param_groups}
+            assert rate == pytest.approx(4.93e-3, rel=1e-2)  # after step 1 of a cosine of 12
+
+    @pytest.mark.parametrize("part", [".metadata", "common.pt"])
+    def test_hostile_files_run_no_code(self, saved, part):
+        """The files' hashes are right; they are refused for what they would do."""
+        whole, made = saved / "iter_0000001", saved / "made by the checkpoint"
+        if dist.get_rank() == 0:
+            if part == "common.pt":
+                torch.save({"args": Touch(made)}, whole / part)
+            else:
+                (whole / part).write_bytes(pickle.dumps(Touch(made)))
+        dist.barrier()
+        save_manifest(str(whole))
+        dist.barrier()
+        self.assert_refused(saved, "")
+        assert not made.exists()
+
+    def test_the_newest_whole_one_is_loaded(self, saved):
+        """A save that was cut short has files, and the list of checkpoints does not know it."""
+        if dist.get_rank() == 0:
+            shutil.copytree(saved / "iter_0000001", saved / "iter_0000002")
+            (saved / "iter_0000002" / "metadata.json").unlink()
+        dist.barrier()
+        with self.run(more=("--load", str(saved))) as run:
+            assert run.step == 1

@@ -1,0 +1,113 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How recurrent layers move their tokens: what travels, and that the host never waits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.context_parallel_layout import pad_lengths
+from megatron.core.ssm.state_passing import layer_tokens
+from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
+from megatron.core.ssm.state_passing.options import check_options
+from megatron.core.transformer import TransformerConfig
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
+from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
+from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+LAYERS = {
+    "mamba": lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
+    "gated delta net": lambda groups, layout: gated_delta_net.make_layer(
+        groups, "state-passing", layout, torch.float32, 2
+    ),
+    "head-parallel gated delta net": lambda groups, layout: gated_delta_net.make_layer(
+        groups, "head-parallel", layout, torch.float32, 2
+    ),
+}
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("name", LAYERS)
+class TestHostNeverWaits:
+    def test_forward_and_backward_of_a_planned_packed_batch(self, name):
+        """The first layer of a batch makes its plans; the second is counted, and takes none."""
+        call = mamba.call if name == "mamba" else gated_delta_net.call
+        pair = Pair(Ranks(cp=2), lambda groups, _: LAYERS[name](groups, "zigzag"), "zigzag")
+        lengths = pad_lengths((5, 0, 1, 39, 9), 2)
+        packed = lengths.packed_seq_params(Utils.device)
+        shard = pair.layout(lengths).shard(random_rows(lengths.total, 1, 32, seed=1), pair.rank)
+        shard.requires_grad_()
+        call(pair.sharded, shard, packed).sum().backward()
+        with no_host_sync():
+            call(pair.sharded, shard, packed).sum().backward()
+        pair.destroy()
+
+
+def stand_in_group(size: int, rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def tokens_of(tp_size: int, sequence_parallel: bool, tp_cp) -> LayerTokens:
+    config = SimpleNamespace(hidden_size=8, sequence_parallel=sequence_parallel)
+    groups = SimpleNamespace(tp=stand_in_group(tp_size), cp=stand_in_group(2), tp_cp=tp_cp)
+    return LayerTokens(config, groups)
+
+
+class TestWhatTravels:
+    @pytest.mark.parametrize(
+        "tp_size, sequence_parallel, width, travels",
+        [
+            # Hidden states are 8 wide on every TP rank, or 8/tp on average if tokens are spread.
+            (1, False, 20, 8),
+            (4, False, 5, 5),
+            (4, True, 5, 8),
+            (1, False, 4, 4),
+        ],
+    )
+    def test_the_smaller_of_hidden_states_and_projection(
+        self, monkeypatch, tp_size, sequence_parallel, width, travels
+    ):
+        seen = []
+        monkeypatch.setattr(
+            layer_tokens, "exchange", lambda tensor, *_: (seen.append(tensor.shape[-1]), tensor)[1]
+        )
+        tokens = tokens_of(tp_size, sequence_parallel, stand_in_group(2 * tp_size))
+        hidden = torch.zeros(8, 1, 8)
+        projected = tokens.project_in(
+            hidden, None, lambda h: (h.new_zeros(8, 1, width), None), width
+        )
+        tokens.project_out(projected, None, lambda y: (y.new_zeros(8, 1, 8), None), width)
+        assert seen == [travels, travels]
+
+    def test_sequence_parallel_tokens_need_a_group_whose_tp_is_the_fastest(self):
+        with pytest.raises(ValueError, match="rank 0 of 4 here, found 1"):
+            tokens_of(2, True, stand_in_group(4, rank=1))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "mode, layout, message",
+        [
+            ("ring", "zigzag", "linear_context_parallel must be one of"),
+            ("state-passing", "striped", "hybrid_token_layout must be one of"),
+            ("head-parallel", "contiguous", "needs linear_context_parallel='state-passing'"),
+        ],
+    )
+    def test_what_is_no_option_or_does_not_go_together_is_refused(self, mode, layout, message):
+        config = SimpleNamespace(linear_context_parallel=mode, hybrid_token_layout=layout)
+        with pytest.raises(ValueError, match=message):
+            check_options(config)
+
+    def test_states_of_another_dtype_are_refused(self):
+        """Upstream's head-parallel layers take the option, from kernels that have it."""
+        with pytest.raises(ValueError, match="takes no mamba_training_ssm_states_dtype"):
+            TransformerConfig(
+                num_layers=1,
+                hidden_size=8,
+                num_attention_heads=1,
+                mamba_training_ssm_states_dtype=torch.float32,
+                linear_context_parallel="state-passing",
+            )
