@@ -163,6 +163,8 @@ def build(modules: dict[str, Module], tied: bool = False) -> list[MimoModel]:
                 module_to_grid_map={name: module.grid for name, module in held.items()},
             )
         ).to(Utils.device)
+        if stage.language_model is not None:  # Megatron makes the weights of its norms in fp32
+            stage.language_model.to(language.dtype)
         stage.model_type = ModelType.encoder_or_decoder
         stage.vp_stage = vp_stage
         stages.append(stage)
