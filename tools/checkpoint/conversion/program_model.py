@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from examples.mimo.nemotron_vlm.arguments import parse
-from examples.mimo.nemotron_vlm.dry_run import stages_on_meta
+from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
