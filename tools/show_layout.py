@@ -30,100 +30,107 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     layout = "AXIS=SIZE[,AXIS=SIZE…]; dp is derived when left out"
+    number = {"type": positive, "metavar": "N"}
     add("--encoder", default="", metavar="LAYOUT", help=layout)
     add("--language", default="", metavar="LAYOUT", help="the same")
-    add("--world", type=positive, required=True, metavar="RANKS", help="number of ranks")
-    add(
-        "--placement",
-        choices=["colocated", "non-colocated"],
-        default="colocated",
-        help="both modules on all ranks, or the encoder on the first ranks and the language model "
-        "on the others",
+    add("--world", required=True, help="number of ranks", **number)
+    where = (
+        "both modules on all ranks, or the encoder on the first and the language model on the rest"
     )
-    add("--gpus-per-node", type=positive, default=8, metavar="N", help="ranks of a node")
+    choices = ["colocated", "non-colocated"]
+    add("--placement", choices=choices, default="colocated", help=where)
+    add("--gpus-per-node", default=8, help="ranks of a node", **number)
     add("--model", default="tiny", metavar="NAME|FILE", help="sizes that the layouts must divide")
-    add("--seq-length", type=positive, metavar="TOKENS", help="of a sample; the model's by default")
-    add(
-        "--microbatches",
-        type=positive,
-        metavar="M",
-        help="of a step; two for each stage of the pipeline by default",
-    )
-    add(
-        "--micro-batch-size",
-        type=positive,
-        default=1,
-        metavar="SAMPLES",
-        help="of a microbatch, on each DP rank of the language model",
-    )
-    add(
-        "--encoder-share",
-        type=share,
-        default=0.3,
-        metavar="E",
-        help="part of a step without waiting that the encoder takes; 0.3 by default",
-    )
-    add(
-        "--encoder-schedule",
-        choices=["three-phases", "bubbles"],
-        default="three-phases",
-        help="where colocated modules with a pipeline encode, as in training",
-    )
-    add(
-        "--encoder-macro-batch",
-        type=positive,
-        default=1,
-        metavar="K",
-        help="microbatches that are encoded at once in the bubbles",
-    )
+    add("--seq-length", help="tokens of a sample; the model's by default", **number)
+    microbatches = "of a step; two for each stage of the pipeline by default"
+    add("--microbatches", help=microbatches, **number)
+    samples = "samples of a microbatch, on each DP rank of the language model"
+    add("--micro-batch-size", default=1, help=samples, **number)
+    add("--tiles", default=1, help="image tiles of a sample", **number)
+    part = "part of a step without waiting that the encoder takes; 0.3 by default"
+    add("--encoder-share", type=share, default=0.3, metavar="E", help=part)
+    gpu = "show the planner's seconds on this GPU, instead of shares: h100, …, or a calibrated file"
+    add("--gpu", metavar="NAME|FILE", help=gpu)
+    again = "layers of the language model that run again, with --gpu"
+    add("--recompute", choices=["none", "moe", "full"], default="none", help=again)
+    schedule = "where colocated modules with a pipeline encode, as in training"
+    choices = ["three-phases", "bubbles"]
+    add("--encoder-schedule", choices=choices, default="three-phases", help=schedule)
+    at_once = "microbatches that are encoded at once, in the bubbles or without a pipeline"
+    add("--encoder-macro-batch", default=1, help=at_once, **number)
     add("--png", type=Path, metavar="FILE", help="write a picture")
     add("--svg", type=Path, metavar="FILE", help="write a picture")
-    add("--json", type=Path, metavar="FILE", help="write all ranks, groups, rows and times")
+    add("--json", type=Path, metavar="FILE", help="write groups, messages of the bridge, and times")
     parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules read it
     return parser
 
 
 def _show(options: argparse.Namespace) -> None:
+    os.environ["WORLD_SIZE"] = str(options.world)  # HyperCommGrid checks its size against it
+    view = view_of(options)
+    from layout_view.text import describe
+
+    print(describe(view))
+    if options.png or options.svg:
+        from layout_view.picture import draw
+
+        for path in filter(None, (options.png, options.svg)):
+            draw(view, path)
+    if options.json:
+        options.json.write_text(json.dumps(view.data()) + "\n")
+
+
+def view_of(options: argparse.Namespace):
+    """Check the layouts as the training program does, and return what is shown of them.
+
+    Raises:
+        UserError: a rule is broken; the message names the numbers, the rule, and the nearest
+            layouts that would work.
+    """
+    from examples.mimo.common.layout import Batch, parse_layout
     from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
         BUBBLES,
         check_bubbles,
         check_encoder_schedule,
     )
     from examples.mimo.nemotron_vlm.model.presets import find_preset
-    from layout_view.modules import read_layouts
-    from layout_view.text import describe
+    from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, resolve
+    from examples.mimo.nemotron_vlm.planner.machine import find_machine
+    from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+    from examples.mimo.nemotron_vlm.planner.schedule import unit_work
     from layout_view.view import View
 
-    os.environ["WORLD_SIZE"] = str(options.world)  # HyperCommGrid checks its size against it
     preset = find_preset(options.model)
-    layouts = read_layouts(
-        options.encoder,
-        options.language,
-        options.world,
-        preset,
-        options.placement,
-        options.microbatches,
-        options.micro_batch_size,
-        options.seq_length,
+    asked = (
+        parse_layout(options.encoder, "encoder"),
+        parse_layout(options.language, "language"),
     )
+    _, ranks = ranks_of_modules(*asked, options.world, options.placement)
+    wanted, micro_size = asked[1], options.micro_batch_size
+    dp = wanted.dp or max(1, ranks // (wanted.tp * wanted.cp * wanted.pp))
+    samples = (options.microbatches or 2 * wanted.pp) * micro_size * dp
+    batch = Batch(samples, micro_size, options.seq_length or preset.seq_length)
+    layouts = resolve(*asked, batch, options.world, preset, options.placement)
     check_encoder_schedule(options, layouts.language)
     check_bubbles(options, layouts)
-    rows, in_bubbles = preset.encoder.tokens_per_tile, options.encoder_schedule == BUBBLES
-    how = options.encoder_share, in_bubbles, options.encoder_macro_batch
-    view = View(layouts, options.gpus_per_node, rows, *how)
-    print(describe(view))
-    _write(options, view)
+    tiles = Tiles(options.tiles)
+    tiles.check(preset, batch.seq_length)
+    how = options.encoder_schedule == BUBBLES, options.encoder_macro_batch
+    share, where = options.encoder_share, " in the bubbles" * how[0]
+    if options.gpu:
+        from dataclasses import replace
 
+        from examples.mimo.nemotron_vlm.planner.step_time import work_of
 
-def _write(options: argparse.Namespace, view) -> None:
-    if options.png or options.svg:
-        from layout_view.picture import draw
-
-        for path, kind in ((options.png, "png"), (options.svg, "svg")):
-            if path:
-                draw(view, path, kind)
-    if options.json:
-        options.json.write_text(json.dumps(view.data()) + "\n")
+        machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
+        plan = Plan(preset, layouts, tiles, options.recompute, 0, how[1], in_bubbles=how[0])
+        work, costs = work_of(plan, machine), f"seconds on {options.gpu}, encoder{where}"
+    else:
+        work = unit_work(layouts, share, *how)
+        costs = f"encoder{where} {share:.2f}, language model {1 - share:.2f} of a step without "
+        costs += "waiting"
+    rows = options.tiles * preset.encoder.tokens_per_tile
+    return View(layouts, options.gpus_per_node, rows, work, costs)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 
 from torch.distributed.run import get_args_parser  # noqa: E402
 
-import plan_layout  # noqa: E402
 import show_layout  # noqa: E402
 from examples.mimo.common.errors import UserError  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset  # noqa: E402
@@ -86,7 +85,6 @@ class Session:
             "tools/fetch_upstream.sh": lambda c: self._overlay(["fetch", *c.words[1:]]),
             "tools/python.sh": self._python,
             "tools/show_layout.py": self._python,
-            "tools/plan_layout.py": self._python,
             "tools/stage_upstream_pr.sh": lambda c: self._script("tools/staging", c.words[1:]),
             "tools/upstream_tests.sh": lambda c: self._script("tools/upstream_tests", c.words[1:]),
         }
@@ -171,8 +169,6 @@ class Session:
             self._train(arguments, ranks)
         elif path.endswith("show_layout.py"):
             assert show_layout.main(arguments) == 0
-        elif path.endswith("plan_layout.py"):
-            assert plan_layout.main(arguments) == 0
         else:
             self._script(path, arguments)
 

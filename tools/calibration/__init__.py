@@ -1,3 +1,3 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration of the planner: ``calibrate`` fits figures, ``validate`` checks predictions."""
+"""Figures of a machine for the layout planner: measured, fitted, and compared with other runs."""

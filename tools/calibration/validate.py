@@ -1,246 +1,148 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compare predictions with measured steps.
+"""Compare predictions with measured runs of the training program.
 
-    python -m calibration.validate here MACHINE.json OUT.json [PICTURE.png]
-    python -m calibration.validate benchmarks MACHINE BENCH.json…
-
-The first measures this host and predicts with ``calibrate``'s file of it, which was fitted to none
-of these runs. CPU ranks share cores, so the processor time of all ranks together is compared:
-waiting, and with it a pipeline's bubble, takes none. The second compares with measurements of
-tools/bench/vlm.py on GPUs.
+No machine is fitted to any of these runs. On GPUs, tools/bench/vlm.py measures them. CPU ranks
+share cores, so the processor time of all ranks together is compared: waiting, and with it a
+pipeline's bubble, takes none.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
-import tempfile
-from contextlib import nullcontext
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 
-import torch
+from scipy.stats import spearmanr
 
-from calibration.cases import ON_CPU, ON_GPU, arguments_of, planned
-from calibration.measure import ROUNDS, busy_cores
-from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
+from calibration.measure import measure_runs, options_of
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import table
+from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
-GPUS_PER_NODE = 8
-Found = dict[str, list]
-"""A case, and what each of its ranks measured."""
+CPU_RUNS = Path(__file__).with_name("cpu_runs.json")
+"""Runs on CPU ranks: what to measure, and what was measured for docs/planner.md."""
+SMALL = "tools/calibration/validation_model.json"
+"""Model of these runs, by its path in the repository."""
+ROOT = Path(__file__).resolve().parents[2]
+DECIDE = """--model --num-layers --hybrid-layer-pattern --num-experts --vocab-size --seq-length
+    --global-batch-size --micro-batch-size --encoder --language --placement --encoder-macro-batch
+    --encoder-schedule --recompute-encoder --recompute-granularity --recompute-method
+    --recompute-num-layers""".split()
+"""Options that change the prediction."""
 
 
-def measure(file: Path, on_gpu: bool) -> list[Found]:
-    """Return each rank's measurements of all cases; those in the file are not run again."""
-    found = json.loads(file.read_text())["found"] if file.exists() else []
-    done = [tuple(one["case"]) for one in found]
-    cases = [case for case in (ON_GPU if on_gpu else ON_CPU) if case not in done]
-    for world, same in groupby(cases, key=lambda case: case[0]):
-        if on_gpu and world > torch.cuda.device_count():
-            print(f"left out: runs on {world} GPUs", file=sys.stderr)
-            continue
-        found += _measured(list(same), world, on_gpu)
-        lines = ",\n ".join(map(json.dumps, found))
-        file.write_text(f'{{"found": [\n {lines}\n]}}\n')
-    return found
+def read(file: Path) -> list[dict]:
+    """Return the runs of a file.
+
+    Raises:
+        UserError: it has none that can be compared.
+    """
+    try:
+        runs = json.loads(file.read_text())["runs"]
+        if all(run["arguments"] and run["step_s"] for run in runs):
+            return runs
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f"{file}: not a file of measure or tools/bench/vlm.py")
 
 
-def _measured(cases: list[tuple], world: int, on_gpu: bool) -> list[Found]:
-    lines = [arguments_of(case, on_gpu) for case in cases]
-    rounds, others = (1, nullcontext()) if on_gpu else (ROUNDS, busy_cores(lines[:1], world))
-    with tempfile.TemporaryDirectory() as directory:
-        listed, written = Path(directory) / "cases.json", Path(directory) / "found.json"
-        listed.write_text(json.dumps(rounds * lines))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc-per-node", str(world), "-m", "calibration.measure"]
-        environment = os.environ | ({} if on_gpu else {"OMP_NUM_THREADS": "1"})
-        with others:
-            subprocess.run([*launch, listed, written], check=True, env=environment)
-        runs = json.loads(written.read_text())
-    return [
-        {"case": case, "ranks": _medians(runs[number :: len(cases)])}
-        for number, case in enumerate(cases)
-    ]
+def measure(file: Path) -> None:
+    """Measure the layouts of ``CPU_RUNS`` on this host; runs in the file are not repeated.
+
+    ``step_s`` is the processor time of all ranks. The memory of runs with context parallelism is
+    None.
+    """
+    found = read(file) if file.exists() else []
+    done = [run["arguments"] for run in found]
+    asked = [run for run in read(CPU_RUNS) if run["arguments"] not in done]
+    for world, runs in groupby(asked, key=lambda run: run["ranks"]):
+        runs = list(runs)
+        lines = [run["arguments"].replace(SMALL, str(ROOT / SMALL)).split() for run in runs]
+        for run, ranks in zip(runs, measure_runs(lines, world, on_gpu=False), strict=True):
+            if ranks:
+                run["step_s"] = sum(rank["seconds"] for rank in ranks)
+                memory = max(rank["peak_bytes"] for rank in ranks)
+                found.append(run | {"peak_memory_gib": memory / 2**30 or None})
+        file.write_text('{"runs": [\n' + ",\n".join(map(json.dumps, found)) + "\n]}\n")
 
 
-def _medians(runs: list[list[dict]]) -> list[dict]:
-    """Return the medians of each rank's measurements over several runs."""
-    return [
-        {key: median(one[key] for one in found) for key in found[0]}
-        for found in zip(*runs, strict=True)
-    ]
-
-
-def benchmarked(machine: Machine, runs: list[dict]) -> list[dict]:
-    """Return a row for each run of tools/bench/vlm.py; its step does not include waiting for data.
+def compare(machine: Machine, runs: list[dict]) -> list[dict]:
+    """Return a row for each run, with prediction and measurement; waiting for data is left out.
 
     Runs with CUDA graphs are left out: the machine's figures are for launches by the host.
     """
-    return [
-        _row(
-            machine,
-            planned(shlex.split(run["arguments"]), run["ranks"]),
-            run["ranks"],
-            "",
-            run["step_s"] * (1 - run["data_wait"]),
-            run["peak_memory_gib"] * 2**30,
-        )
-        for run in runs
-        if "--cuda-graph-impl" not in run["arguments"]
-    ]
-
-
-def compare(machine: Machine, found: list[Found]) -> list[dict]:
-    """Return a row for each case, with prediction and measurement."""
-    on_gpu = not machine.shared_cores
     rows = []
-    for one in found:
-        case, ranks = one["case"], one["ranks"]
-        seconds = [rank["seconds"] for rank in ranks]
+    for run in runs:
+        if "--cuda-graph-impl" in run["arguments"]:
+            continue
+        plan = planned(shlex.split(run["arguments"]), run["ranks"])
+        step = step_time(plan, machine)
         rows.append(
-            _row(
-                machine,
-                planned(arguments_of(case, on_gpu), case[0]),
-                case[0],
-                case[4],
-                max(seconds) if on_gpu else sum(seconds),
-                max(rank["peak_bytes"] for rank in ranks),
-            )
+            {
+                "ranks": run["ranks"],
+                "encoder": str(plan.layouts.encoder),
+                "language": str(plan.layouts.language),
+                "micro batch": str(plan.layouts.batch.micro_size),
+                "seconds": {
+                    "predicted": step.work if machine.shared_cores else step.seconds,
+                    "measured": run["step_s"] * (1 - run["data_wait"]),
+                },
+                "bytes": {
+                    "predicted": peak(memory_of(plan, machine)) - machine.reserved_bytes,
+                    "measured": (run["peak_memory_gib"] or 0.0) * 2**30,
+                },
+            }
         )
     return rows
 
 
-def _row(
-    machine: Machine, plan: Plan, ranks: int, options: str, seconds: float, peak_bytes: float
-) -> dict:
-    """Return the row of a run, with prediction and measurement."""
-    step = step_time(plan, machine, min(ranks, GPUS_PER_NODE))
-    predicted = step.work if machine.shared_cores else step.seconds
-    held = peak(memory_of(plan, machine)) - machine.reserved_bytes
-    return {
-        "ranks": ranks,
-        "placement": plan.layouts.placement,
-        "encoder": str(plan.layouts.encoder),
-        "language": str(plan.layouts.language),
-        "options": f"micro {plan.layouts.batch.micro_size} {options}".strip(),
-        "seconds": {"predicted": predicted, "measured": seconds},
-        "bytes": {"predicted": held, "measured": peak_bytes},
-    }
+def planned(words: list[str], ranks: int) -> Plan:
+    """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
+    pairs = list(zip(words, words[1:], strict=False))
+    asked = [word for pair in pairs if pair[0] in DECIDE for word in pair]
+    asked = [str(ROOT / word) if word == SMALL else word for word in asked]
+    plan = plan_of(options_of(asked, ranks))
+    of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]
+    if of_data and of_data[-1]:
+        plan = replace(plan, images=Tiles(min(float(of_data[-1]), plan.images.mean)))
+    return plan
 
 
 def errors(rows: list[dict], what: str) -> list[float]:
     """Return the relative errors of ``seconds`` or ``bytes``, where they were measured."""
-    return [row[what]["predicted"] / row[what]["measured"] - 1 for row in _with(rows, what)]
-
-
-def _with(rows: list[dict], what: str) -> list[dict]:
-    return [row for row in rows if row[what]["measured"]]
+    pairs = [row[what] for row in rows if row[what]["measured"]]
+    return [pair["predicted"] / pair["measured"] - 1 for pair in pairs]
 
 
 def rank_correlation(rows: list[dict], what: str) -> float:
     """Return Spearman's rank correlation of predictions and measurements."""
-    from scipy.stats import spearmanr
-
-    pairs = [(row[what]["predicted"], row[what]["measured"]) for row in _with(rows, what)]
+    pairs = [row[what].values() for row in rows if row[what]["measured"]]
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
-def _units(rows: list[dict]) -> dict[str, tuple[str, float]]:
-    """Return the units in which seconds and bytes are shown, and their sizes."""
-    large = max(row["bytes"]["predicted"] for row in rows) > 10e9
-    return {"seconds": ("s", 1.0), "bytes": ("GB", 1e9) if large else ("MB", 1e6)}
-
-
-def table(rows: list[dict]) -> str:
-    """Return the rows as a table in Markdown."""
-    unit, scale = _units(rows)["bytes"]
-    lines = [
-        "| ranks | encoder | language | more | s: predicted | measured | error "
-        f"| {unit}: predicted | measured | error |",
-        "|---:|---|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def describe(rows: list[dict]) -> str:
+    """Return the rows as a table, and a line about the errors of time and of memory."""
+    units = {"seconds": ("s", 1.0, ".2f"), "bytes": ("MB", 1e6, ",.0f")}
+    names = ["ranks", "encoder", "language", "micro batch"]
+    heads = [f"{unit}: {what}" for unit, *_ in units.values() for what in ("predicted", "measured")]
+    lines = [[*names, *heads[:2], "error", *heads[2:], "error"]]
     for row in rows:
-        more = row["options"] or "–"
-        if row["placement"] not in more and row["placement"] != "colocated":
-            more = f"{row['placement']} {more}"
-        s, b = row["seconds"], row["bytes"]
-        lines.append(
-            f"| {row['ranks']} | {row['encoder']} | {row['language']} | {more} "
-            f"| {s['predicted']:.2f} | {s['measured']:.2f} "
-            f"| {s['predicted'] / s['measured'] - 1:+.0%} "
-            + (
-                f"| {b['predicted'] / scale:.4g} | {b['measured'] / scale:.4g} "
-                f"| {b['predicted'] / b['measured'] - 1:+.0%} |"
-                if b["measured"]
-                else f"| {b['predicted'] / scale:.4g} | – | – |"
-            )
+        cells = [row[name] for name in names]
+        for what, (_, scale, form) in units.items():
+            cells += [f"{n / scale:{form}}" if n else "-" for n in row[what].values()]
+            cells += [f"{error:+.0%}" for error in errors([row], what)] or ["-"]
+        lines.append(cells)
+    text = table(lines)
+    for what in units:
+        found = list(map(abs, errors(rows, what)))
+        text += (
+            f"\n{what}: largest error {max(found):.0%}, mean {sum(found) / len(found):.0%}, "
+            f"rank correlation {rank_correlation(rows, what):.2f}"
         )
-    for what in ("seconds", "bytes"):
-        errs = errors(rows, what)
-        lines.append(
-            f"\n{what}: largest error {max(map(abs, errs)):.0%}, mean "
-            f"{sum(map(abs, errs)) / len(errs):.0%}, rank correlation "
-            f"{rank_correlation(rows, what):.2f}"
-        )
-    return "\n".join(lines)
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """Draw predictions against measurements, with the error bounds aimed at."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
-    units = _units(rows)
-    for axes, what, bound in zip(both, units, (0.15, 0.1), strict=True):
-        unit, scale = units[what]
-        shown = _with(rows, what)
-        points = [(r[what]["measured"] / scale, r[what]["predicted"] / scale) for r in shown]
-        ends = min(map(min, points)), max(map(max, points))
-        axes.plot(ends, ends, color="grey", lw=0.8)
-        for side in (1 - bound, 1 + bound):
-            axes.plot(ends, [side * end for end in ends], color="grey", lw=0.8, ls=":")
-        for row, point in zip(shown, points, strict=True):
-            axes.scatter(*point, s=18, color="#1d39c4")
-            axes.annotate(
-                row["ranks"], point, fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
-        axes.set(
-            xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}", xscale="log", yscale="log"
-        )
-        axes.set_title(f"{what} by ranks; dotted: ±{bound:.0%}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-
-
-def here(machine: str, out: str, *pictures: str) -> list[dict]:
-    """Measure the cases that OUT lacks, and return the rows of all."""
-    of_this = find_machine(machine)
-    rows = compare(of_this, measure(Path(out), not of_this.shared_cores))
-    for picture in pictures:
-        draw(rows, Path(picture))
-    return rows
-
-
-def benchmarks(machine: str, *files: str) -> list[dict]:
-    """Return the rows of the runs of tools/bench/vlm.py in these files."""
-    runs = [run for file in files for run in json.loads(Path(file).read_text())["runs"]]
-    return benchmarked(find_machine(machine), runs)
-
-
-if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        from megatron.core import cpu_runtime
-
-        cpu_runtime.install()
-    print(table({"here": here, "benchmarks": benchmarks}[sys.argv[1]](*sys.argv[2:])))
+    return text

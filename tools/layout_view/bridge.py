@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from layout_view.modules import Module
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import NOBODY, Crossing, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 
-@dataclass(frozen=True)
-class Flows:
+class Flows(NamedTuple):
     """Rows that ranks send each other in one direction, as arrays of equal length.
 
     Rows that stay on their rank are left out.
@@ -64,8 +64,13 @@ class Bridge:
     forward: Flows
     backward: Flows
 
+    @property
+    def ways(self) -> dict[str, Flows]:
+        """Both directions by name."""
+        return {"forward": self.forward, "backward": self.backward}
 
-def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
+
+def colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: float) -> Bridge:
     """Return the bridge of colocated modules.
 
     All runs of the batch have equally many rows, as a mean if they are not whole tiles. A row's
@@ -74,7 +79,7 @@ def colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
     Args:
         rows: number of rows of the batch.
     """
-    topology = bridge_topology(encoder.grid, language.grid)
+    topology = bridge_topology(encoder, language)
     moves = {}
     found: tuple[list, list] = ([], [])
     for block in topology.blocks:
@@ -98,7 +103,7 @@ def _moves(crossing: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return pairs // len(members), pairs % len(members), number / crossing.owners
 
 
-def non_colocated_bridge(encoder: Module, language: Module, rows: float) -> Bridge:
+def non_colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: float) -> Bridge:
     """Return Megatron's bridge of non-colocated modules, from one rank of each DP index to another.
 
     A broadcast then gives a copy to each rank of a stage with the same DP index; it is not counted.
@@ -107,7 +112,7 @@ def non_colocated_bridge(encoder: Module, language: Module, rows: float) -> Brid
         rows: number of rows of the batch.
     """
     bridge = BridgeCommunicator.__new__(BridgeCommunicator)  # its __init__ makes process groups
-    bridge.src_grid, bridge.dest_grid = encoder.grid, language.grid
+    bridge.src_grid, bridge.dest_grid = encoder, language
     bridge.current_rank, bridge.comm_map = NOBODY, {}
     senders, _ = bridge.get_leader_rank(bridge.src_grid, is_src=True)
     receivers, _ = bridge.get_leader_rank(bridge.dest_grid, is_src=False)

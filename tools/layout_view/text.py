@@ -4,12 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from examples.mimo.common.layout import layout_table, table
-from layout_view.bridge import Flows
-from layout_view.modules import LANGUAGE, Module
-from layout_view.view import View
+from layout_view.view import LANGUAGE, View
 
 EVERY_RANK = 64
 """Most ranks that the rank map lists in full; of more, it has the first nodes."""
@@ -23,7 +19,6 @@ MARKS = {
     "language backward": "B",
     "encoder backward": "<",
 }
-MAP_AXES = ("tp", "cp", "dp", "pp", "ep", "expt_tp", "expt_dp")
 
 
 def describe(view: View) -> str:
@@ -39,13 +34,13 @@ def describe(view: View) -> str:
 
 def _rank_map(view: View) -> str:
     shown = range(view.world if view.world <= EVERY_RANK else min(2 * view.gpus_per_node, 64))
-    columns = [(module, axis) for module in view.modules for axis in _shown_axes(module)]
+    columns = [(module, axis) for module, axis in view.split_axes if axis != "dp_cp"]
     topology = view.bridge.topology
     header = ["rank", "node", *(f"{module.name[:3]}.{axis}" for module, axis in columns)]
     rows = [header + ["encodes", "consumes"] * (topology is not None)]
     for rank in shown:
-        at = {module.name: view.coordinates(module, rank) for module in view.modules}
-        row = [rank, view.node(rank), *(at[module.name].get(axis, "-") for module, axis in columns)]
+        row = [rank, rank // view.gpus_per_node]
+        row += [module.index[axis].get(rank, "-") for module, axis in columns]
         if topology:
             first = topology.dest[rank].pp == 0
             row += [_run(topology.encodes(rank)), _run(topology.consumes(rank)) if first else "-"]
@@ -58,59 +53,50 @@ def _rank_map(view: View) -> str:
     return f"{text}\n{table(rows)}"
 
 
-def _shown_axes(module: Module) -> list[str]:
-    return [name for name in MAP_AXES if name in module.axes and module.axes[name].size > 1]
-
-
 def _groups(view: View) -> str:
     rows = [["module", "axis", "size", "groups", "leave a node", "step", "first group"]]
     for module in view.modules:
-        for axis in module.axes.values():
-            if axis.name == "pp" and module.name != LANGUAGE and axis.size == 1:
+        for axis, groups in module.groups.items():
+            if axis == "pp" and module.name != LANGUAGE and module.sizes[axis] == 1:
                 continue
-            first = axis.groups[0]
+            first = groups[0]
             step = first[1] - first[0] if len(first) > 1 else "-"
-            leaving = axis.leaving(view.gpus_per_node)
-            row = [module.name, axis.name, axis.size, len(axis.groups), leaving, step]
-            rows.append([*row, _ranks(first)])
+            counts = [len(first), len(groups), len(view.leaving(groups)), step]
+            shown = first if len(first) <= 8 else [*first[:4], "…", first[-1]]
+            rows.append([module.name, axis, *counts, " ".join(map(str, shown))])
     return f"groups\n{table(rows)}"
 
 
 def _bridge(view: View) -> str:
     bridge, batch = view.bridge, view.layouts.batch
     sizes = sorted({len(block) for block in bridge.blocks})
+    leaving = len(view.leaving(bridge.blocks))
     text = (
         f"bridge: {_count(len(bridge.blocks), 'block')} of "
-        f"{' or '.join(map(str, sizes))} ranks, of which {view.blocks_leaving} leave a node; "
+        f"{' or '.join(map(str, sizes))} ranks, of which {leaving} leave a node; "
         f"rows of a step, {_count(batch.global_size, 'sample')} of {view.rows_per_sample} rows"
     )
     if view.layouts.non_colocated:
         text += "; broadcasts within a stage are not counted"
     header = ["way", "moved", "sent: most", "mean", "received: most", "mean", "leaves a node"]
-    ways = {"forward": bridge.forward, "backward": bridge.backward}
-    rows = [header, *([name, *_volumes(view, way)] for name, way in ways.items())]
+    rows = [header]
+    for name, way in bridge.ways.items():
+        ranks = [way.sent(view.world), way.received(view.world)]
+        volumes = [figure for each in ranks for figure in (each.max(), each.mean())]
+        share = f"{way.leaving(view.gpus_per_node):.0%}"
+        rows.append([name, *map(_number, (way.total, *volumes)), share])
     return f"{text}\n{table(rows)}"
 
 
-def _volumes(view: View, way: Flows) -> Iterable[str]:
-    yield _number(way.total)
-    for rows in (way.sent(view.world), way.received(view.world)):
-        yield _number(rows.max())
-        yield _number(rows.mean())
-    yield f"{way.leaving(view.gpus_per_node):.0%}"
-
-
 def _timeline(view: View) -> str:
-    line = view.timeline
-    share, number = view.encoder_share, view.layouts.num_microbatches
-    where = " in the bubbles" * view.in_bubbles
+    number, total = view.layouts.num_microbatches, view.total
     text = (
-        f"timeline: encoder{where} {share:.2f}, language model {1 - share:.2f} of a step without "
-        f"waiting; {_count(number, 'microbatch')}: {line.total:.3f}, bubble {line.bubble:.1%}"
+        f"timeline: {view.costs}; {_count(number, 'microbatch')}: {total:.3f}, "
+        f"bubble {view.bubble:.1%}"
     )
     rows = [
-        [name, "".join(_mark(spans, (place + 0.5) * line.total / WIDTH) for place in range(WIDTH))]
-        for name, spans in zip(line.names, line.stages, strict=True)
+        [name, "".join(_mark(spans, (place + 0.5) * total / WIDTH) for place in range(WIDTH))]
+        for name, spans in view.timeline.items()
     ]
     if len(rows) > EVERY_STAGE:
         half = EVERY_STAGE // 2
@@ -128,11 +114,6 @@ def _mark(spans, moment: float) -> str:
 
 def _run(atoms: range) -> str:
     return str(atoms[0]) if len(atoms) == 1 else f"{atoms[0]}-{atoms[-1]}"
-
-
-def _ranks(group: list[int]) -> str:
-    shown = group if len(group) <= 8 else [*group[:4], "…", group[-1]]
-    return " ".join(map(str, shown))
 
 
 def _number(rows: float) -> str:

@@ -1,34 +1,84 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The data that is shown of a layout."""
+"""The data that is shown of a layout: groups of ranks, the bridge, and the timeline of a step.
+
+Groups are read from the grids that training makes its process groups from, and the timeline is the
+planner's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from examples.mimo.common.layout import Layouts
-from examples.mimo.nemotron_vlm.planner.schedule import Timeline, timeline
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.planner.schedule import Span, Work, timeline
 from layout_view.bridge import Bridge, colocated_bridge, non_colocated_bridge
-from layout_view.modules import Module, leaves_node, modules_of
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.setup.module_groups import make_grid
+from megatron.core.process_groups_from_grid import DENSE_FIELDS, EXPERT_FIELDS, EXPERT_VIEW
+
+ENCODER, LANGUAGE = "encoder", "language"
+AXES = {
+    ENCODER: ("tp", "dp", "pp"),
+    LANGUAGE: ("tp", "cp", "dp", "pp", "dp_cp", "ep", "expt_tp", "expt_dp"),
+}
+"""Fields of each module's process groups; gradients are reduced over ``dp_cp``."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module on its ranks."""
+
+    name: str
+    layout: Layout
+    grid: HyperCommGrid
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks that hold the module."""
+        return range(self.grid.rank_offset, self.grid.rank_offset + self.grid.size)
+
+    @cached_property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """All groups of ranks along each axis: equally many ranks, in the axis's order."""
+        dense, experts, enumerate_ranks = DENSE_FIELDS, EXPERT_FIELDS, self.grid.get_rank_enum
+        return {
+            axis: enumerate_ranks(experts[axis], view=EXPERT_VIEW)
+            if axis in experts
+            else enumerate_ranks(dense[axis])
+            for axis in AXES[self.name]
+        }
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks of a group of each axis."""
+        return {axis: len(groups[0]) for axis, groups in self.groups.items()}
+
+    @cached_property
+    def index(self) -> dict[str, dict[int, int]]:
+        """Index of each rank along each axis."""
+        return {
+            axis: {rank: place for group in groups for place, rank in enumerate(group)}
+            for axis, groups in self.groups.items()
+        }
 
 
 @dataclass(frozen=True)
 class View:
-    """A layout on nodes of some size.
+    """A layout on nodes of some size; WORLD_SIZE in the environment must cover all its ranks.
 
     Attributes:
         rows_per_sample: number of embeddings of each sample.
-        encoder_share: the encoder's part of a step in which no rank waits.
-        in_bubbles, macro_batch: as in :func:`timeline`.
+        work: a step's work, in the unit of the timeline.
+        costs: what the timeline is computed from, in words.
     """
 
     layouts: Layouts
     gpus_per_node: int
     rows_per_sample: int
-    encoder_share: float
-    in_bubbles: bool = False
-    macro_batch: int = 1
+    work: Work
+    costs: str
 
     @property
     def world(self) -> int:
@@ -38,76 +88,59 @@ class View:
     @cached_property
     def modules(self) -> tuple[Module, Module]:
         """Encoder and language model."""
-        return modules_of(self.layouts)
+        e, lay = self.layouts.encoder, self.layouts.language
+        grids = make_grid(e, "none"), make_grid(lay, "none", self.layouts.language_offset)
+        return Module(ENCODER, e, grids[0]), Module(LANGUAGE, lay, grids[1])
 
     @cached_property
     def bridge(self) -> Bridge:
         """Rows exchanged between the modules in a step."""
         make = non_colocated_bridge if self.layouts.non_colocated else colocated_bridge
-        return make(*self.modules, self.layouts.batch.global_size * self.rows_per_sample)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Timeline of a step's schedule."""
-        return timeline(self.layouts, self.encoder_share, self.in_bubbles, self.macro_batch)
-
-    def node(self, rank: int) -> int:
-        """Return the node of a rank."""
-        return rank // self.gpus_per_node
-
-    def coordinates(self, module: Module, rank: int) -> dict[str, int]:
-        """Return a rank's index along each axis of a module; empty if the module is not on it."""
-        if rank not in module.ranks:
-            return {}
-        return {name: axis.index[rank] for name, axis in module.axes.items()}
-
-    def data(self) -> dict:
-        """Return everything for JSON."""
-        ways = {"forward": self.bridge.forward, "backward": self.bridge.backward}
-        return {
-            "world": self.world,
-            "gpus_per_node": self.gpus_per_node,
-            "placement": self.layouts.placement,
-            "batch": asdict(self.layouts.batch),
-            "modules": {
-                module.name: {
-                    "layout": asdict(module.layout),
-                    "first_rank": module.ranks.start,
-                    "coordinates": [self.coordinates(module, rank) for rank in module.ranks],
-                    "axes": {
-                        axis.name: {
-                            "groups": axis.groups,
-                            "leave_a_node": axis.leaving(self.gpus_per_node),
-                        }
-                        for axis in module.axes.values()
-                    },
-                }
-                for module in self.modules
-            },
-            "bridge": {
-                "blocks": self.bridge.blocks,
-                "blocks_that_leave_a_node": self.blocks_leaving,
-                "rows_per_sample": self.rows_per_sample,
-            }
-            | {
-                name: {
-                    "rows": way.total,
-                    "sent": way.sent(self.world).tolist(),
-                    "received": way.received(self.world).tolist(),
-                    "share_that_leaves_a_node": way.leaving(self.gpus_per_node),
-                }
-                for name, way in ways.items()
-            },
-            "timeline": {
-                "encoder_share": self.encoder_share,
-                "microbatches": self.layouts.num_microbatches,
-                "total": self.timeline.total,
-                "bubble": self.timeline.bubble,
-                "stages": dict(zip(self.timeline.names, self.timeline.stages, strict=True)),
-            },
-        }
+        rows = self.layouts.batch.global_size * self.rows_per_sample
+        return make(*(module.grid for module in self.modules), rows)
 
     @property
-    def blocks_leaving(self) -> int:
-        """Number of blocks of the bridge with ranks on several nodes."""
-        return sum(leaves_node(block, self.gpus_per_node) for block in self.bridge.blocks)
+    def split_axes(self) -> list[tuple[Module, str]]:
+        """Axes with several ranks in a group, with their module."""
+        both = self.modules
+        return [(each, axis) for each in both for axis, size in each.sizes.items() if size > 1]
+
+    def leaving(self, groups: list[list[int]]) -> list[list[int]]:
+        """Return the groups that have ranks on several nodes."""
+        size = self.gpus_per_node
+        return [group for group in groups if len({rank // size for rank in group}) > 1]
+
+    @cached_property
+    def timeline(self) -> dict[str, list[Span]]:
+        """Spans of a rank of each pipeline stage, by the stage's name."""
+        names = [stage.name for stage in self.work.stages]
+        return dict(zip(names, timeline(self.work), strict=True))
+
+    @property
+    def total(self) -> float:
+        """Time of the step, up to the end of the backward."""
+        return max(spans[-1][2] for spans in self.timeline.values())
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time that they spend waiting."""
+        busy = sum(
+            stage.ranks * sum(end - begin for _, begin, end in spans)
+            for stage, spans in zip(self.work.stages, self.timeline.values(), strict=True)
+        )
+        return max(0.0, 1 - busy / self.world / self.total)
+
+    def data(self) -> dict:
+        """Return everything for JSON: groups by module and axis, messages as giver, taker, rows."""
+        ways = {
+            name: list(zip(*(part.tolist() for part in way), strict=True))
+            for name, way in self.bridge.ways.items()
+        }
+        return {
+            "gpus_per_node": self.gpus_per_node,
+            "layouts": asdict(self.layouts),
+            "groups": {module.name: module.groups for module in self.modules},
+            "bridge": {"blocks": self.bridge.blocks, "rows_per_sample": self.rows_per_sample}
+            | ways,
+            "timeline": {"costs": self.costs, "total": self.total, "stages": self.timeline},
+        }

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from examples.mimo.nemotron_vlm.loop.dry_run import stages_on_meta
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.mimo.model.base import MimoModel

@@ -4,33 +4,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import table
-from examples.mimo.nemotron_vlm.loop.replaced import replaced
-from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
-from examples.mimo.nemotron_vlm.model.part_settings import PARTS, part_of
+from examples.mimo.common.layout import COLOCATED, PLACEMENTS, table
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.nemotron_vlm.model.part_settings import PARTS
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
-from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import most_that_fit, plan_of
-from examples.mimo.nemotron_vlm.planner.report import describe, gib, memory_table
-from examples.mimo.nemotron_vlm.planner.search import Task, plans_of
-from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
-from megatron.core.models.mimo.setup.teardown import destroy
-from megatron.training.global_vars import set_global_variables, unset_global_variables
+from examples.mimo.nemotron_vlm.planner.parameters import (
+    ENCODER,
+    EXPERT,
+    FIRST,
+    LAST,
+    PROJECTOR,
+    VIT_LAYER,
+    by_place,
+    stages_on_meta,
+)
+from examples.mimo.nemotron_vlm.planner.plan import Tiles, most_that_fit, plan_of
+from examples.mimo.nemotron_vlm.planner.report import as_data, describe, gib, memory_table
+from examples.mimo.nemotron_vlm.planner.schedule import stages_of_pipeline
+from examples.mimo.nemotron_vlm.planner.search import Task, search
 
 KINDS = {
     "M": "Mamba-2 layers",
@@ -38,7 +39,12 @@ KINDS = {
     "*": "attention layers",
     "E": "MoE layers",
     "-": "MLP layers",
+    EXPERT: "MoE layers",
+    FIRST: "embedding, norm, output",
+    LAST: "embedding, norm, output",
 }
+VISION = {VIT_LAYER: "encoder", ENCODER: "encoder", PROJECTOR: "projector"}
+"""Rows of the table of parameters, by their place in the model."""
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
@@ -61,7 +67,7 @@ def dry_run(argv: list[str], ranks: int) -> str:
 
 
 def plan(argv: list[str], own: Namespace) -> str:
-    """Return the fastest plans for the GPUs of ``--plan``, as text.
+    """Return the fastest plans for the GPUs of ``--plan``, as text; write them if asked to.
 
     Raises:
         UserError: the input is bad, several processes were started, or no plan fits.
@@ -69,12 +75,40 @@ def plan(argv: list[str], own: Namespace) -> str:
     _check_alone()
     if own.language or own.encoder:
         raise UserError("--plan finds the layouts: leave out --language and --encoder")
-    options = parse(argv, 1)
+    if own.plan_gpus_per_node < 1:
+        raise UserError("--plan-gpus-per-node must be 1 or more")
+    # The plans decide these; read as one rank, the command line must not ask for more.
+    alone = [
+        "--placement",
+        COLOCATED,
+        "--encoder-schedule",
+        THREE_PHASES,
+        "--micro-batch-size",
+        "1",
+    ]
+    options = parse([*argv, *alone], 1)
     args, preset = options.args, options.preset
-    tiles = most_that_fit(preset, args.seq_length)
-    task = Task(preset, own.plan, 8, args.seq_length, args.global_batch_size, tiles)
-    machine = find_machine(own.plan_gpu)
-    return describe(task, machine, plans_of(task, machine), own.model)
+    is_chosen = any(word.partition("=")[0] == "--placement" for word in argv)
+    tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else None
+    task = Task(
+        preset=preset,
+        world=own.plan,
+        machine=replace(find_machine(own.plan_gpu), gpus_per_node=own.plan_gpus_per_node),
+        seq_length=args.seq_length,
+        global_batch=args.global_batch_size,
+        images=tiles or most_that_fit(preset, args.seq_length),
+        imbalance=own.plan_imbalance,
+        placements=(own.placement,) if is_chosen else PLACEMENTS,
+        in_bubbles=own.encoder_schedule == BUBBLES,
+    )
+    found = search(task)
+    if own.plan_json:
+        data = as_data(task, found, own.model)
+        try:
+            own.plan_json.write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"--plan-json {own.plan_json}: {error.strerror}") from error
+    return describe(task, found, own.model)
 
 
 def _check_alone() -> None:
@@ -86,16 +120,11 @@ def _check_alone() -> None:
 def _parameters(options: Options) -> str:
     """Return a table of parameters by part, in total and active per token (top-k experts)."""
     sizes, total, active = options.preset.language, Counter(), Counter()
-    with stages_on_meta(options, 0) as (model,):
-        parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    for name, number in parameters.items():
-        is_routed = ".local_experts." in name or ".experts.weight" in name
-        share = sizes.moe_router_topk / sizes.num_experts if is_routed else 1.0
-        entries = [part_of(name), "all"]
-        if entries[0] == "language":
-            kind = _kind(name, sizes.hybrid_layer_pattern)
-            entries = [f"language: {kind}", "language model", "all"]
-        for entry in entries:
+    for place, number in _counted(options, 0).items():
+        share = sizes.moe_router_topk / sizes.num_experts if place == EXPERT else 1.0
+        is_vision = place in VISION
+        entries = [VISION[place]] if is_vision else [f"language: {KINDS[place]}", "language model"]
+        for entry in (*entries, "all"):
             total[entry] += number
             active[entry] += number * share
     ordered = sorted(total, key=lambda part: (part == "all", part == "language model", part))
@@ -103,39 +132,28 @@ def _parameters(options: Options) -> str:
     return table([["part", "total", "active"], *rows])
 
 
-def _kind(name: str, pattern: str) -> str:
-    if ".decoder.layers." not in name:
-        return "embedding, norm, output"
-    layer = int(name.split(".decoder.layers.")[1].split(".")[0])
-    return KINDS[pattern.replace("|", "")[layer]]
-
-
-def count_by_module(stages: list[MimoModel]) -> dict[str, int]:
-    """Count the parameters of all virtual stages of a rank, by module."""
-    counts = dict.fromkeys(PARTS, 0)
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            counts[part_of(name)] += parameter.numel()
-    return counts
-
-
 def _parameters_of_ranks(options: Options) -> str:
     """Return a table of the parameters that a rank of each pipeline stage holds.
 
     Colocated modules are listed by the language model's stages, as the encoder has a single one.
     """
-    rows, layouts = [["ranks", *PARTS, "sum"]], options.layouts
-    modules = [(layouts.language_offset, layouts.language)]
-    if layouts.non_colocated:
-        modules.insert(0, (0, layouts.encoder))
-    for offset, layout in modules:
-        size = layout.size // layout.pp
-        for first in range(offset, offset + layout.size, size):
-            with stages_on_meta(options, first) as stages:
-                held = count_by_module(stages).values()
-            ranks = f"{first}-{first + size - 1}" if size > 1 else str(first)
-            rows.append([ranks, *(f"{count / 1e9:.4f} B" for count in (*held, sum(held)))])
+    rows, first = [["ranks", *PARTS, "sum"]], 0
+    for stage in stages_of_pipeline(options.layouts):
+        held = Counter()
+        for place, number in _counted(options, first).items():
+            held[VISION.get(place, "language")] += number
+        ranks = f"{first}-{first + stage.ranks - 1}" if stage.ranks > 1 else str(first)
+        counts = *(held[part] for part in PARTS), held.total()
+        rows.append([ranks, *(f"{count / 1e9:.4f} B" for count in counts)])
+        first += stage.ranks
     return table(rows)
+
+
+def _counted(options: Options, rank: int) -> dict[str, int]:
+    """Count the parameters that a rank holds, by their place in the model."""
+    with stages_on_meta(options, rank) as stages:
+        found = by_place(stages)
+    return {place: sum(parameter.size for parameter in found[place]) for place in found}
 
 
 def _memory(options: Options) -> str:
@@ -149,7 +167,7 @@ def _memory(options: Options) -> str:
     )
     others = (
         f"{again} {gib(peak(memory_of(replace(asked, recompute=again), machine)))}"
-        for again in KEPT_FOR_LAYER
+        for again in RECOMPUTED
     )
     precision = "16 bits" if machine.precision == 2 else "fp32"
     return (
@@ -157,25 +175,3 @@ def _memory(options: Options) -> str:
         f"recompute {asked.recompute}:\n{memory_table(asked, machine)}\n"
         f"most of a rank with other recompute of the language model: {', '.join(others)}"
     )
-
-
-@contextmanager
-def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
-    """Build a rank's virtual stages on the meta device, with process groups that send nothing."""
-    args, configs = options.args, options.configs
-    with ExitStack() as undone:
-        # Nothing runs, so no graph is needed; Megatron's own layers have the same parameters.
-        counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
-        for part in (args, configs.encoder, configs.projector, configs.language):
-            undone.enter_context(replaced(part, **counted))
-        set_global_variables(args, build_tokenizer=False)
-        undone.callback(unset_global_variables)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
-        undone.callback(dist.destroy_process_group)
-        modules = make_modules(placed(options.layouts), "fake")
-        prepare_process(modules, args)
-        # Some of Megatron's layers ask for the current CUDA device instead of the default one.
-        with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):
-            stages = build_vlm(args, options.preset, configs, modules)
-        undone.callback(destroy, stages, modules)
-        yield stages

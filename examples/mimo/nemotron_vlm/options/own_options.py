@@ -104,11 +104,19 @@ class OwnOptions:
     """print the parameter counts of the model, or of RANKS ranks in the layouts, with a prediction
     of their memory, and end"""
     plan: int = 0
-    """print the fastest layouts for the model and the batch on so many GPUs, 8 per node, and end;
-    tools/plan_layout.py of the repository can do more"""
+    """print the fastest layouts for the model and the batch on so many GPUs, and end; --placement
+    and --encoder-schedule leave out other plans"""
     plan_gpu: str = "h200"
-    """GPU that --plan is for: h100, h200, b200, or a file that tools/plan_layout.py calibrate
-    wrote"""
+    """GPU that --plan is for: h100, h200, b200, or a file that tools/calibrate.py wrote"""
+    plan_gpus_per_node: int = 8
+    """GPUs of a node that --plan is for"""
+    plan_tiles: str = ""
+    """image tiles of a sample that --plan is for, N[:CHANCE],…, as in 1:0.3,7:0.5,13:0.2; default:
+    as many as --seq-length holds"""
+    plan_imbalance: float = 1.0
+    """tokens of the rank with the busiest experts over the mean, for --plan"""
+    plan_json: Path | None = None
+    """write the plans of --plan to this file"""
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:

@@ -10,15 +10,14 @@ network adapters of all ranks of the group that share a node.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group of ranks: its size, and the number of nodes it spans."""
 
     size: int
@@ -43,31 +42,23 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
 
     Experts factor the ranks of a stage in the order expt_tp, ep, expt_dp.
     """
-    stage = lay.tp * lay.cp * lay.dp
     shapes = {
         "tp": (lay.tp, 1),
         "cp": (lay.cp, lay.tp),
         "dp_cp": (lay.dp * lay.cp, lay.tp),
-        "pp": (lay.pp, stage),
+        "pp": (lay.pp, lay.tp * lay.cp * lay.dp),
         "expt_tp": (lay.etp, 1),
         "ep": (lay.ep, lay.etp),
         "expt_dp": (lay.expt_dp, lay.etp * lay.ep),
     }
-    return {
-        axis: group_of(size, step, first, gpus_per_node) for axis, (size, step) in shapes.items()
-    }
-
-
-def world_of(layouts: Layouts, gpus_per_node: int) -> Group:
-    """Return the group of all ranks of a run."""
-    return group_of(layouts.language_offset + layouts.language.size, 1, 0, gpus_per_node)
+    return {axis: group_of(*shape, first, gpus_per_node) for axis, shape in shapes.items()}
 
 
 def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Group]:
     """Return the groups over which encoder, language model and experts are replicated."""
-    e = layouts.encoder
-    groups = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
-    return group_of(e.dp, e.tp, 0, gpus_per_node), groups["dp_cp"], groups["expt_dp"]
+    encoder = groups_of(layouts.encoder, gpus_per_node)
+    language = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
+    return encoder["dp_cp"], language["dp_cp"], language["expt_dp"]
 
 
 def ring(machine: Machine, group: Group, size: float) -> float:
@@ -89,13 +80,13 @@ def all_reduce(machine: Machine, group: Group, size: float = 0.0) -> float:
 
 
 def all_to_all(machine: Machine, group: Group, size: float) -> float:
-    """Time of an all-to-all in which each rank sends an equal part of its ``size`` bytes to each
-    rank.
+    """Time of an all-to-all, in which each rank sends equal parts of its ``size`` bytes to all.
 
-    It takes the node's latency once per other rank of the node, and the network's latency once.
+    Messages within the node follow one another, each with its latency. Those to other nodes are
+    under way at the same time, with one latency in all.
     """
-    inside = size * (group.per_node - 1) / group.size / machine.node_speed
-    outside = size * (group.size - group.per_node) / group.size / machine.network_speed
+    inside = size * (group.per_node - 1) / group.size / machine.bandwidth(leaves_node=False)
+    outside = size * (group.size - group.per_node) / group.size / machine.bandwidth(True)
     latency = (group.per_node - 1) * machine.node_latency
     latency += machine.network_latency if group.nodes > 1 else 0.0
     return latency + max(inside, outside)
@@ -104,13 +95,11 @@ def all_to_all(machine: Machine, group: Group, size: float) -> float:
 def send(machine: Machine, group: Group, size: float) -> float:
     """Time of sending ``size`` bytes from one rank of a group to the next."""
     leaves = group.nodes > 1
-    bandwidth = machine.network_speed if leaves else machine.node_speed
-    latency = machine.network_latency if leaves else machine.node_latency
-    return latency + size / bandwidth
+    return machine.latency(leaves) + size / machine.bandwidth(leaves)
 
 
 def _ring_bytes(machine: Machine, group: Group, size: float) -> float:
-    bandwidth = machine.node_speed
+    bandwidth = machine.bandwidth(leaves_node=False)
     if group.nodes > 1:
-        bandwidth = min(bandwidth, machine.network_speed * group.per_node)
+        bandwidth = min(bandwidth, machine.bandwidth(leaves_node=True) * group.per_node)
     return size * (group.size - 1) / group.size / bandwidth

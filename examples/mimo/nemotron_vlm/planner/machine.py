@@ -15,58 +15,39 @@ from examples.mimo.common.errors import UserError
 TABLE = Path(__file__).with_name("gpus.toml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two machines are the same if they are one object, as in caches
 class Machine:
-    """Figures of a machine, from which time and memory are computed.
+    """Figures of a machine, from which time and memory are computed; bytes and seconds."""
 
-    Attributes:
-        source: origin of the figures.
-        peak_flops, memory_bytes: operations a second and memory of one rank.
-        node_bandwidth, network_bandwidth: one rank's bytes per second, one way, within and between
-            nodes.
-        link_efficiency: share of both bandwidths that collectives reach.
-        node_latency, network_latency: latency of a message in seconds.
-        efficiency: share of peak_flops reached, by kind of work.
-        overhead: seconds of the host for a layer's forward and backward, by kind of layer;
-            ``expert`` is for each local expert.
-        microbatch_overhead, step_overhead: seconds of a microbatch and of a step in addition to all
-            layers.
-        optimizer_bandwidth: bytes per second of the optimizer's pass over its state.
-        fused: whether layers are fused, see ``activations``.
-        precision: bytes of a parameter, 2 or 4.
-        launches_ahead: whether the host launches work while the device is still busy.
-        shared_cores: cores that all ranks share; 0 where each rank has a device of its own.
-        reserved_bytes: a rank's memory that tensors cannot use: context, communication buffers.
-    """
-
-    source: str
-    peak_flops: float
-    memory_bytes: float
-    node_bandwidth: float
-    network_bandwidth: float
-    link_efficiency: float
+    source: str  # where the figures come from
+    peak_flops: float  # operations per second of one rank
+    memory_bytes: float  # of one rank
+    node_bandwidth: float  # one rank's bytes per second, one way, within a node
+    network_bandwidth: float  # and between nodes
+    link_efficiency: float  # share of both bandwidths that collectives reach
     node_latency: float
     network_latency: float
-    efficiency: dict[str, float]
+    efficiency: dict[str, float]  # share of peak_flops reached, by kind of work
+    # Seconds of the host for a layer's forward and backward, by kind; "expert": a local expert's.
     overhead: dict[str, float]
-    microbatch_overhead: float
-    step_overhead: float
-    optimizer_bandwidth: float
-    fused: bool = True
-    precision: int = 2
-    launches_ahead: bool = True
-    shared_cores: int = 0
-    reserved_bytes: float = 0.0
+    microbatch_overhead: float  # of a microbatch, in addition to all layers
+    step_overhead: float  # of a step
+    optimizer_bandwidth: float  # bytes per second of the optimizer's pass over its state
+    fused: bool = True  # whether layers are fused, see ``layers``
+    precision: int = 2  # bytes of a parameter, 2 or 4
+    launches_ahead: bool = True  # whether the host launches while the device is still busy
+    shared_cores: int = 0  # cores that all ranks share; 0 if each rank has a device of its own
+    reserved_bytes: float = 0.0  # what tensors cannot use: context, communication buffers
+    gpus_per_node: int = 8  # ranks that the node's links connect
 
-    @property
-    def node_speed(self) -> float:
-        """Bytes per second that one rank's collectives reach within a node."""
-        return self.link_efficiency * self.node_bandwidth
+    def bandwidth(self, leaves_node: bool) -> float:
+        """Return the bytes per second that one rank's collectives reach on a kind of link."""
+        peak = self.network_bandwidth if leaves_node else self.node_bandwidth
+        return self.link_efficiency * peak
 
-    @property
-    def network_speed(self) -> float:
-        """Bytes per second that one rank's collectives reach between nodes."""
-        return self.link_efficiency * self.network_bandwidth
+    def latency(self, leaves_node: bool) -> float:
+        """Return the seconds that a message takes on a kind of link, whatever its size."""
+        return self.network_latency if leaves_node else self.node_latency
 
     def seconds(self, work: dict[str, float]) -> float:
         """Return the seconds of operations by kind; efficiencies account for memory traffic."""
@@ -102,12 +83,18 @@ def find_machine(name: str) -> Machine:
         return Machine(**json.loads(Path(name).read_text())["machine"])
     except OSError as error:
         known = ", ".join(table)
-        raise UserError(f"--gpu {name}: no such GPU and no file; choose from {known}") from error
+        reason = f"no such GPU and no file; choose from {known}, or a file of tools/calibrate.py"
+        raise UserError(f"GPU {name}: {reason}") from error
     except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
-        raise UserError(f"--gpu {name}: not a file of calibrate, with {wanted}") from error
+        raise UserError(f"GPU {name}: not a file of tools/calibrate.py, with {wanted}") from error
 
 
-def write_machine(machine: Machine, path: Path, fitted_to: dict) -> None:
-    """Write a machine for ``find_machine``, with the measurements that it was fitted to."""
-    path.write_text(json.dumps(fitted_to | {"machine": asdict(machine)}, indent=1) + "\n")
+def write_machine(machine: Machine, path: Path, fitted_to: dict[str, list]) -> None:
+    """Write a machine for ``find_machine``, with the measurements that it was fitted to, a line
+    each.
+    """
+    texts = {name: ",\n  ".join(map(json.dumps, found)) for name, found in fitted_to.items()}
+    parts = [f' "{name}": [\n  {text}\n ]' for name, text in texts.items()]
+    parts.append(f' "machine": {json.dumps(asdict(machine))}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

@@ -8,20 +8,21 @@ are freed before.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
-from examples.mimo.nemotron_vlm.planner import activations
-from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER, Rows
+from examples.mimo.nemotron_vlm.planner import layers
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.parameters import Held, chunks_of_stage, stages_of
+from examples.mimo.nemotron_vlm.planner.parameters import (
+    Held,
+    chunks_of_stage,
+    padded,
+    stages_of,
+)
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
-
-BUCKET_MULTIPLE = 128
-"""Megatron pads the end of its gradient buffers to a multiple of this and of the replicas."""
 
 Parts = dict[str, float]
 """Bytes of a rank, by part."""
@@ -30,14 +31,14 @@ Parts = dict[str, float]
 def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
     """Return the bytes of a rank of each pipeline stage, by part."""
     layouts = plan.layouts
+    first = layouts.encoder.pp if layouts.non_colocated else 0
     parts = []
     for stage, held in enumerate(stages_of(plan.preset, layouts)):
+        make, number = (
+            (_encoder_stage, stage) if stage < first else (_language_stage, stage - first)
+        )
+        kept = make(plan, machine, number)
         state = _state(held, layouts, machine.precision)
-        first = layouts.encoder.pp if layouts.non_colocated else 0
-        if stage < first:
-            kept = _encoder_stage(plan, machine, stage)
-        else:
-            kept = _language_stage(plan, machine, stage - first)
         parts.append(state | kept | {"reserved": machine.reserved_bytes})
     return parts
 
@@ -49,14 +50,11 @@ def peak(parts: list[Parts]) -> float:
 
 def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
     """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
-    replicas = (
-        layouts.encoder.dp,
-        layouts.language.dp * layouts.language.cp,
-        layouts.language.expt_dp,
-    )
+    lay = layouts.language
+    replicas = layouts.encoder.dp, lay.dp * lay.cp, lay.expt_dp
     numbers = sharded = 0.0
-    for aligned, copies in zip(held.by_replicas, replicas, strict=True):
-        size = padded(aligned, copies)
+    for elements, copies in zip(held, replicas, strict=True):
+        size = padded(elements, copies)
         numbers += size
         sharded += size / copies
     return {
@@ -69,9 +67,8 @@ def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
 def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     lay, stages = plan.layouts.encoder, plan.layouts.encoder.pp + plan.layouts.language.pp
     in_flight = min(stages - stage, plan.layouts.num_microbatches)
-    one = plan.most_tiles() * machine.precision
-    one *= activations.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1)
-    return {"encoder activations": in_flight * one}
+    tile = layers.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1).kept
+    return {"encoder activations": in_flight * plan.most_tiles() * machine.precision * tile}
 
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
@@ -79,19 +76,18 @@ def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
     width, rows = machine.precision, plan.rows(machine)
     parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
-    if not plan.layouts.non_colocated:
-        encoder = width * _encoder_kept(plan)
-        if plan.recompute_encoder:  # recomputed when the language model's are freed
-            encoder = max(0.0, encoder - sum(parts.values()))
-        parts["encoder activations"] = encoder
-        parts["bridge"] = width * _bridge_kept(plan, stage)
-    return parts
-
-
-def padded(aligned: int, replicas: int) -> int:
-    """Return the elements of a gradient buffer, padding included."""
-    multiple = math.lcm(replicas, BUCKET_MULTIPLE)
-    return -(-aligned // multiple) * multiple
+    if plan.layouts.non_colocated:
+        return parts
+    at_once = plan.encoded_and_kept
+    kept = min(plan.recompute_encoder or at_once, at_once)
+    tile = layers.encoder_tile(plan.preset, plan.layouts.encoder).kept
+    encoder = width * plan.most_tiles(kept) * tile
+    if plan.recompute_encoder:  # recomputed when the language model's are freed
+        encoder = max(0.0, encoder - sum(parts.values()))
+    row = p.hidden_size * plan.preset.encoder.tokens_per_tile
+    consumed = at_once * plan.images.mean * rows.samples if stage == 0 else 0.0
+    bridge = width * (plan.most_tiles(at_once) + 2 * consumed) * row
+    return parts | {"encoder activations": encoder, "bridge": bridge}
 
 
 @cache
@@ -100,33 +96,16 @@ def _language_kept(
 ) -> Parts:
     chunks = chunks_of_stage(p.hybrid_layer_pattern, lay, stage)
     kinds = set("".join(chunks))
-    layers = {kind: activations.recomputed_layer(kind, p, lay, rows, again) for kind in kinds}
-    kept = tuple(sum(layers[kind] for kind in chunk) for chunk in chunks)
-    runs_again = kinds & set(KEPT_FOR_LAYER[again])
-    largest = max(
-        (activations.running_layer(kind, p, lay, rows) for kind in runs_again), default=0.0
-    )
+    of_layer = {kind: layers.kept_with_recompute(kind, p, lay, rows, again) for kind in kinds}
+    kept = tuple(sum(of_layer[kind] for kind in chunk) for chunk in chunks)
+    run_again = kinds & set(RECOMPUTED[again])
+    running = [layers.language_layer(kind, p, lay, rows).running for kind in run_again]
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width + 4 * rows.fused) * activations.head(p, lay, rows) * is_last,
-        "recomputed layer": width * largest,
+        "loss": (4 + width + 4 * rows.fused) * layers.head(p, lay, rows).kept * is_last,
+        "recomputed layer": width * max(running, default=0.0),
     }
-
-
-def _encoder_kept(plan: Plan) -> float:
-    """Return the elements that a colocated encoder keeps, or holds while recomputing."""
-    kept = min(plan.recompute_encoder or plan.encoded_and_kept, plan.encoded_and_kept)
-    of_tile = activations.encoder_tile(plan.preset, plan.layouts.encoder)
-    return plan.most_tiles(kept) * of_tile
-
-
-def _bridge_kept(plan: Plan, stage: int) -> float:
-    """Return the elements of the rows that a rank encodes, and of those that it consumes."""
-    kept, micro_size = plan.encoded_and_kept, plan.layouts.batch.micro_size
-    row = plan.preset.language.hidden_size * plan.preset.encoder.tokens_per_tile
-    consumed = kept * plan.images.mean * micro_size if stage == 0 else 0.0
-    return (plan.most_tiles(kept) + 2 * consumed) * row
 
 
 @cache

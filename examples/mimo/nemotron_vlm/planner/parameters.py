@@ -1,84 +1,87 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the parameters that a rank holds, one by one because buffers pad each of them."""
+"""Parameters that ranks hold, counted on the program's own model on the meta device.
+
+There parameters have a shape and take no memory. A model of one layer of each kind is built once
+for each set of sizes, in less than a tenth of a second; its parameters say whether tensor
+parallelism divides them, so what a rank of any layout holds follows from them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
+from examples.mimo.nemotron_vlm.model.part_settings import part_of
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
+from megatron.core.models.mimo.setup.teardown import destroy
+from megatron.training.global_vars import set_global_variables, unset_global_variables
 
-CONV_KERNEL = 4
-"""Kernel size of Mamba-2's and gated delta nets' convolution; Megatron's default in all presets."""
-
-
-ALIGNMENT = 64
-"""Elements to a multiple of which Megatron's buffers align the start of each parameter."""
-
-
-class Sizes(NamedTuple):
-    """Elements of the parameters of one kind: plain, and with each parameter padded."""
-
-    numbers: int = 0
-    aligned: int = 0
-
-    @classmethod
-    def of(cls, parameters: list[int]) -> Sizes:
-        """Sum up the elements of each parameter."""
-        aligned = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in parameters)
-        return cls(sum(parameters), aligned)
+ENCODER, VIT_LAYER, PROJECTOR = "encoder", "vit layer", "projector"
+FIRST, LAST, EXPERT = "first stage", "last stage", "expert"
+"""Places of parameters in the model, beside the letters of the language model's layers."""
+ALIGNMENT, BUCKET_MULTIPLE = 64, 128
+"""Megatron's buffers align the start of each parameter, and pad their end to a multiple of this and
+of the replicas."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """Parameters that a rank holds.
+class Parameter(NamedTuple):
+    """A parameter: its elements on this rank, and whether tensor parallelism divides them."""
 
-    encoder, projector: replicated over the encoder's dp. dense, experts: the language model's,
-    replicated over its dp·cp and over its ``expt_dp``.
+    size: int
+    is_divided: bool
+
+
+class Held(NamedTuple):
+    """Elements of a rank's parameters, aligned as in Megatron's buffers.
+
+    vision: encoder and projector, replicated over the encoder's dp. dense, experts: the language
+    model's, replicated over its dp·cp and over its ``expt_dp``.
     """
 
-    encoder: Sizes = Sizes()
-    projector: Sizes = Sizes()
-    dense: Sizes = Sizes()
-    experts: Sizes = Sizes()
+    vision: int
+    dense: int
+    experts: int
 
-    @property
-    def by_module(self) -> dict[str, int]:
-        """Parameter counts by module, as the program's ``--dry-run RANKS`` prints them."""
-        return {
-            "encoder": self.encoder.numbers,
-            "projector": self.projector.numbers,
-            "language": self.dense.numbers + self.experts.numbers,
-        }
 
-    @property
-    def by_replicas(self) -> tuple[int, int, int]:
-        """Aligned elements replicated over encoder dp, over language dp·cp, and over expt_dp."""
-        return (
-            self.encoder.aligned + self.projector.aligned,
-            self.dense.aligned,
-            self.experts.aligned,
-        )
+def aligned(sizes: list[int]) -> int:
+    """Return the elements of parameters of these sizes in Megatron's buffers, without the end."""
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def padded(elements: int, replicas: int) -> int:
+    """Return the elements of a buffer, with its end."""
+    multiple = math.lcm(replicas, BUCKET_MULTIPLE)
+    return -(-elements // multiple) * multiple
 
 
 def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:
     """Return the parameters of a rank of each pipeline stage; a separate encoder's come first."""
-    lay = layouts.language
-    language = [
-        _language_stage(preset.language, lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp, stage)
-        for stage in range(lay.pp)
-    ]
-    encoder = [
-        _encoder_stage(preset, layouts.encoder.tp, layouts.encoder.pp, stage)
-        for stage in range(layouts.encoder.pp)
-    ]
+    e, lay = layouts.encoder, layouts.language
+    encoder = [_encoder_stage(preset, e.tp, e.pp, stage) for stage in range(e.pp)]
+    axes = lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp
+    language = [_language_stage(preset, *axes, stage) for stage in range(lay.pp)]
     if layouts.non_colocated:
         return encoder + language
-    return [Held(encoder[0].encoder, encoder[0].projector, s.dense, s.experts) for s in language]
+    return [held._replace(vision=encoder[0].vision) for held in language]
 
 
 @cache
@@ -93,64 +96,94 @@ def chunks_of_stage(pattern: str, layout: Layout, stage: int) -> list[str]:
 
 
 @cache
-def _language_stage(
-    p: LanguagePreset, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int
-) -> Held:
-    layout = Layout(tp=tp, ep=ep, etp=etp, pp=pp, vpp=vpp)
-    dense: list[int] = []
-    experts: list[int] = []
-    for layer in "".join(chunks_of_stage(p.hybrid_layer_pattern, layout, stage)):
-        dense += _dense_of(layer, p, layout.tp)
-        if layer == "E":
-            each = p.hidden_size * p.moe_ffn_hidden_size // layout.etp
-            experts += [each, each] * (p.num_experts // layout.ep)
-    vocabulary = p.vocab_size // layout.tp * p.hidden_size
-    if stage == 0:
-        dense.insert(0, vocabulary)
-    if stage == layout.pp - 1:
-        dense += [p.hidden_size, vocabulary]
-    return Held(dense=Sizes.of(dense), experts=Sizes.of(experts))
-
-
-def _dense_of(layer: str, p: LanguagePreset, tp: int) -> list[int]:
-    """Return the size of each parameter of a language layer, without routed experts."""
-    h = p.hidden_size
-    if layer == "*":
-        q, kv = p.num_attention_heads * p.kv_channels, p.num_query_groups * p.kv_channels
-        return [h, h * (q + 2 * kv) // tp, q * h // tp]
-    if layer == "M":
-        inner, heads = p.mamba_num_heads * p.mamba_head_dim, p.mamba_num_heads
-        mixed = inner + 2 * p.mamba_num_groups * p.mamba_state_dim
-        small = [heads // tp] * 3  # dt's bias, A and D
-        projections = [h * (inner + mixed + heads) // tp, inner * h // tp]
-        return [h, *small, CONV_KERNEL * mixed // tp, mixed // tp, inner // tp, *projections]
-    if layer == "G":
-        key = p.linear_num_key_heads * p.linear_key_head_dim
-        value = p.linear_num_value_heads * p.linear_value_head_dim
-        heads, mixed = p.linear_num_value_heads, 2 * key + value
-        projections = [h * (mixed + value + 2 * heads) // tp, value * h // tp]
-        small = [heads // tp] * 2
-        return [h, *small, CONV_KERNEL * mixed // tp, p.linear_value_head_dim, *projections]
-    if layer == "E":
-        shared = h * p.moe_shared_expert_intermediate_size // tp
-        return [h, h * p.num_experts, shared, shared]
-    ffn = h * (p.ffn_hidden_size or 4 * h) // tp
-    return [h, ffn, ffn]
+def _encoder_stage(preset: VLMPreset, tp: int, pp: int, stage: int) -> Held:
+    layers = preset.encoder.layers // pp
+    places = {VIT_LAYER: layers, ENCODER: stage == 0, PROJECTOR: stage == pp - 1}
+    return Held(_aligned(preset, places, tp), 0, 0)
 
 
 @cache
-def _encoder_stage(preset: VLMPreset, tp: int, pp: int, stage: int) -> Held:
-    e = preset.encoder
-    h = e.hidden
-    layer = [h, h, 3 * h * h // tp, 3 * h // tp, h * h // tp, h]
-    layer += [h, h, h * e.ffn // tp, e.ffn // tp, e.ffn * h // tp, h]
-    encoder = layer * (e.layers // pp)
-    if stage == 0:
-        positions = (e.max_tile // e.patch) ** 2 * h
-        encoder += [e.class_tokens * h, positions, 3 * e.patch**2 * h // tp]
-    projector: list[int] = []
-    if stage == pp - 1:
-        inner = preset.projector_ffn // tp
-        widths = e.output_size * inner, inner * preset.language.hidden_size
-        projector = [e.output_size, *widths]
-    return Held(encoder=Sizes.of(encoder), projector=Sizes.of(projector))
+def _language_stage(
+    preset: VLMPreset, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int
+) -> Held:
+    pattern = preset.language.hybrid_layer_pattern
+    layout = Layout(tp=tp, ep=ep, etp=etp, pp=pp, vpp=vpp)
+    layers = Counter("".join(chunks_of_stage(pattern, layout, stage)))
+    experts = {EXPERT: layers["E"] * preset.language.num_experts // ep}
+    places = layers | {FIRST: stage == 0, LAST: stage == pp - 1}
+    return Held(0, _aligned(preset, places, tp), _aligned(preset, experts, etp))
+
+
+def _aligned(preset: VLMPreset, places: dict[str, int], tp: int) -> int:
+    """Sum up the parameters of places in the model, each taken several times."""
+    found = _one_of_each(preset)
+    return sum(
+        times * aligned([each.size // (tp if each.is_divided else 1) for each in found[place]])
+        for place, times in places.items()
+        if times
+    )
+
+
+def _one_of_each(preset: VLMPreset) -> dict[str, list[Parameter]]:
+    """Return the parameters of a layer of each kind, of an expert, and of what is around them."""
+    pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
+    language = replace(preset.language, hybrid_layer_pattern=pattern)
+    return _built(replace(preset, language=language, encoder=replace(preset.encoder, layers=1)))
+
+
+@cache
+def _built(preset: VLMPreset) -> dict[str, list[Parameter]]:
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(None):
+        file = Path(directory) / "model.json"
+        write_preset(preset, file)
+        options = parse(["--model", str(file), "--data", "mock"], 1)
+        with stages_on_meta(options, 0) as stages:
+            found = by_place(stages)
+    found[EXPERT] = found.get(EXPERT, [])[:2]  # both matrices of the first
+    return found
+
+
+def by_place(stages: list[MimoModel]) -> dict[str, list[Parameter]]:
+    """Return the parameters of a rank's virtual stages by their place in the model.
+
+    Places are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, ``PROJECTOR``, the letter of a
+    language layer, ``EXPERT`` for its routed experts, and ``FIRST`` and ``LAST`` for what the first
+    and the last stage of a pipeline have besides.
+    """
+    found: dict[str, list[Parameter]] = defaultdict(list)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            place, (_, _, layer) = part_of(name), name.partition(".layers.")
+            if place == ENCODER and layer:
+                place = VIT_LAYER
+            elif place == "language" and layer:
+                is_routed = ".local_experts." in name or ".experts.weight" in name
+                kinds = stage.language_model.decoder.layer_type_list
+                place = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
+            elif place == "language":
+                place = FIRST if ".embedding." in name else LAST
+            is_divided = getattr(parameter, "tensor_model_parallel", False)
+            found[place].append(Parameter(parameter.numel(), is_divided))
+    return dict(found)
+
+
+@contextmanager
+def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
+    """Build a rank's virtual stages on the meta device, with process groups that send nothing."""
+    args, configs = options.args, options.configs
+    with ExitStack() as undone:
+        # Nothing runs, so no graph is needed; Megatron's own layers have the same parameters.
+        counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
+        for part in (args, configs.encoder, configs.projector, configs.language):
+            undone.enter_context(replaced(part, **counted))
+        set_global_variables(args, build_tokenizer=False)
+        undone.callback(unset_global_variables)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+        undone.callback(dist.destroy_process_group)
+        modules = make_modules(placed(options.layouts), "fake")
+        prepare_process(modules, args)
+        # Some of Megatron's layers ask for the current CUDA device instead of the default one.
+        with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):
+            stages = build_vlm(args, options.preset, configs, modules)
+        undone.callback(destroy, stages, modules)
+        yield stages

@@ -8,11 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.planner.activations import Rows
+from examples.mimo.nemotron_vlm.planner.layers import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
 
@@ -28,35 +29,50 @@ class Tiles:
     deviation: float = 0.0
 
     @classmethod
-    def of(cls, chances: dict[int, float]) -> Tiles:
-        """Compute them from the chance of each number of tiles; chances need not add up to 1."""
+    def parse(cls, text: str) -> Tiles:
+        """Parse N[:CHANCE],…, numbers of tiles with their chances, which need not add up to 1.
+
+        Raises:
+            UserError: a part is something else.
+        """
+        chances = {}
+        for part in text.split(","):
+            count, _, chance = part.partition(":")
+            try:
+                chances[int(count)] = float(chance or 1)
+            except ValueError:
+                raise UserError(f"--plan-tiles {text}: {part} is not N or N:CHANCE") from None
+        if min(chances) < 0 or not min(chances.values()) > 0:
+            raise UserError(f"--plan-tiles {text}: tiles must be 0 or more, chances above 0")
         total = sum(chances.values())
         mean = sum(count * chance for count, chance in chances.items()) / total
         square = sum(count**2 * chance for count, chance in chances.items()) / total
         return cls(mean, math.sqrt(max(0.0, square - mean**2)))
 
+    def check(self, preset: VLMPreset, seq_length: int) -> None:
+        """Refuse more tiles than a sample has tokens for.
+
+        Raises:
+            UserError: they do not fit.
+        """
+        tokens = preset.encoder.tokens_per_tile
+        if self.mean * tokens > seq_length:
+            reason = f"{self.mean:g} tiles of {tokens} tokens do not fit --seq-length {seq_length}"
+            raise UserError(reason)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, whose time and memory the planner predicts.
-
-    Attributes:
-        recompute: none, moe (Megatron's selective recompute of MoE layers) or full.
-        macro_batch: ``--encoder-macro-batch``, for colocated modules without a pipeline or in its
-            bubbles.
-        recompute_encoder: ``--recompute-encoder``; 0 keeps activations.
-        imbalance: tokens of the rank with the busiest experts over the mean.
-        in_bubbles: whether the encoder works in the pipeline's bubbles.
-    """
+    """A plan, whose time and memory the planner predicts."""
 
     preset: VLMPreset
     layouts: Layouts
-    images: Tiles
-    recompute: str = "none"
-    recompute_encoder: int = 0
-    macro_batch: int = 1
-    imbalance: float = 1.0
-    in_bubbles: bool = False
+    images: Tiles  # of a sample
+    recompute: str = "none"  # or moe (Megatron's selective recompute of MoE layers), or full
+    recompute_encoder: int = 0  # ``--recompute-encoder``; 0 keeps activations
+    macro_batch: int = 1  # ``--encoder-macro-batch``, without a pipeline or in its bubbles
+    imbalance: float = 1.0  # tokens of the rank with the busiest experts over the mean
+    in_bubbles: bool = False  # whether the encoder works in the pipeline's bubbles
 
     @property
     def encoded_at_once(self) -> int:

@@ -8,12 +8,12 @@ from dataclasses import asdict
 
 from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, fastest_macro_batch
-from examples.mimo.nemotron_vlm.planner.flops import of_sample
+from examples.mimo.nemotron_vlm.planner.layers import operations_of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import Found, Priced, Task
-from examples.mimo.nemotron_vlm.planner.step_time import names_of_stages
 
 RECOMPUTE = {
     "none": [],
@@ -28,10 +28,11 @@ COLLECTIVES = ("tensor", "context", "gradients")
 """Parts of a step shown as one column; the experts' collectives and the bridge have their own."""
 
 
-def command(plan: Plan, world: int, gpus_per_node: int, model: str) -> list[str]:
+def command(task: Task, plan: Plan, model: str) -> list[str]:
     """Return the lines of the command that runs a plan."""
-    nodes = -(-world // gpus_per_node)
-    launch = f"torchrun --nproc-per-node {min(world, gpus_per_node)}"
+    per_node = task.machine.gpus_per_node
+    nodes = -(-task.world // per_node)
+    launch = f"torchrun --nproc-per-node {min(task.world, per_node)}"
     if nodes > 1:
         launch += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
     return [f"{launch} examples/mimo/pretrain_nemotron_vlm.py", *options_of(plan, model)]
@@ -56,27 +57,24 @@ def options_of(plan: Plan, model: str) -> list[str]:
     return options
 
 
-def describe(task: Task, machine: Machine, found: Found, model: str) -> str:
+def describe(task: Task, found: Found, model: str) -> str:
     """Return everything that is printed about the plans found."""
-    images = f"{task.images.mean:g}" + (
-        f"±{task.images.deviation:.1f}" * bool(task.images.deviation)
-    )
+    machine, best, deviation = task.machine, found.best[0], task.images.deviation
+    images = f"{task.images.mean:g}" + f"±{deviation:.1f}" * bool(deviation)
     title = (
-        f"{task.preset.name} on {task.world} GPUs, {task.gpus_per_node} a node: {task.seq_length} "
-        f"tokens and {images} tiles a sample, global batch {task.global_batch}\n"
+        f"{task.preset.name} on {task.world} GPUs, {machine.gpus_per_node} a node: "
+        f"{task.seq_length} tokens and {images} tiles a sample, global batch {task.global_batch}\n"
         f"the best that fit {machine.memory_bytes / 1e9:.0f} GB of {found.allowed} plans; "
         f"{machine.source}"
     )
-    best = found.best[0]
-    lines = command(best.plan, task.world, task.gpus_per_node, model)
+    memory = memory_table(best.plan, machine)
     return "\n\n".join(
         [
             title,
             table([HEADS, *(_row(n, task, p) for n, p in enumerate(found.best, 1))]),
             _why(found.best),
-            "memory of the best, GiB of a rank by pipeline stage\n"
-            + memory_table(best.plan, machine),
-            "run it with\n" + " \\\n    ".join(lines),
+            f"memory of the best, GiB of a rank by pipeline stage\n{memory}",
+            "run it with\n" + " \\\n    ".join(command(task, best.plan, model)),
         ]
     )
 
@@ -87,16 +85,15 @@ def _row(number: int, task: Task, priced: Priced) -> list[str]:
     again = [plan.recompute] if plan.recompute != "none" else []
     again += [f"encoder/{plan.recompute_encoder}"] if plan.recompute_encoder else []
     micro = str(plan.layouts.batch.micro_size) + (f"×{plan.macro_batch}" * (plan.macro_batch > 1))
+    others = sum(parts[name] for name in COLLECTIVES)
     return [
         str(number),
         f"{step:.3f}",
         f"{figures['tokens_per_second_per_gpu']:,.0f}",
         f"{figures['tflops_per_gpu']:.0f}",
         f"{figures['peak_bytes'] / GIB:.0f}",
-        f"{parts['bubble'] / step:.1%}",
-        f"{parts['bridge'] / step:.1%}",
-        f"{parts['experts'] / step:.1%}",
-        f"{sum(parts[name] for name in COLLECTIVES) / step:.1%}",
+        *(f"{part / step:.1%}" for part in (parts["bubble"], parts["bridge"], parts["experts"])),
+        f"{others / step:.1%}",
         str(plan.layouts.encoder),
         str(plan.layouts.language),
         micro,
@@ -108,7 +105,7 @@ def _row(number: int, task: Task, priced: Priced) -> list[str]:
 def figures_of(task: Task, priced: Priced) -> dict[str, float]:
     """Return throughput and peak memory; operations do not include recompute."""
     step = priced.step.seconds * task.world
-    work = of_sample(task.preset, task.seq_length, task.images.mean) * task.global_batch
+    work = operations_of_sample(task.preset, task.seq_length, task.images.mean) * task.global_batch
     return {
         "step_seconds": priced.step.seconds,
         "tokens_per_second_per_gpu": task.global_batch * task.seq_length / step,
@@ -120,7 +117,9 @@ def figures_of(task: Task, priced: Priced) -> dict[str, float]:
 def _why(best: list[Priced]) -> str:
     """Explain why each next plan is slower: the parts that grow most against the best plan."""
     first = best[0].step
-    lines = [f"why the next ones lose to 1 ({_shares(best[0])})"]
+    largest = sorted(first.parts.items(), key=lambda part: -part[1])[:4]
+    shares = ", ".join(f"{name} {seconds / first.seconds:.0%}" for name, seconds in largest)
+    lines = [f"why the next ones lose to 1 ({shares})"]
     for number, priced in enumerate(best[1:], 2):
         parts = priced.step.parts
         grown = sorted(((parts[name] - first.parts[name], name) for name in parts), reverse=True)
@@ -131,20 +130,14 @@ def _why(best: list[Priced]) -> str:
     return "\n".join(lines)
 
 
-def _shares(priced: Priced) -> str:
-    step = priced.step
-    largest = sorted(step.parts.items(), key=lambda part: -part[1])[:4]
-    return ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in largest)
-
-
 def memory_table(plan: Plan, machine: Machine) -> str:
     """Return a table of a rank's GiB by pipeline stage and part."""
-    stages = memory_of(plan, machine)
-    names = list(dict.fromkeys(name for parts in stages for name in parts if parts[name]))
+    memory = memory_of(plan, machine)
+    names = list(dict.fromkeys(name for parts in memory for name in parts if parts[name]))
     rows = [["stage", *names, "sum"]]
-    for stage, part in zip(names_of_stages(plan), stages, strict=True):
+    for stage, part in zip(stages_of_pipeline(plan.layouts), memory, strict=True):
         cells = [part.get(name, 0.0) for name in names]
-        rows.append([stage, *map(gib, (*cells, sum(cells)))])
+        rows.append([stage.name, *map(gib, (*cells, sum(cells)))])
     return table(rows)
 
 
@@ -153,27 +146,22 @@ def gib(size: float) -> str:
     return f"{size / GIB:.3g}" if size < 1000 * GIB else f"{size / GIB:.0f}"
 
 
-def rows_of(task: Task, found: Found, model: str) -> dict:
+def as_data(task: Task, found: Found, model: str) -> dict:
     """Return the plans as data for JSON."""
-    return {
-        "world": task.world,
-        "gpus_per_node": task.gpus_per_node,
-        "allowed": found.allowed,
-        "plans": [
+    plans = []
+    for priced in found.best:
+        plan = asdict(priced.plan)
+        layouts = plan.pop("layouts")
+        of_stages = zip(stages_of_pipeline(priced.plan.layouts), priced.memory, strict=True)
+        plans.append(
             figures_of(task, priced)
+            | {name: plan[name] for name in plan if name not in ("preset", "images", "imbalance")}
+            | layouts
             | {
-                "placement": priced.plan.layouts.placement,
-                "encoder": asdict(priced.plan.layouts.encoder),
-                "language": asdict(priced.plan.layouts.language),
-                "batch": asdict(priced.plan.layouts.batch),
-                "recompute": priced.plan.recompute,
-                "recompute_encoder": priced.plan.recompute_encoder,
-                "macro_batch": priced.plan.macro_batch,
-                "in_bubbles": priced.plan.in_bubbles,
                 "seconds": priced.step.parts,
-                "bytes": dict(zip(priced.step.stages, priced.memory, strict=True)),
-                "command": command(priced.plan, task.world, task.gpus_per_node, model),
+                "bytes": {stage.name: parts for stage, parts in of_stages},
+                "command": command(task, priced.plan, model),
             }
-            for priced in found.best
-        ],
-    }
+        )
+    shared = {"world": task.world, "gpus_per_node": task.machine.gpus_per_node}
+    return shared | {"allowed": found.allowed, "plans": plans}

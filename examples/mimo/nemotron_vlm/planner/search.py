@@ -13,9 +13,18 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.common.layout import (
+    COLOCATED,
+    NON_COLOCATED,
+    PLACEMENTS,
+    Batch,
+    Layout,
+    Layouts,
+)
 from examples.mimo.common.layout_rules import STATE_PASSING, language_violation
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     FASTEST,
@@ -24,7 +33,7 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
-from examples.mimo.nemotron_vlm.planner.activations import KEPT_FOR_LAYER
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
@@ -41,29 +50,20 @@ SIMULATED = 40
 
 @dataclass(frozen=True)
 class Task:
-    """The training run to plan.
-
-    Attributes:
-        world: number of GPUs.
-        images: tiles of a sample. imbalance: see ``Plan``.
-        placements: placements that may be chosen.
-        in_bubbles: whether the colocated encoder works in the pipeline's bubbles instead of three
-            phases.
-    """
+    """The training run to plan."""
 
     preset: VLMPreset
-    world: int
-    gpus_per_node: int
+    world: int  # number of GPUs
+    machine: Machine  # their figures
     seq_length: int
     global_batch: int
-    images: Tiles
-    imbalance: float = 1.0
-    placements: tuple[str, ...] = (COLOCATED, NON_COLOCATED)
-    in_bubbles: bool = False
+    images: Tiles  # of a sample
+    imbalance: float = 1.0  # see ``Plan``
+    placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
+    in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
 
 
-@dataclass(frozen=True)
-class Priced:
+class Priced(NamedTuple):
     """A plan with its step time, and the memory of a rank of each stage."""
 
     plan: Plan
@@ -71,38 +71,21 @@ class Priced:
     memory: list[Parts]
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The best plans, fastest first, and how many plans the rules allow, fitting or not."""
 
     best: list[Priced]
     allowed: int
 
 
-def plans_of(task: Task, machine: Machine) -> Found:
-    """Return the ten fastest plans.
+def search(task: Task, keep: int = 10) -> Found:
+    """Return the ``keep`` fastest plans.
 
     Raises:
         UserError: no plan fits, or the tiles do not fit the sequence length.
     """
-    rows = task.images.mean * task.preset.encoder.tokens_per_tile
-    if rows > task.seq_length:
-        raise UserError(
-            f"{task.images.mean:g} tiles of {task.preset.encoder.tokens_per_tile} tokens do not "
-            f"fit --seq-length {task.seq_length}"
-        )
-    found = search(task, machine)
-    if not found.best:
-        raise UserError(
-            f"no plan for {task.world} GPUs: of the {found.allowed} that the program's rules allow "
-            f"none fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter "
-            "--seq-length, or a --global-batch-size that they divide"
-        )
-    return found
-
-
-def search(task: Task, machine: Machine, keep: int = 10) -> Found:
-    """Return the ``keep`` fastest plans."""
+    task.images.check(task.preset, task.seq_length)
+    machine = task.machine
     fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
     allowed = 0
     for layouts in candidates(task):
@@ -115,15 +98,20 @@ def search(task: Task, machine: Machine, keep: int = 10) -> Found:
             how = "none", 0, macro_batch, task.imbalance, in_bubbles
             plan = Plan(task.preset, layouts, task.images, *how)
             slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
-            if estimate(plan, machine, task.gpus_per_node) >= slowest:
+            if estimate(plan, machine) >= slowest:
                 continue  # with recompute it would take even longer
             if plan := fitting(plan, machine):
-                entry = (-estimate(plan, machine, task.gpus_per_node), allowed, plan)
+                entry = (-estimate(plan, machine), allowed, plan)
                 change = heapq.heappush if slowest == math.inf else heapq.heappushpop
                 change(fastest, entry)
+    if not fastest:
+        raise UserError(
+            f"no plan for {task.world} GPUs: of the {allowed} that the program's rules allow none "
+            f"fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter --seq-length, or "
+            "a --global-batch-size that they divide"
+        )
     best = [
-        Priced(plan, step_time(plan, machine, task.gpus_per_node), memory_of(plan, machine))
-        for _, _, plan in fastest
+        Priced(plan, step_time(plan, machine), memory_of(plan, machine)) for _, _, plan in fastest
     ]
     best.sort(key=lambda priced: priced.step.seconds)
     return Found(best[:keep], allowed)
@@ -133,11 +121,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
     """Yield all pairs of layouts that the program's rules allow."""
     for placement, encoder_ranks, language_ranks in _splits(task):
         is_apart = placement == NON_COLOCATED
-        encoders = [
-            lay
-            for lay in _encoder_layouts(task, encoder_ranks, is_apart)
-            if not encoder_violation(lay, encoder_ranks, task.preset, is_apart)
-        ]
+        encoders = list(_encoder_layouts(task, encoder_ranks, is_apart))
         for micro_size in MICRO_SIZES:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
@@ -153,7 +137,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
 def fitting(plan: Plan, machine: Machine) -> Plan | None:
     """Return the plan with the least recompute that makes it fit the memory, or None."""
     shares = (0,) if plan.layouts.non_colocated else (0, 1)
-    for recompute in KEPT_FOR_LAYER:
+    for recompute in RECOMPUTED:
         for share in shares:
             tried = replace(plan, recompute=recompute, recompute_encoder=share)
             if peak(memory_of(tried, machine)) <= machine.memory_bytes:
@@ -178,26 +162,22 @@ def _splits(task: Task) -> Iterator[tuple[str, int, int]]:
             yield NON_COLOCATED, size, task.world - size
 
 
-def _encoder_layouts(task: Task, ranks: int, pipelined: bool) -> Iterator[Layout]:
-    for tp in _divisors(min(task.gpus_per_node, ranks)):
-        for pp in (1, 2, 4) if pipelined else (1,):
-            if ranks % (tp * pp) == 0:
-                yield Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp)
+def _encoder_layouts(task: Task, ranks: int, is_apart: bool) -> Iterator[Layout]:
+    for tp, pp in product(_divisors(task.machine.gpus_per_node), (1, 2, 4) if is_apart else (1,)):
+        layout = Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp)
+        if layout.size == ranks and not encoder_violation(layout, ranks, task.preset, is_apart):
+            yield layout
 
 
 def _language_layouts(task: Task, ranks: int, interleaved: bool) -> Iterator[Layout]:
     layers = len(task.preset.language.hybrid_layer_pattern.replace("|", ""))
     experts = _divisors(task.preset.language.num_experts)
-    for tp in _divisors(task.gpus_per_node):
-        for cp in (1, 2, 4, 8, 16):
-            for pp in _divisors(layers):
-                if ranks % (tp * cp * pp):
-                    continue
-                dp = ranks // (tp * cp * pp)
-                for vpp in VIRTUAL if interleaved and pp > 1 else (1,):
-                    for ep in experts:
-                        for etp in sorted({1, tp}):
-                            yield Layout(tp, cp, pp, dp, ep, etp, vpp)
+    axes = _divisors(task.machine.gpus_per_node), (1, 2, 4, 8, 16), _divisors(layers)
+    for tp, cp, pp in product(*axes):
+        if ranks % (tp * cp * pp) == 0:
+            dp, vpps = ranks // (tp * cp * pp), VIRTUAL if interleaved and pp > 1 else (1,)
+            for vpp, ep, etp in product(vpps, experts, sorted({1, tp})):
+                yield Layout(tp, cp, pp, dp, ep, etp, vpp)
 
 
 def _divisors(number: int) -> list[int]:

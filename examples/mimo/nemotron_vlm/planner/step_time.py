@@ -1,11 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step, from the costs of its parts in the order of the runtime's schedule.
+"""Seconds of a step on a machine: its parts, put into the order of the schedule.
 
-Colocated modules without a pipeline run encoder, bridge and language model of each macro-batch one
-after another; with a pipeline, the encoder runs in three phases or in the bubbles, as training
-plans it with these costs (docs/reviewer/pipeline.md). Non-colocated modules form one pipeline.
-No communication overlaps with compute, neither the layers' nor the optimizer's, as is the program's
+The parts are layers with their collectives, the bridge, and what follows the backward. No
+communication overlaps with compute, neither the layers' nor the optimizer's, as is the program's
 default.
 """
 
@@ -13,201 +11,231 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
-from examples.mimo.nemotron_vlm.planner.communication import groups_of, send
-from examples.mimo.nemotron_vlm.planner.costs import (
-    Cost,
-    after_backward,
-    bridge_seconds,
-    encoder_cost,
-    language_chunks,
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
+from examples.mimo.nemotron_vlm.planner import layers
+from examples.mimo.nemotron_vlm.planner.communication import (
+    Group,
+    all_reduce,
+    all_to_all,
+    group_of,
+    groups_of,
+    replicas_of,
+    ring,
+    send,
 )
+from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.planner.schedule import Encoders, Span, simulate
-from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, Costs, bubble_plan
+from examples.mimo.nemotron_vlm.planner.schedule import (
+    Cost,
+    Work,
+    stages_of_pipeline,
+    timeline,
+)
+
+GATHERS = 5
+"""Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in
+the forward; both again in the backward, and one more all-gather for the weights' gradient."""
+ADAM_BYTES = 34
+"""Bytes that Adam reads and writes for each parameter of a rank's shard: gradient (fp32, read
+twice), weight and two moments (fp32, read and written), and the weight in 16 bits (written)."""
+STEP_REDUCTIONS = 12
+"""All-reduces of a single number over all or most ranks in a step of the program: gradient norms,
+loss, token count, routers' statistics, and whether all have finite gradients and continue."""
+
+
+def language_chunks(plan: Plan, machine: Machine) -> tuple[Cost, ...]:
+    """Return the cost of one microbatch in each virtual stage, in the pipeline's order."""
+    p, lay, offset = plan.preset.language, plan.layouts.language, plan.layouts.language_offset
+    return _chunks(p, lay, plan.rows(machine), plan.recompute, machine, offset)
+
+
+@cache
+def _chunks(
+    p: LanguagePreset, lay: Layout, rows: Rows, again: str, machine: Machine, first: int
+) -> tuple[Cost, ...]:
+    groups = groups_of(lay, machine.gpus_per_node, first)
+    pattern = p.hybrid_layer_pattern
+    of_layer = {
+        kind: _layer(kind, p, lay, rows, again, machine, groups) for kind in set(pattern) - {"|"}
+    }
+    chunks = [
+        sum((of_layer[kind].times(chunk.count(kind)) for kind in sorted(set(chunk))), Cost())
+        for chunk in chunks_of(pattern, lay)
+    ]
+    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
+    chunks[0] += Cost(tensor=2 * ring(machine, groups["tp"], size))
+    loss = (1 + BACKWARD) * machine.seconds(layers.head(p, lay, rows).work)
+    gathered = GATHERS * ring(machine, groups["tp"], size)
+    chunks[-1] += Cost(language=machine.with_overhead(loss, "head"), tensor=gathered)
+    return tuple(chunks)
+
+
+def _layer(
+    kind: str,
+    p: LanguagePreset,
+    lay: Layout,
+    rows: Rows,
+    again: str,
+    machine: Machine,
+    groups: dict[str, Group],
+) -> Cost:
+    layer = layers.language_layer(kind, p, lay, rows)
+    compute = (1 + BACKWARD) * machine.seconds(layer.work)
+    compute = machine.with_overhead(compute, kind, experts=p.num_experts / lay.ep)
+    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
+    tensor = GATHERS * ring(machine, groups["tp"], size)
+    experts = context = 0.0
+    if kind == "E":
+        sent = size / lay.tp * p.moe_router_topk * rows.imbalance
+        # forward: the router's load, and the number of tokens that each rank receives
+        experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
+        experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
+        experts += 4 * all_to_all(machine, groups["ep"], sent)
+        experts += 4 * ring(machine, groups["expt_tp"], sent * lay.etp)
+    elif lay.cp > 1:
+        context = 2 * _context(layer, machine, groups["cp"])
+    cost = Cost(language=compute, tensor=tensor, experts=experts, context=context)
+    if kind in RECOMPUTED[again]:
+        cost += Cost(recompute=cost.forward)
+    return cost
+
+
+def _context(layer: Layer, machine: Machine, group: Group) -> float:
+    """Return the seconds of CP's collectives in one forward: keys and values, or passed states."""
+    if layer.states:  # and a few tokens from the neighbour, for the convolution
+        return send(machine, group, 0.0) + ring(machine, group, 4.0 * layer.states)
+    if not layer.moved:
+        return 0.0
+    moved = all_to_all(machine, group, layer.moved * machine.precision)
+    return moved + ring(machine, group, layer.gathered * machine.precision)
+
+
+def encoder_cost(plan: Plan, machine: Machine) -> Cost:
+    """Return the cost of encoding a macro-batch, on the rank with the most tiles."""
+    e, lay, at_once = plan.preset.encoder, plan.layouts.encoder, plan.encoded_at_once
+    tiles, count = plan.most_tiles(at_once), e.layers / lay.pp
+    compute = tiles * (1 + BACKWARD) * machine.seconds(layers.encoder_tile(plan.preset, lay).work)
+    tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
+    group = groups_of(lay, machine.gpus_per_node)["tp"]
+    reduced = all_reduce(machine, group, tokens * e.hidden * machine.precision)
+    cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
+    if plan.recompute_encoder and not plan.layouts.non_colocated:
+        again = math.ceil(at_once / plan.recompute_encoder) - 1
+        launches = again * e.layers * machine.overhead["vit"]
+        cost += Cost(recompute=cost.forward + launches)
+    return cost
+
+
+def bridge_seconds(plan: Plan, machine: Machine) -> float:
+    """Seconds of the bridge in a step, both ways, on the rank that receives most.
+
+    See docs/reviewer/pipeline.md.
+    """
+    e, lay, per_node = plan.layouts.encoder, plan.layouts.language, machine.gpus_per_node
+    rows = plan.layouts.batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
+    size = rows * plan.preset.language.hidden_size * machine.precision
+    if plan.layouts.non_colocated:
+        leaves = plan.layouts.language_offset + lay.size > per_node
+        received = 2 * size / min(e.dp, lay.dp)
+    else:
+        forward = size * max(0.0, 1 / lay.dp - 1 / e.dp)
+        backward = size * (1 / e.dp - min(1 / e.dp, 1 / lay.dp) / lay.cp)
+        received = forward + (size / e.dp if lay.pp > 1 else backward)
+        leaves = max(lay.tp * lay.cp, e.tp, lay.size if lay.pp > 1 else 1) > per_node
+    if not received:
+        return 0.0
+    crossings = 2
+    if lay.pp == 1 or plan.in_bubbles:
+        crossings *= plan.layouts.num_microbatches
+    return crossings * machine.latency(leaves) + received / machine.bandwidth(leaves)
+
+
+def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of communication after the backward, and of Adam.
+
+    Communication reduces gradients and gathers weights over replicas, where most is held, and
+    includes the `STEP_REDUCTIONS`.
+    """
+    layouts, per_node = plan.layouts, machine.gpus_per_node
+    most = max(stages_of(plan.preset, layouts), key=sum)
+    world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
+    reduced, adam = STEP_REDUCTIONS * all_reduce(machine, world), 0.0
+    for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
+        reduced += ring(machine, group, 4.0 * numbers)
+        reduced += ring(machine, group, machine.precision * numbers)
+        adam += ADAM_BYTES * numbers / group.size + 4.0 * numbers
+    return reduced, adam / machine.optimizer_bandwidth
 
 
 @dataclass(frozen=True)
 class Step:
-    """Time of a step and of its parts.
-
-    Attributes:
-        seconds: time of the step.
-        work: seconds that all ranks together are busy.
-        parts: seconds of a rank of the busiest pipeline stage, by part; ``bubble`` is waiting.
-        stages: names of the pipeline's stages. spans: timeline of each.
-    """
+    """Time of a step and of its parts."""
 
     seconds: float
-    work: float
-    parts: dict[str, float]
-    stages: list[str]
-    spans: list[list[Span]]
+    work: float  # seconds that all ranks together are busy
+    parts: dict[str, float]  # of a rank of the busiest pipeline stage; ``bubble`` is waiting
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Costs of what the ranks do in a step.
-
-    Attributes:
-        chunks: cost of a microbatch by virtual stage of the pipeline. modules: module of each
-            stage.
-        hop: seconds from a stage to the next one.
-        encoder: cost of a macro-batch, if not a stage of the pipeline. macro_batches: their number.
-        bridge: seconds of the bridge in a step outside of the pipeline.
-    """
-
-    chunks: list[Cost]
-    modules: list[str]
-    hop: float
-    encoder: Cost
-    macro_batches: float
-    bridge: float
-
-    @property
-    def stages(self) -> list[Cost]:
-        """Cost of a microbatch by stage, summed over its virtual stages."""
-        size = len(self.modules)
-        return [sum(self.chunks[stage::size], Cost()) for stage in range(size)]
-
-
-def step_time(plan: Plan, machine: Machine, gpus_per_node: int) -> Step:
+def step_time(plan: Plan, machine: Machine) -> Step:
     """Predict one step by simulating the pipeline, microbatch by microbatch."""
-    layouts, number = plan.layouts, plan.layouts.num_microbatches
-    work = _work(plan, machine, gpus_per_node)
-    spans = _pipeline(plan, work, machine.microbatch_overhead)
-    length = max(line[-1][2] for line in spans)
-    alone = work.encoder.times(work.macro_batches)
-    outside = 0.0 if plan.in_bubbles else alone.total + work.bridge
-    if not (layouts.non_colocated or plan.in_bubbles):
-        wrap = _macro_batches if layouts.language.pp == 1 else _phases
-        spans = [wrap(line, work, plan.encoded_at_once) for line in spans]
-    gradients, optimizer = after_backward(plan, machine, gpus_per_node)
-    after = {
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "overhead": machine.step_overhead + number * machine.microbatch_overhead,
-    }
-    total = length + outside + gradients + optimizer + machine.step_overhead
-    everyone = _all_work(plan, work, gradients + optimizer + machine.step_overhead, machine)
+    work = work_of(plan, machine)
+    gradients, optimizer = after_backward(plan, machine)
+    after = gradients + optimizer + machine.step_overhead
+    total = max(line[-1][2] for line in timeline(work)) + after
+    everyone = _all_work(work, after)
     if machine.shared_cores:
         total = max(total, everyone / machine.shared_cores)
-    busiest = max(work.stages, key=lambda cost: cost.total).times(number) + alone
-    bridge = bridge_seconds(plan, machine, gpus_per_node)
-    parts = vars(busiest) | {"bridge": bridge} | after
+    busiest = max(work.by_stage, key=lambda cost: cost.total).times(work.microbatches)
+    parts = vars(busiest + work.encoder.times(work.macro_batches)) | {
+        "bridge": bridge_seconds(plan, machine),
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "overhead": machine.step_overhead + work.microbatches * machine.microbatch_overhead,
+    }
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, everyone, parts, names_of_stages(plan), spans)
+    return Step(total, everyone, parts)
 
 
-def estimate(plan: Plan, machine: Machine, gpus_per_node: int) -> float:
+def estimate(plan: Plan, machine: Machine) -> float:
     """Estimate a step's seconds by a formula, for searches.
 
     The busiest stage runs all microbatches, and waits for the others at the pipeline's ends.
     """
-    number, vpp = plan.layouts.num_microbatches, plan.layouts.language.vpp
-    work = _work(plan, machine, gpus_per_node)
-    each = [cost.total + machine.microbatch_overhead for cost in work.stages]
+    work, vpp = work_of(plan, machine), plan.layouts.language.vpp
+    each = [cost.total + work.overhead for cost in work.by_stage]
     ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
-    after = sum(after_backward(plan, machine, gpus_per_node)) + machine.step_overhead
     alone = work.macro_batches * work.encoder.total + work.bridge
     around = max(ends, alone) if plan.in_bubbles else ends + alone
-    return number * max(each) + around + after
+    after = sum(after_backward(plan, machine)) + machine.step_overhead
+    return work.microbatches * max(each) + around + after
 
 
-def names_of_stages(plan: Plan) -> list[str]:
-    """Return the names of the pipeline's stages; those of a separate encoder come first."""
-    layouts = plan.layouts
-    names = [f"stage {stage}" for stage in range(layouts.language.pp)]
+def work_of(plan: Plan, machine: Machine) -> Work:
+    """Return the work of a plan's step, in seconds of a machine."""
+    layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
+    encoder, chunks = encoder_cost(plan, machine), language_chunks(plan, machine)
+    bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
+    size = plan.rows(machine).tokens(lay) * plan.preset.language.hidden_size * machine.precision
+    hop = send(machine, groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
+    shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
-        return [f"encoder {stage}" for stage in range(layouts.encoder.pp)] + names
-    return names if layouts.language.pp > 1 else ["all ranks"]
+        chunks = (encoder,) * layouts.encoder.pp + chunks
+        return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
+    encoded = encoder, plan.encoded_at_once, plan.in_bubbles
+    return Work(stages, chunks, number, *encoded, hop, bridge, **shared)
 
 
-def _work(plan: Plan, machine: Machine, gpus_per_node: int) -> _Work:
-    layouts, lay = plan.layouts, plan.layouts.language
-    groups = groups_of(layouts.encoder, gpus_per_node)
-    at_once = plan.encoded_at_once
-    encoder = encoder_cost(plan, machine, groups["tp"], at_once)
-    bridge = bridge_seconds(plan, machine, gpus_per_node)
-    chunks = language_chunks(plan, machine, gpus_per_node)
-    modules = ["language"] * lay.pp
-    rows = plan.rows(machine)
-    size = rows.samples * rows.seq_length / lay.cp / lay.tp * plan.preset.language.hidden_size
-    pipeline = groups_of(lay, gpus_per_node, layouts.language_offset)["pp"]
-    hop = send(machine, pipeline, size * machine.precision)
-    if layouts.non_colocated:
-        modules = ["encoder"] * layouts.encoder.pp + modules
-        hop = max(hop, bridge / layouts.num_microbatches / 2)
-        chunks = [encoder] * layouts.encoder.pp + chunks
-        return _Work(chunks, modules, hop, Cost(), 0.0, 0.0)
-    if plan.recompute_encoder:
-        shares = math.ceil(at_once / plan.recompute_encoder)
-        layers = plan.preset.encoder.layers * machine.overhead["vit"]
-        encoder += Cost(recompute=encoder.forward + (shares - 1) * layers)
-    return _Work(chunks, modules, hop, encoder, layouts.num_microbatches / at_once, bridge)
-
-
-def _pipeline(plan: Plan, work: _Work, overhead: float) -> list[list[Span]]:
-    """Simulate all microbatches in the pipeline, which may have one stage; return the spans."""
-    vpp, number = plan.layouts.language.vpp, plan.layouts.num_microbatches
-
-    def seconds(way: str, virtual: int) -> float:
-        return getattr(work.chunks[virtual], way) + overhead / 2 / vpp
-
-    encoders = _encoders(plan, work) if plan.in_bubbles else None
-    return simulate(work.modules, seconds, number, vpp, work.hop, encoders)
-
-
-def _encoders(plan: Plan, work: _Work) -> Encoders:
-    """Return the encoder's work in the bubbles; its pieces include the time of the bridge."""
-    lay, number, size = plan.layouts.language, plan.layouts.num_microbatches, plan.macro_batch
-    language = sum(cost.total for cost in work.chunks) / lay.pp * number
-    encoder = work.macro_batches * work.encoder.total
-    costs = Costs.of_share(encoder / (encoder + language), lay.vpp)
-
-    def seconds(kind: str, macro_batch: int) -> float:
-        part = min(size, number - macro_batch * size) / size
-        way = "forward" if kind == ENCODE else "backward"
-        return part * (getattr(work.encoder, way) + work.bridge / 2 / work.macro_batches)
-
-    return Encoders(bubble_plan(lay.pp, number, size, lay.vpp, costs=costs).before, size, seconds)
-
-
-def _phases(line: list[Span], work: _Work, _: int) -> list[Span]:
-    """Put the encoder's forward before a stage's spans of the pipeline, its backward after."""
-    begin = work.encoder.forward + work.bridge / 2
-    moved = [(phase, begin + start, begin + stop) for phase, start, stop in line]
-    end = moved[-1][2] + work.bridge / 2
-    first = ("encoder forward", 0.0, work.encoder.forward)
-    return [first, *moved, ("encoder backward", end, end + work.encoder.backward)]
-
-
-def _macro_batches(line: list[Span], work: _Work, at_once: int) -> list[Span]:
-    """Put the encoder's forward and backward around the spans of each macro-batch."""
-    spans: list[Span] = []
-    now = 0.0
-    for first in range(0, len(line), 2 * at_once):
-        microbatches = line[first : first + 2 * at_once]
-        spans.append(("encoder forward", now, now + work.encoder.forward))
-        shift = spans[-1][2] - microbatches[0][1]
-        spans += [(phase, shift + begin, shift + end) for phase, begin, end in microbatches]
-        now = spans[-1][2] + work.encoder.backward
-        spans.append(("encoder backward", spans[-1][2], now))
-    return spans
-
-
-def _all_work(plan: Plan, work: _Work, after: float, machine: Machine) -> float:
+def _all_work(work: Work, after: float) -> float:
     """Return the busy seconds of all ranks together, which shared cores must work whoever waits."""
-    layouts = plan.layouts
-    ranks = [layouts.language.size // layouts.language.pp] * layouts.language.pp
-    if layouts.non_colocated:
-        ranks = [layouts.encoder.size // layouts.encoder.pp] * layouts.encoder.pp + ranks
     alone = work.macro_batches * work.encoder.total + work.bridge + after
-    each = layouts.num_microbatches
-    busy = [each * (cost.total + machine.microbatch_overhead) + alone for cost in work.stages]
+    each = [work.microbatches * (cost.total + work.overhead) + alone for cost in work.by_stage]
     last = len(work.chunks) - 1
     for virtual in range(last + 1):  # messages to and from both neighbours, forward and backward
         neighbours = (virtual > 0) + (virtual < last)
-        busy[virtual % len(busy)] += each * 2 * neighbours * work.hop
-    return sum(count * seconds for count, seconds in zip(ranks, busy, strict=True))
+        each[virtual % len(each)] += work.microbatches * 2 * neighbours * work.hop
+    return sum(stage.ranks * busy for stage, busy in zip(work.stages, each, strict=True))

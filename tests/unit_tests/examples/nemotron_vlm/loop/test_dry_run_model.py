@@ -4,8 +4,9 @@
 
 import pytest
 
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, stages_on_meta
+from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")

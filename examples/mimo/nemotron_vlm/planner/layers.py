@@ -1,0 +1,189 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Work and memory of one layer on one rank: operations, elements kept, elements exchanged over CP.
+
+Operations are counted as by Megatron (``num_floating_point_operations``), with two differences: the
+width of Mamba-2 is that of its heads, not twice the hidden size; and the router is counted.
+
+*Fused* layers are those of GPUs (Transformer Engine, mamba-ssm, flash-linear-attention); the others
+are Megatron's own with the PyTorch reference ops, which keep more. Norms, attention projections and
+MLPs are counted tensor by tensor. The residual, which two layers share, is counted once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
+
+BACKWARD = 2.0
+"""Work of a backward, in forwards."""
+CONV_KERNEL = 4
+"""Kernel size of gated delta nets' convolution; Megatron's default in all presets."""
+SSD_CHUNK, GDN_CHUNK = 128, 64
+"""Tokens of a chunk in Megatron's Mamba-2, and in the gated delta rule."""
+RECOMPUTED = {"none": "", "moe": "E", "full": "*MGE-"}
+"""Kinds of layers that run again in the backward, by recompute setting."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A microbatch on a language DP rank, with the properties that decide what layers do with it.
+
+    samples: number of sequences of ``seq_length`` tokens. fused: whether layers are fused.
+    imbalance: tokens of the rank with the busiest experts over the mean.
+    """
+
+    samples: int
+    seq_length: int
+    fused: bool
+    imbalance: float = 1.0
+
+    def tokens(self, lay: Layout) -> float:
+        """Return the tokens of one rank, with sequence parallelism."""
+        return self.samples * self.seq_length / lay.cp / lay.tp
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's share of a microbatch on one rank."""
+
+    # Operations of the forward: gemm, attention, scan (Mamba-2), delta (gated delta net), experts,
+    # vit.
+    work: dict[str, float]
+    kept: float  # elements kept from the forward for the backward
+    largest: float = 0.0  # elements of the largest tensor
+    moved: float = 0.0  # elements that context parallelism sends all-to-all
+    gathered: float = 0.0  # and that it gathers
+    states: float = 0.0  # fp32 elements of recurrent states that it gathers
+
+    @property
+    def running(self) -> float:
+        """Elements held in the backward before any is freed.
+
+        In addition to what is kept, these are the gradients of one operation's inputs and outputs:
+        at most twice the largest tensor.
+        """
+        return self.kept + 2 * self.largest
+
+
+@cache
+def language_layer(kind: str, p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    """Return a layer of the language model by its letter in the pattern, without recompute."""
+    count = {"*": _attention, "M": _mamba, "G": _gated_delta, "E": _experts, "-": _mlp}[kind]
+    return count(p, lay, rows)
+
+
+def kept_with_recompute(kind: str, p: LanguagePreset, lay: Layout, rows: Rows, again: str) -> float:
+    """Return the elements that one layer keeps if ``again`` is recomputed: none, moe or full."""
+    if kind not in RECOMPUTED[again]:
+        return language_layer(kind, p, lay, rows).kept
+    return rows.tokens(lay) * (p.hidden_size if again == "full" else _norm(p, rows))
+
+
+def _norm(p: LanguagePreset, rows: Rows) -> int:
+    """Count a norm's input, output and inverse deviation, per token; PyTorch's keeps one more."""
+    return (2 if rows.fused else 3) * p.hidden_size + 1
+
+
+def _attention(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    tokens, heads = rows.tokens(lay), p.num_attention_heads
+    q, kv = heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
+    gathered = kv * lay.cp if lay.cp > 1 and not rows.fused else 0
+    kept = _norm(p, rows) + (2 if rows.fused else 3) * q + kv + gathered + heads
+    work = {
+        "gemm": 2 * tokens * p.hidden_size * (2 * q + kv),
+        "attention": 2 * tokens * rows.seq_length * q,
+    }
+    moved = tokens * (2 * q + kv)  # to the zigzag layout, and back
+    return Layer(work, tokens * kept, tokens * (q + kv), moved, tokens * lay.cp * kv)
+
+
+def _mamba(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    tokens, heads, inner = rows.tokens(lay), p.mamba_num_heads, p.mamba_num_heads * p.mamba_head_dim
+    groups, state = p.mamba_num_groups, p.mamba_state_dim
+    mixed = inner + 2 * groups * state
+    projected, largest = inner + mixed + heads, inner + mixed + heads
+    if rows.fused:
+        kept = projected + 3 * inner
+    else:
+        chunk = min(SSD_CHUNK, rows.seq_length / lay.cp)
+        between_tokens = (2 * heads + groups) * chunk
+        states = 2 * inner * state / chunk + 2 * heads * state
+        kept = projected + 3 * mixed + 10 * inner + 2 * groups * state + between_tokens + states
+        largest = max(largest, heads * chunk)
+    work = {
+        "gemm": 2 * tokens * p.hidden_size * (inner + projected),
+        "scan": 7 * tokens * inner * state,
+    }
+    states = rows.samples * inner * state / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(p, rows) + kept), tokens * largest, states=states)
+
+
+def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    tokens, heads = rows.tokens(lay), p.linear_num_value_heads
+    key, value = p.linear_num_key_heads * p.linear_key_head_dim, heads * p.linear_value_head_dim
+    projected, mixed, largest = 2 * (key + value + heads), 2 * key + value, 2 * (key + value)
+    repeated = 2 * heads * p.linear_key_head_dim  # queries and keys repeated for all value heads
+    if rows.fused:
+        kept = projected + mixed + repeated + 3 * value + heads * GDN_CHUNK
+    else:
+        chunk = min(GDN_CHUNK, rows.seq_length / lay.cp)
+        kept = projected + 3 * mixed + 9 * value + 6 * repeated + 5.25 * heads * chunk
+        largest = max(largest, heads * chunk)
+    work = {
+        "gemm": 2 * tokens * p.hidden_size * (projected + value),
+        "delta": 2 * tokens * (CONV_KERNEL * mixed + 4 * value * p.linear_value_head_dim),
+    }
+    states = rows.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(p, rows) + kept), tokens * largest, states=states)
+
+
+def _experts(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    tokens, h, ffn = rows.tokens(lay), p.hidden_size, p.moe_ffn_hidden_size
+    shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk * rows.imbalance
+    kept = _norm(p, rows) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
+    kept += sent * lay.etp * (h + 3 * ffn / lay.etp)
+    work = {
+        "gemm": 2 * tokens * h * (2 * shared + p.num_experts),
+        "experts": 4 * tokens * h * ffn * sent,
+    }
+    return Layer(work, tokens * kept, tokens * sent * lay.etp * max(h, ffn / lay.etp))
+
+
+def _mlp(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    tokens, ffn = rows.tokens(lay), p.ffn_hidden_size or 4 * p.hidden_size
+    work = {"gemm": 4 * tokens * p.hidden_size * ffn}
+    return Layer(work, tokens * (_norm(p, rows) + 2 * ffn), tokens * ffn)
+
+
+def head(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+    """Return the final norm and the logits of one microbatch.
+
+    In bytes, each logit has an fp32 softmax, and with fused layers an fp32 gradient as well.
+    """
+    tokens = rows.tokens(lay)
+    work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}
+    return Layer(work, tokens * (_norm(p, rows) + p.vocab_size))
+
+
+def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool = True) -> Layer:
+    """Return one stage of encoder and projector on one tile; its work is an even share of all."""
+    e, share = preset.encoder, (1 + BACKWARD) * lay.tp * lay.pp
+    projector = preset.projector_flops_per_tile
+    layer = 4 * e.hidden + 4 + (4 * e.hidden + 2 * e.ffn + e.heads) / lay.tp
+    kept = ((e.tile // e.patch) ** 2 + e.class_tokens) * layer * e.layers / lay.pp
+    kept += 3 * e.tile**2 * first
+    kept += e.tokens_per_tile * (3 * e.output_size + 1 + 2 * preset.projector_ffn / lay.tp) * last
+    work = {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
+    return Layer(work, kept)
+
+
+def operations_of_sample(preset: VLMPreset, seq_length: int, tiles: float) -> float:
+    """Return the operations of forward and backward of one sample, for reported throughput."""
+    one, p, rows = Layout(dp=1, etp=1), preset.language, Rows(1, seq_length, fused=True)
+    layers = [language_layer(k, p, one, rows) for k in p.hybrid_layer_pattern.replace("|", "")]
+    forward = sum(sum(layer.work.values()) for layer in (*layers, head(p, one, rows)))
+    return (1 + BACKWARD) * forward + tiles * preset.flops_per_tile

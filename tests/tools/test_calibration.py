@@ -1,0 +1,123 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration measured, fits and compares; docs/planner.md has the tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+import mini
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+import calibrate  # noqa: E402
+from calibration import measure  # noqa: E402
+from calibration.fit import Case, fitted  # noqa: E402
+from calibration.validate import compare, errors, rank_correlation  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine, write_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
+from examples.mimo.pretrain_nemotron_vlm import ALONE  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+
+H200 = find_machine("h200")
+DATA = mini.REPOSITORY / "tools/calibration"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    cpu_runtime.install()
+
+
+def runs_of(*files) -> list[dict]:
+    return [run for file in files for run in json.loads(file.read_text())["runs"]]
+
+
+def test_memory_is_what_a_run_on_one_rank_has(tmp_path, monkeypatch):
+    """Within 10 %, as the memory that layers need only briefly is estimated."""
+    model = "--model tiny-gdn --seq-length 128 --global-batch-size 4 --micro-batch-size"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    again = "--encoder-macro-batch 4 --recompute-encoder 1"
+    lines = [f"{model} 4".split(), f"{model} 2 {full}".split(), f"{model} 1 {again}".split()]
+    listed, found = tmp_path / "lines.json", tmp_path / "found.json"
+    listed.write_text(json.dumps([*lines, ["--no-such-option"]]))
+    monkeypatch.setattr(measure, "STEPS", 4)
+    measure.main(str(listed), str(found))
+    *measured, (failed,) = json.loads(found.read_text())
+    assert failed == {}  # a run that fails leaves the others alone
+    cpu = replace(H200, precision=4, fused=False, reserved_bytes=0.0)
+    for line, (rank,) in zip(lines, measured, strict=True):
+        predicted = peak(memory_of(plan_of(measure.options_of(line, 1)), cpu))
+        assert predicted == pytest.approx(rank["peak_bytes"], rel=0.1), line
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path):
+    runs = {"runs": [{"seconds": 1.0}, {"seconds": 2.0}], "collectives": []}
+    write_machine(H200, tmp_path / "machine.json", runs)
+    assert asdict(find_machine(str(tmp_path / "machine.json"))) == asdict(H200)
+    assert json.loads((tmp_path / "machine.json").read_text()).items() >= runs.items()
+
+
+def test_predicts_the_benchmarks_of_an_h200():
+    """Memory within 5 %; time within 15 % in three of four, without tensor parallelism within
+    20 %."""
+    rows = compare(H200, runs_of(*sorted((mini.REPOSITORY / "docs/benchmarks").glob("*.json"))))
+    assert len(rows) >= 19
+    assert max(map(abs, errors(rows, "bytes"))) < 0.05
+    assert sum(abs(error) < 0.15 for error in errors(rows, "seconds")) > len(rows) * 3 / 4
+    assert rank_correlation(rows, "seconds") > 0.9
+    others = [row for row in rows if row["language"].startswith("tp=1")]
+    assert max(map(abs, errors(others, "seconds"))) < 0.2
+
+
+@pytest.mark.parametrize("machine, number", [("cpu", 17), ("h200", 11)])
+def test_predicts_other_runs_of_the_machine_that_it_measured(machine, number):
+    """Memory within 10 %, time within 15 %; the choice for 4 CPU ranks is one of the fastest."""
+    file = DATA / f"{machine}.json"
+    rows = compare(find_machine(str(file)), runs_of(DATA / f"{machine}_runs.json"))
+    assert len(rows) == number
+    assert max(map(abs, errors(rows, "bytes"))) < 0.1
+    assert max(map(abs, errors(rows, "seconds"))) < 0.15
+    assert rank_correlation(rows, "seconds") > 0.9
+    if ten := [row["seconds"] for row in rows if row["ranks"] == 4]:
+        chosen = min(ten, key=lambda row: row["predicted"])
+        assert chosen["measured"] < 1.03 * min(row["measured"] for row in ten)
+
+
+def test_the_table_has_what_was_fitted_to_an_h200():
+    fitted_machine = find_machine(str(DATA / "h200.json"))
+    for name, share in fitted_machine.efficiency.items():
+        assert H200.efficiency[name] == pytest.approx(share, rel=0.02), name
+    overhead = {kind: round(seconds, 4) for kind, seconds in fitted_machine.overhead.items()}
+    assert overhead == pytest.approx(H200.overhead, abs=1e-4)
+
+
+def test_a_fit_predicts_runs_of_a_machine_that_it_does_not_know():
+    base = find_preset("nano-vl-30b-a3b")
+    plans = [Case(**run["case"]).plan(base) for run in runs_of(DATA / "h200.json")]
+    runs = [{"seconds": step_time(each, H200).seconds} for each in plans]
+    other = {
+        "efficiency": dict.fromkeys(H200.efficiency, 0.4),
+        "overhead": dict.fromkeys(H200.overhead, 3e-3) | {"expert": 2e-4},
+        "optimizer_bandwidth": 2e12,
+    }
+    found = fitted(replace(H200, **other), plans, runs)
+    predicted = [step_time(each, found).seconds for each in plans]
+    assert predicted == pytest.approx([run["seconds"] for run in runs], rel=0.05)
+
+
+def test_the_program_compares(capsys):
+    runs = [str(DATA / "h200_runs.json")]
+    assert calibrate.main(["compare", str(DATA / "h200.json"), *runs]) == 0
+    assert "seconds: largest error 11%" in capsys.readouterr().out
+    for words in (["none", *runs], ["h200", str(DATA / "h200.json")], ["h200", "/nowhere"]):
+        assert calibrate.main(["compare", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and words[words[0] != "none"] in line

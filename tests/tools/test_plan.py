@@ -1,0 +1,153 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""``--plan``: what it searches, takes, refuses, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+from examples.mimo.common.errors import UserError  # noqa: E402
+from examples.mimo.common.layout import (  # noqa: E402
+    NON_COLOCATED,
+    PLACEMENTS,
+    Batch,
+    Layout,
+)
+from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+
+H200 = find_machine("h200")
+LARGE = "nano-vl-30b-a3b"
+REAL = f"--model {LARGE} --seq-length 8192 --plan-tiles 12"
+WORLD, RANDOM_LAYOUTS = 16, 1000
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    cpu_runtime.install()
+
+
+def task_of(model="tiny", world=WORLD, batch=64, tiles=2.0, machine=H200, **how) -> Task:
+    preset = find_preset(model)
+    return Task(preset, world, machine, preset.seq_length, batch, Tiles(tiles), **how)
+
+
+def random_layouts(draw: random.Random) -> tuple:
+    """Draw layouts of 16 ranks, many of which break a rule; non-colocated encoders have 4 or 8."""
+    apart = draw.random() < 0.3
+    ranks = draw.choice((4, 8)) if apart else WORLD
+    tp, pp = draw.choice((1, 2, 4, 8)), draw.choice((1, 2)) if apart else 1
+    encoder = Layout(tp=tp, pp=pp, dp=max(1, ranks // (tp * pp)), etp=tp)
+    ranks = WORLD - ranks if apart else WORLD
+    tp, cp, pp = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice((1, 2, 4, 8))
+    vpp = draw.choice((1, 1, 2)) if pp > 1 and not apart else 1
+    dp = max(1, ranks // (tp * cp * pp))
+    language = Layout(tp, cp, pp, dp, draw.choice((1, 2, 4, 8)), draw.choice((1, tp)), vpp)
+    return encoder, language, Batch(64, draw.choice((1, 2, 4, 8)), 32), PLACEMENTS[apart]
+
+
+class TestSearch:
+    def test_takes_what_the_program_takes_of_a_thousand_random_layouts(self):
+        preset, draw = find_preset("tiny"), random.Random(1)
+        searched = {
+            (lay.encoder, lay.language, lay.batch, lay.placement) for lay in candidates(task_of())
+        }
+        taken = 0
+        for _ in range(RANDOM_LAYOUTS):
+            encoder, language, batch, placement = asked = random_layouts(draw)
+            try:
+                resolve(encoder, language, batch, WORLD, preset, placement, STATE_PASSING)
+            except UserError:
+                assert asked not in searched
+            else:
+                assert asked in searched
+                taken += 1
+        assert 100 < taken < 900  # both verdicts occur
+
+    @pytest.mark.parametrize("in_bubbles", [False, True])
+    def test_finds_plans_that_the_whole_program_takes(self, in_bubbles):
+        how = {"in_bubbles": in_bubbles, "placements": PLACEMENTS[: 2 - in_bubbles]}
+        overhead = dict.fromkeys(H200.overhead, 0.0)
+        graphs = replace(H200, overhead=overhead, microbatch_overhead=0.0)  # nothing to launch
+        found = search(task_of(machine=graphs, **how), keep=20)
+        assert any(priced.plan.in_bubbles for priced in found.best) == in_bubbles
+        for priced in found.best:
+            options = parse(shlex.split(" ".join(options_of(priced.plan, "tiny"))), WORLD)
+            assert options.layouts == priced.plan.layouts
+            assert (options.args.encoder_schedule == "bubbles") == priced.plan.in_bubbles
+            assert options.args.encoder_macro_batch == priced.plan.macro_batch
+
+    def test_keeps_to_the_memory_and_recomputes_where_that_helps(self):
+        wide, narrow = (
+            search(task_of(LARGE, 8, 64, 12.0, replace(H200, memory_bytes=memory)))
+            for memory in (141e9, 120e9)
+        )
+        for found, limit in ((wide, 141e9), (narrow, 120e9)):
+            assert all(peak(priced.memory) <= limit for priced in found.best)
+            times = [priced.step.seconds for priced in found.best]
+            assert times == sorted(times)
+        assert narrow.best[0].step.seconds > wide.best[0].step.seconds
+        assert {priced.plan.recompute for priced in narrow.best} & {"moe", "full"}
+
+
+class TestProgram:
+    def plan(self, line: str) -> str:
+        words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
+        return plan_text(words, own_options(words))
+
+    def test_says_and_writes_plans(self, tmp_path):
+        file = tmp_path / "plans.json"
+        how = "--plan-gpus-per-node 4 --plan-tiles 1:0.5,3:0.5"
+        shown = self.plan(f"--plan 16 --plan-gpu h100 {how} --plan-json {file}")
+        for part in ("tiny on 16 GPUs, 4 a node: 64 tokens and 2±1.0 tiles", "--nnodes 4"):
+            assert part in shown
+        for part in ("why the next ones lose", "memory of the best", "run it with"):
+            assert part in shown
+        plans = json.loads(file.read_text())["plans"]
+        assert len(plans) == 10
+        assert plans[0]["step_seconds"] == pytest.approx(sum(plans[0]["seconds"].values()))
+
+    def test_takes_a_placement_a_schedule_and_as_many_tiles_as_fit(self, tmp_path):
+        file, placement = tmp_path / "plans.json", f"--placement={NON_COLOCATED}"
+        assert "12 tiles" in self.plan(f"--plan 16 {placement} --plan-json {file}")
+        assert {p["placement"] for p in json.loads(file.read_text())["plans"]} == {NON_COLOCATED}
+        self.plan(f"--plan 16 --encoder-schedule bubbles --plan-json {file}")
+        for plan in json.loads(file.read_text())["plans"]:
+            assert plan["in_bubbles"] == (plan["language"]["pp"] > 1)
+
+    @pytest.mark.parametrize(
+        "line, reason",
+        [
+            ("--plan 8 --model none", "--model none"),
+            ("--plan 8 --plan-gpu none", "GPU none"),
+            ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
+            (f"--plan 7 --global-batch-size 5 {REAL}", "no plan for 7 GPUs"),
+            (f"--plan 1 {REAL}", "none fits 141 GB"),
+            ("--plan 8 --plan-tiles 99", "99 tiles of 4 tokens"),
+            ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),
+            ("--plan 8 --plan-tiles 1:0", "chances above 0"),
+            ("--plan 8 --plan-json /nowhere/plans.json", "/nowhere/plans.json: No such file"),
+            ("--plan 8 --language tp=2", "leave out --language"),
+        ],
+    )
+    def test_refuses_in_one_line(self, line, reason):
+        with pytest.raises(UserError, match=reason):
+            self.plan(line)

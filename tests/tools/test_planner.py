@@ -1,0 +1,325 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's pieces: against Megatron's counts, models, groups and orders, and closed forms."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import mini  # noqa: F401  (makes tools importable)
+
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+from examples.mimo.common.layout import (  # noqa: E402
+    Batch,
+    Layout,
+    parse_layout,
+)
+from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
+from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import communication, layers  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import parameters as params  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.communication import Group, all_reduce, ring  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.memory import most_in_flight  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402  # noqa: E402
+    Cost,
+    Stage,
+    Work,
+    simulate,
+    timeline,
+    unit_work,
+)
+from examples.mimo.nemotron_vlm.planner.step_time import (  # noqa: E402
+    after_backward,
+    bridge_seconds,
+    estimate,
+    step_time,
+)
+from layout_view.bridge import colocated_bridge  # noqa: E402
+from megatron.core import cpu_runtime  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan  # noqa: E402
+from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.training.training import num_floating_point_operations  # noqa: E402
+
+H200 = find_machine("h200")
+GRAPHS = replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0), microbatch_overhead=0.0)
+"""An H200 whose host has nothing to launch."""
+LARGE = "nano-vl-30b-a3b"
+VISION = params.VIT_LAYER, params.ENCODER, params.PROJECTOR
+
+
+@pytest.fixture(autouse=True)
+def large_world(monkeypatch):
+    """Grids of any size here fit in this world."""
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+    cpu_runtime.install()
+
+
+def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **how) -> Plan:
+    preset = find_preset(model)
+    asked = parse_layout(encoder, "encoder"), parse_layout(language, "language")
+    placement = how.pop("placement", "colocated")
+    dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
+    batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
+    layouts = resolve(*asked, batch, world, preset, placement, STATE_PASSING)
+    return Plan(preset, layouts, Tiles(2.0), **how)
+
+
+class TestLayers:
+    @pytest.mark.parametrize("kind", "*EG-M")
+    def test_operations_of_a_layer_and_the_logits_are_megatrons(self, kind):
+        """Mamba-2 has heads as wide as Megatron takes them to be, twice the hidden size; the
+        planner counts the router as well."""
+        p = replace(find_preset("tiny-gdn").language, hybrid_layer_pattern=kind, mamba_head_dim=4)
+        p = replace(p, mamba_num_heads=2 * p.hidden_size // 4, ffn_hidden_size=4 * p.hidden_size)
+        others = "moe_latent_size experimental_attention_variant"
+        args = Namespace(
+            **asdict(p),
+            **dict.fromkeys(others.split()),
+            **dict.fromkeys(("is_hybrid_model", "group_query_attention"), True),
+            seq_length=64,
+            hybrid_override_pattern=kind,
+            swiglu=False,
+            mtp_num_layers=0,
+            num_layers=1,
+            padded_vocab_size=p.vocab_size,
+            linear_conv_kernel_dim=4,
+        )
+        rows = layers.Rows(3, 64, fused=True)
+        for lay in (Layout(dp=1, etp=1), Layout(tp=2, cp=4, dp=1, ep=4, etp=1)):
+            mine = layers.language_layer(kind, p, lay, rows), layers.head(p, lay, rows)
+            counted = 3 * lay.size * sum(sum(layer.work.values()) for layer in mine)
+            router = 3 * 2 * 3 * 64 * p.hidden_size * p.num_experts if kind == "E" else 0
+            assert counted - router == pytest.approx(num_floating_point_operations(args, 3))
+
+
+class TestParameters:
+    @pytest.mark.parametrize(
+        "model, world, encoder, language, placement, rank",
+        [
+            (LARGE, 64, "tp=8", "tp=2,pp=4,ep=8,etp=1", "colocated", 63),
+            (f"{LARGE}-gdn", 4096, "tp=4", "tp=2,cp=4,pp=4,ep=16", "colocated", 1500),
+            ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
+            ("tiny", 8, "tp=2", "pp=2,vpp=2,ep=4", "colocated", 0),
+        ],
+    )
+    def test_are_those_of_the_rank_s_own_model(
+        self, model, world, encoder, language, placement, rank
+    ):
+        layouts = ["--encoder", encoder, "--language", language, "--placement", placement]
+        batch = ["--global-batch-size", str(2 * world), "--micro-batch-size", "1"]
+        options = parse(["--model", model, *layouts, *batch], world)
+        lay = options.layouts
+        with params.stages_on_meta(options, rank) as stages:
+            found = params.by_place(stages)
+        held = dict.fromkeys(params.Held._fields, 0)
+        for place, parameters in found.items():
+            name = "vision" if place in VISION else "dense"
+            name = "experts" if place == params.EXPERT else name
+            held[name] += params.aligned([parameter.size for parameter in parameters])
+        stage = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
+        stage += lay.encoder.pp if lay.non_colocated else 0
+        assert params.stages_of(options.preset, lay)[stage]._asdict() == held
+
+    @pytest.mark.parametrize("replicas", [1, 3, 8])
+    def test_are_padded_as_in_megatrons_buffers(self, replicas):
+        sizes = [1, 63, 64, 65, 1000, 4096]
+        parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+        buffer = DistributedOptimizer._compute_per_buffer_param_layout(
+            parameters, None, replicas, DistributedDataParallelConfig()
+        )
+        assert params.padded(params.aligned(sizes), replicas) == buffer.bucket_indices[-1][1]
+
+
+@pytest.mark.parametrize(
+    "stage, pp, vpp, microbatches, most",
+    [(0, 4, 1, 8, 4), (3, 4, 1, 8, 1), (0, 4, 1, 2, 2), (0, 1, 1, 8, 1), (0, 2, 2, 8, 5)],
+)
+def test_activations_are_of_the_microbatches_in_flight(stage, pp, vpp, microbatches, most):
+    """With virtual stages they are the warm-up's 2·(pp - 1) + (vpp - 1)·pp, and one more."""
+    layout = Layout(dp=1, etp=1, pp=pp, vpp=vpp)
+    assert most_in_flight(stage, layout, microbatches, (1.0,) * vpp) == most
+
+
+class TestCommunication:
+    @pytest.mark.parametrize(
+        "language, world, rank, per_node",
+        [
+            ("tp=2,cp=4,pp=4,ep=8,etp=1", 4096, 2777, 8),
+            ("tp=4,cp=2,pp=2,ep=4", 512, 300, 8),
+            ("ep=8", 16, 9, 4),
+        ],
+    )
+    def test_groups_are_those_that_one_rank_of_thousands_makes(
+        self, language, world, rank, per_node
+    ):
+        layouts = plan_of("tp=4", language, world).layouts
+        expected = communication.groups_of(layouts.language, per_node)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            encoder, module = make_modules(placed(layouts), "fake").values()
+            made = {name: getattr(module.groups, name) for name in expected}
+            made["encoder dp"] = encoder.groups.dp
+            found = {name: dist.get_process_group_ranks(group) for name, group in made.items()}
+            for each in (encoder, module):
+                each.grid.destroy()
+        finally:
+            dist.destroy_process_group()
+        expected = expected | {"encoder dp": communication.replicas_of(layouts, per_node)[0]}
+        for name, ranks in found.items():
+            assert expected[name] == Group(len(ranks), len({r // per_node for r in ranks})), name
+
+    def test_collectives_take_the_slowest_links(self):
+        machine = replace(H200, node_latency=0.0, network_latency=0.0)
+        node, network = (machine.bandwidth(leaves_node) for leaves_node in (False, True))
+        inside, across = Group(8, 1), Group(8, 8)
+        assert ring(machine, inside, 8.0) == pytest.approx(7 / node)
+        assert ring(machine, across, 8.0) == pytest.approx(7 / network)
+        assert communication.all_to_all(machine, across, 8.0) == pytest.approx(7 / network)
+        eight_adapters = min(node, 8 * network)
+        assert ring(machine, Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
+        assert all_reduce(machine, Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
+        steps = replace(H200, node_latency=1.0, network_latency=10.0)  # up a tree, and down
+        for group, seconds in ((Group(1, 1), 0), (Group(8, 1), 6), (Group(32, 4), 46)):
+            assert all_reduce(steps, group) == pytest.approx(seconds)
+
+    @pytest.mark.parametrize(
+        "language, world",
+        [("cp=2,pp=2", 8), ("dp=8", 8), ("tp=2,cp=2", 8), ("tp=2,cp=4,pp=4", 4096)],
+    )
+    def test_the_bridge_moves_what_its_own_plan_moves(self, language, world):
+        plan = plan_of("tp=1", language, world)
+        grids = [make_grid(plan.layouts.encoder, "none"), make_grid(plan.layouts.language, "none")]
+        samples, tokens = plan.layouts.batch.global_size, plan.preset.encoder.tokens_per_tile
+        bridge = colocated_bridge(*grids, samples * plan.images.mean * tokens)
+        rows = bridge.forward.received(world) + bridge.backward.received(world)
+        machine = replace(H200, node_latency=0.0, gpus_per_node=world)
+        row = plan.preset.language.hidden_size * machine.precision
+        most = max(rows) * row / machine.bandwidth(leaves_node=False)
+        # The most of both ways may be on two ranks.
+        assert 0.99 * most <= bridge_seconds(plan, machine) <= 1.5 * most
+
+
+class TestSchedule:
+    @pytest.mark.parametrize("share", [0.2, 0.5])
+    @pytest.mark.parametrize(
+        "pp, vpp, microbatches", [(1, 1, 3), (2, 1, 1), (4, 1, 6), (8, 1, 16), (4, 2, 8)]
+    )
+    def test_takes_what_the_formula_says(self, pp, vpp, microbatches, share):
+        layouts = plan_of("tp=1", f"pp={pp},vpp={vpp}", 8, microbatches).layouts
+        spans = timeline(unit_work(layouts, share, False, 1))
+        expected = share + (1 - share) * (1 + (pp - 1) / (microbatches * vpp))
+        assert max(line[-1][2] for line in spans) == pytest.approx(expected)
+        for line in spans:
+            assert sum(end - begin for _, begin, end in line) == pytest.approx(1)
+            assert all(a[2] <= b[1] + 1e-12 for a, b in zip(line, line[1:], strict=False))
+
+    def test_ranks_of_a_module_work_as_long_as_its_share(self):
+        plan = plan_of("pp=2,dp=2", "pp=2,cp=2", 8, 4, 2, placement="non-colocated")
+        spans = timeline(unit_work(plan.layouts, 0.3, False, 1))
+        busy = [sum(end - begin for _, begin, end in line) for line in spans]
+        assert busy == pytest.approx([0.6, 0.6, 1.4, 1.4])  # half of the ranks for each module
+
+    @pytest.mark.parametrize("share", [0.3, 0.5])
+    @pytest.mark.parametrize("pp, vpp, microbatches, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])
+    def test_in_bubbles_is_the_plan_that_training_runs_by(
+        self, share, pp, vpp, microbatches, macro_batch
+    ):
+        layouts = plan_of("tp=1", f"pp={pp},vpp={vpp}", 8, microbatches).layouts
+        spans = timeline(unit_work(layouts, share, True, macro_batch))
+        plan = bubble_plan(pp, microbatches, macro_batch, vpp, costs=Costs.of_share(share, vpp))
+        unit = (1 - share) / (3 * microbatches)
+        for line, planned in zip(spans, plan.spans, strict=True):
+            for span, (name, _, begin, end) in zip(line, planned, strict=True):
+                assert span == (name, pytest.approx(unit * begin), pytest.approx(unit * end))
+
+    def test_simulates_a_plan_of_bubbles_as_the_plan_does(self):
+        for seed in range(200):
+            rng = random.Random(seed)
+            stages, vpp, at_once = rng.randint(2, 5), rng.randint(1, 3), rng.randint(1, 4)
+            number, each = 2 * stages, Costs(*(10 ** rng.uniform(-2, 2) for _ in range(4)))
+            plan = bubble_plan(stages, number, at_once, vpp, costs=each)
+            chunk, encoder = (
+                Cost(language=3 * forward, recompute=backward - 2 * forward)
+                for forward, backward in (each[:2], each[2:])
+            )
+            names = [Stage("language", str(stage), 1) for stage in range(stages)]
+            work = Work(names, (chunk,) * stages * vpp, number, encoder.times(at_once), at_once)
+            spans = simulate(work, number, plan.before)
+            assert max(line[-1][2] for line in spans) == pytest.approx(plan.seconds), seed
+
+
+class TestStep:
+    @pytest.mark.parametrize(
+        "encoder, language, placement",
+        [
+            ("dp=8", "dp=8,ep=4", "colocated"),
+            ("dp=8", "cp=2,pp=4", "colocated"),
+            ("dp=8", "pp=2,vpp=2,ep=2", "colocated"),
+            ("dp=4", "dp=4,ep=4", "non-colocated"),
+        ],
+    )
+    def test_has_no_time_unaccounted_and_the_estimate_is_close(self, encoder, language, placement):
+        plan = plan_of(encoder, language, 8, microbatches=16, placement=placement)
+        exact = step_time(plan, H200)
+        assert sum(exact.parts.values()) == pytest.approx(exact.seconds, rel=1e-6)
+        assert estimate(plan, H200) == pytest.approx(exact.seconds, rel=0.05)
+
+    def test_of_equal_stages_has_the_bubble_of_1f1b(self):
+        machine = replace(GRAPHS, overhead=GRAPHS.overhead | {"M": 1.0, "E": 1.0, "*": 1.0})
+        plan = plan_of("dp=4", "pp=4", 4)  # of 8 layers, 2 a stage
+        found = step_time(plan, replace(machine, node_latency=0.0))
+        assert found.parts["bubble"] == pytest.approx(3 * 2.0, rel=0.01)
+
+    @pytest.mark.parametrize("macro_batch", [1, 4])
+    def test_in_bubbles_is_shorter_than_in_three_phases(self, macro_batch):
+        phases = replace(plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model=LARGE), images=Tiles(12.0))
+        bubbles = replace(phases, in_bubbles=True, macro_batch=macro_batch)
+        machine = replace(GRAPHS, microbatch_overhead=H200.microbatch_overhead)
+        before, after = (step_time(plan, machine) for plan in (phases, bubbles))
+        assert before.seconds - before.parts["bubble"] < after.seconds < before.seconds
+        assert sum(after.parts.values()) == pytest.approx(after.seconds, rel=1e-6)
+        assert estimate(bubbles, machine) == pytest.approx(after.seconds, rel=0.1)
+
+    def test_on_shared_cores_takes_what_all_ranks_have_to_do(self):
+        """A message is work where it is sent and where it is received."""
+        plan = plan_of("dp=4", "pp=4", 4)
+        alone, shared = step_time(plan, H200), step_time(plan, replace(H200, shared_cores=2))
+        assert shared.seconds == pytest.approx(max(alone.seconds, alone.work / 2))
+
+        def work(latency):
+            machine = replace(H200, node_latency=latency)
+            once = sum(after_backward(plan, machine)) + bridge_seconds(plan, machine)
+            return step_time(plan, machine).work - 4 * once
+
+        of_a_boundary = 2 * 2  # forward and backward, on both of its ranks
+        assert work(1.0) - work(0.0) == pytest.approx(8 * 3 * of_a_boundary)
+
+    def test_recompute_and_imbalance_cost_time(self):
+        def seconds(**how):
+            return step_time(plan_of("dp=8", "ep=8", 8, model=LARGE, **how), H200).seconds
+
+        assert seconds() < seconds(recompute="moe") < seconds(recompute="full")
+        assert seconds() < seconds(imbalance=1.5)
+
+
+def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():
+    assert Tiles.parse("1,3") == Tiles(2.0, 1.0) and Tiles.parse("4:0.2") == Tiles(4.0)
+    apart = plan_of("dp=4", "dp=4", 8, placement="non-colocated", micro=4)
+    assert apart.most_tiles() == 8.0 < replace(apart, images=Tiles(2.0, 1.0)).most_tiles()
+    colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), images=Tiles(2.0, 1.0))
+    assert colocated.most_tiles() == 8.0

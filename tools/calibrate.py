@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a machine for the layout planner, or compare predictions with measured runs.
+
+tools/calibrate.py fit cpu.json
+tools/calibrate.py measure runs.json
+tools/calibrate.py compare cpu.json runs.json
+tools/calibrate.py compare h200 docs/benchmarks/*.json
+
+It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from command_line import Parser
+from in_checkout import run
+
+MODELS = {"cpu": "tiny", "cuda": "nano-vl-30b-a3b"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return the exit status, 2 for user errors."""
+    options = _parser().parse_args(argv)
+    os.environ["WORLD_SIZE"] = "4096"  # grids must fit into this world
+    return run(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    fit = commands.add_parser("fit", help="measure this host, and fit a machine's figures")
+    fit.add_argument("out", type=Path, help="file for --plan-gpu; runs that it has are kept")
+    fit.add_argument("--device", choices=MODELS, default="cpu", help="what to measure")
+    fit.add_argument("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
+    fit.add_argument("--model", metavar="NAME|FILE", help="whose layers; tiny, or nano-vl-30b-a3b")
+    measure = commands.add_parser("measure", help="measure layouts of CPU ranks, to compare")
+    measure.add_argument("out", type=Path, help="file to write; runs that it has are kept")
+    compare = commands.add_parser("compare", help="compare predictions with measured runs")
+    compare.add_argument("machine", help="a GPU of the planner's table, or a file of fit")
+    compare.add_argument("runs", nargs="+", type=Path, help="of measure or tools/bench/vlm.py")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    # This process only predicts, without GPUs, as the program's --plan does; its ranks see them.
+    from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS
+
+    of_ranks = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hidden = [name for name in GPU_KERNELS if name not in sys.modules and find_spec(name)]
+    sys.modules.update(dict.fromkeys(hidden))
+    from megatron.core import cpu_runtime
+
+    cpu_runtime.install()
+    from calibration import fit, measure, validate
+    from examples.mimo.nemotron_vlm.planner.machine import find_machine
+
+    measure.OF_RANKS = of_ranks
+    if options.command == "fit":
+        model = options.model or MODELS[options.device]
+        fit.calibrate(options.out, model, options.device, options.gpu)
+        print(f"{options.out}: for --plan-gpu", file=sys.stderr)
+    elif options.command == "measure":
+        validate.measure(options.out)
+    else:
+        runs = [run for file in options.runs for run in validate.read(file)]
+        print(validate.describe(validate.compare(find_machine(options.machine), runs)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
