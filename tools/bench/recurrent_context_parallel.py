@@ -27,13 +27,13 @@ import torch.distributed as dist
 from ranks import start, timed
 from torch import Tensor, nn
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_layout import (
     PaddedLengths,
     gather_tokens,
     zigzag_layout,
 )
-from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 PUBLISHED = {"hidden_size": 2688, "mamba_num_heads": 64, "mamba_head_dim": 64,
              "mamba_num_groups": 8, "mamba_state_dim": 128, "linear_num_key_heads": 16,

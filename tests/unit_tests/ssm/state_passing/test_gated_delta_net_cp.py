@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
@@ -15,6 +14,7 @@ from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.token_layout import PaddedLengths, plan_recurrence
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from tests.unit_tests.ssm.whole_and_sharded import (

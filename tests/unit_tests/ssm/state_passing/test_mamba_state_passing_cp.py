@@ -5,9 +5,9 @@
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
+from megatron.core.token_layout import PaddedLengths
 from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import (
     EqualsOneRank,

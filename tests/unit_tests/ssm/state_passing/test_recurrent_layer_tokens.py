@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import pad_lengths
 from megatron.core.ssm.state_passing import layer_tokens
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.ssm.state_passing.options import check_options
+from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
