@@ -196,7 +196,7 @@ def _complete(args: argparse.Namespace) -> None:
     is_passing = args.linear_context_parallel == STATE_PASSING
     # Graphs of single layers take their input in the zigzag layout, as attention has it.
     is_contiguous = is_passing and args.cuda_graph_impl == "none"
-    default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
+    default("linear_cp_layout", "contiguous" if is_contiguous else "zigzag")
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:

@@ -46,7 +46,7 @@ TRAINING = {
     "calculate_per_token_loss": True,
     "use_distributed_optimizer": True,
     "linear_context_parallel": "state-passing",
-    "hybrid_token_layout": None,
+    "linear_cp_layout": None,
     "dist_ckpt_optim_fully_reshardable": True,
     "verify_integrity": True,
     "use_gloo_process_groups": False,

@@ -44,7 +44,7 @@ def make_config(**options) -> TransformerConfig:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         linear_context_parallel="state-passing",
-        hybrid_token_layout="contiguous",
+        linear_cp_layout="contiguous",
         **options,
     )
 

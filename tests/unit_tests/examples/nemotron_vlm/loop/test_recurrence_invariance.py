@@ -11,8 +11,8 @@ from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_a
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
-CONTIGUOUS = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "contiguous")
-ZIGZAG = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "zigzag")
+CONTIGUOUS = ("--linear-context-parallel", "state-passing", "--linear-cp-layout", "contiguous")
+ZIGZAG = ("--linear-context-parallel", "state-passing", "--linear-cp-layout", "zigzag")
 HEADS = ("--linear-context-parallel", "head-parallel")
 
 
@@ -47,6 +47,6 @@ class TestEightRanks:
 
 class TestOptions:
     def test_contiguous_tokens_with_spread_heads_are_refused(self):
-        arguments = [*HEADS, "--hybrid-token-layout", "contiguous"]
+        arguments = [*HEADS, "--linear-cp-layout", "contiguous"]
         with pytest.raises(UserError, match="contiguous"):
             parse(arguments, world_size=1)
