@@ -28,7 +28,7 @@ OPTIONS = """
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --moe-token-dispatcher-type alltoall
     --mamba-num-heads 32 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 16
-    --linear-context-parallel state-passing --linear-cp-layout contiguous
+    --linear-cp-mode chunkwise --linear-cp-layout contiguous
     --img-h 32 --img-w 32 --patch-dim 8 --pixel-shuffle --disable-vision-class-token
     --image-token-id 63 --vocab-size 64 --make-vocab-size-divisible-by 1
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8

@@ -32,7 +32,7 @@ LAYERS = {
         gated_delta_net_states,
         gated_delta_net.call,
         lambda groups, layout: gated_delta_net.make_layer(
-            groups, "state-passing", layout, torch.float32, 2
+            groups, "chunkwise", layout, torch.float32, 2
         ),
     ),
 }

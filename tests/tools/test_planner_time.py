@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied 
 
 import mini  # noqa: E402, F401  (makes tools importable)
 from examples.mimo.common.layout import Batch, Layout, parse_layout  # noqa: E402
-from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
 from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
@@ -54,7 +54,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     placement = how.pop("placement", "colocated")
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
-    layouts = resolve(*asked, batch, world, preset, placement, STATE_PASSING)
+    layouts = resolve(*asked, batch, world, preset, placement, CHUNKWISE)
     return Plan(preset, layouts, Tiles(2.0), **how)
 
 

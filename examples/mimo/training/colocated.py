@@ -94,7 +94,7 @@ def take_sizes(args: argparse.Namespace) -> None:
     sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
     preset = SimpleNamespace(language=SimpleNamespace(**sizes))
     broken = language_violation(
-        language, args.world_size, preset, layouts.batch, args.linear_context_parallel
+        language, args.world_size, preset, layouts.batch, args.linear_cp_mode
     ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")

@@ -45,7 +45,7 @@ TRAINING = {
     "save_interval": 500,
     "calculate_per_token_loss": True,
     "use_distributed_optimizer": True,
-    "linear_context_parallel": "state-passing",
+    "linear_cp_mode": "chunkwise",
     "linear_cp_layout": None,
     "dist_ckpt_optim_fully_reshardable": True,
     "verify_integrity": True,

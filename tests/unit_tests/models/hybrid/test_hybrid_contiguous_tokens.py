@@ -43,7 +43,7 @@ def make_config(**options) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        linear_context_parallel="state-passing",
+        linear_cp_mode="chunkwise",
         linear_cp_layout="contiguous",
         **options,
     )

@@ -45,7 +45,7 @@ def mixer_of(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> Ma
         mamba_num_heads=HEADS,
         mamba_head_dim=HEADDIM,
         mamba_num_groups=GROUPS,
-        linear_context_parallel="state-passing" if passes_states else "head-parallel",
+        linear_cp_mode="chunkwise" if passes_states else "headwise",
     )
     if layout == "contiguous":
         tokens_are_contiguous(mixer)

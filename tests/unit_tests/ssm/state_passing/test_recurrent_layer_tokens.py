@@ -20,10 +20,10 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 LAYERS = {
     "mamba": lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
     "gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "state-passing", layout, torch.float32, 2
+        groups, "chunkwise", layout, torch.float32, 2
     ),
     "head-parallel gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "head-parallel", layout, torch.float32, 2
+        groups, "headwise", layout, torch.float32, 2
     ),
 }
 
@@ -94,14 +94,14 @@ class TestOptions:
     @pytest.mark.parametrize(
         "mode, layout, message",
         [
-            ("ring", "zigzag", "linear_context_parallel must be one of"),
-            ("state-passing", "striped", "linear_cp_layout must be one of"),
-            ("head-parallel", "contiguous", "needs linear_context_parallel='state-passing'"),
+            ("ring", "zigzag", "linear_cp_mode must be one of"),
+            ("chunkwise", "striped", "linear_cp_layout must be one of"),
+            ("headwise", "contiguous", "needs linear_cp_mode='chunkwise'"),
         ],
     )
     def test_what_is_no_option_or_does_not_go_together_is_refused(self, mode, layout, message):
         with pytest.raises(ValueError, match=message):
-            config_of(linear_context_parallel=mode, linear_cp_layout=layout)
+            config_of(linear_cp_mode=mode, linear_cp_layout=layout)
 
     def test_attention_takes_contiguous_tokens_on_one_cp_rank_only(self):
         config_of(attention_cp_layout="contiguous")
@@ -115,5 +115,5 @@ class TestOptions:
         with pytest.raises(ValueError, match="takes no mamba_training_ssm_states_dtype"):
             config_of(
                 mamba_training_ssm_states_dtype=torch.float32,
-                linear_context_parallel="state-passing",
+                linear_cp_mode="chunkwise",
             )

@@ -11,9 +11,9 @@ from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_a
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
-CONTIGUOUS = ("--linear-context-parallel", "state-passing", "--linear-cp-layout", "contiguous")
-ZIGZAG = ("--linear-context-parallel", "state-passing", "--linear-cp-layout", "zigzag")
-HEADS = ("--linear-context-parallel", "head-parallel")
+CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous")
+ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
+HEADS = ("--linear-cp-mode", "headwise")
 
 
 @requires_world_size(4)
