@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from examples.mimo.common.layout import Layout
-from megatron.core.context_parallel_layout import contiguous_layout, pad_lengths, zigzag_layout
 from megatron.core.models.mimo.setup.module_groups import make_grid
+from megatron.core.token_layout import contiguous_layout, pad_lengths, zigzag_layout
 
 RANKS, STAGES = 16, 2
 LANGUAGE = Layout(tp=2, cp=2, dp=2, pp=STAGES, ep=4, etp=1)

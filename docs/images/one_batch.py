@@ -14,9 +14,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.token_layout import pad_lengths, zigzag_layout
 
 RANKS, CP, PP, TOKENS = 4, 2, 2, 4
 """Four ranks: encoder dp=4, language model cp=2, pp=2. A sample is drawn as four runs of tokens."""

@@ -18,7 +18,7 @@ STEPS = 4
 
 PROGRAM = "examples/mimo/pretrain_mimo.py"
 OPTIONS = """
-    --mimo-layout colocated --vision-projection-type mlp
+    --mimo-layout colocated --llm-offset 0 --vision-projection-type mlp
     --hybrid-layer-pattern MEM* --num-layers 4 --hidden-size 64 --ffn-hidden-size 64
     --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 8
     --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none
@@ -28,7 +28,7 @@ OPTIONS = """
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --moe-token-dispatcher-type alltoall
     --mamba-num-heads 32 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 16
-    --linear-context-parallel state-passing --hybrid-token-layout contiguous
+    --linear-cp-mode chunkwise --linear-cp-layout contiguous
     --img-h 32 --img-w 32 --patch-dim 8 --pixel-shuffle --disable-vision-class-token
     --image-token-id 63 --vocab-size 64 --make-vocab-size-divisible-by 1
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
@@ -111,7 +111,14 @@ def test_experts_of_a_frozen_language_model_balance_nothing(applied, tmp_path):
     assert len(set(found[0][0])) == STEPS
 
 
-def test_sizes_that_do_not_fit_are_refused(applied, tmp_path):
-    status, log = run(applied, 1, ONE_RANK + " --llm-cp 2", tmp_path / "run")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--llm-cp 2", "tp·cp·dp·pp = 1·2·1·1 = 2 must equal the 1 rank"),
+        ("--llm-offset 4", "--mimo-layout colocated needs --llm-offset 0, not 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(applied, options, message, tmp_path):
+    status, log = run(applied, 1, f"{ONE_RANK} {options}", tmp_path / "run")
     assert status != 0
-    assert "tp·cp·dp·pp = 1·2·1·1 = 2 must equal the 1 rank" in log
+    assert message in log

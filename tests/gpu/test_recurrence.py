@@ -5,9 +5,9 @@
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths
 from megatron.core.ssm.state_passing.gated_delta import layer as gated_delta_net_states
 from megatron.core.ssm.state_passing.mamba import layer as mamba_states
+from megatron.core.token_layout import PaddedLengths, pad_lengths
 from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
 from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
@@ -32,7 +32,7 @@ LAYERS = {
         gated_delta_net_states,
         gated_delta_net.call,
         lambda groups, layout: gated_delta_net.make_layer(
-            groups, "state-passing", layout, torch.float32, 2
+            groups, "chunkwise", layout, torch.float32, 2
         ),
     ),
 }

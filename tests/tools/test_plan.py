@@ -20,7 +20,7 @@ from examples.mimo.common.layout import (  # noqa: E402
     Batch,
     Layout,
 )
-from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
@@ -74,7 +74,7 @@ class TestSearch:
         for _ in range(RANDOM_LAYOUTS):
             encoder, language, batch, placement = asked = random_layouts(draw)
             try:
-                resolve(encoder, language, batch, WORLD, preset, placement, STATE_PASSING)
+                resolve(encoder, language, batch, WORLD, preset, placement, CHUNKWISE)
             except UserError:
                 assert asked not in searched
             else:

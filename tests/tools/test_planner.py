@@ -22,7 +22,7 @@ from examples.mimo.common.layout import (  # noqa: E402
     Layout,
     parse_layout,
 )
-from examples.mimo.common.layout_rules import STATE_PASSING  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
 from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
@@ -75,7 +75,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     placement = how.pop("placement", "colocated")
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
-    layouts = resolve(*asked, batch, world, preset, placement, STATE_PASSING)
+    layouts = resolve(*asked, batch, world, preset, placement, CHUNKWISE)
     return Plan(preset, layouts, Tiles(2.0), **how)
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from ranks import seconds, start
 
-from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import plan_block
 from megatron.core.models.mimo.bridge.sample_rows import SampleRows
@@ -25,6 +24,7 @@ from megatron.core.models.mimo.bridge.topology import (
     bridge_topology,
 )
 from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+from megatron.core.token_layout import pad_lengths, zigzag_layout
 
 SAMPLE_ROWS = 256
 SAMPLES = 8

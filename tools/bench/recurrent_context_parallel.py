@@ -27,13 +27,13 @@ import torch.distributed as dist
 from ranks import start, timed
 from torch import Tensor, nn
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_layout import (
     PaddedLengths,
     gather_tokens,
     zigzag_layout,
 )
-from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 PUBLISHED = {"hidden_size": 2688, "mamba_num_heads": 64, "mamba_head_dim": 64,
              "mamba_num_groups": 8, "mamba_state_dim": 128, "linear_num_key_heads": 16,
@@ -45,11 +45,11 @@ SMALL = {"hidden_size": 64, "mamba_num_heads": 16, "mamba_head_dim": 16,
          "linear_value_head_dim": 16}  # fmt: skip
 
 MODES = {
-    "one rank": ("head-parallel", "zigzag"),
-    "state passing": ("state-passing", "contiguous"),
-    "state passing, zigzag": ("state-passing", "zigzag"),
-    "head-parallel": ("head-parallel", "zigzag"),
-    "gather": ("head-parallel", "zigzag"),
+    "one rank": ("headwise", "zigzag"),
+    "state passing": ("chunkwise", "contiguous"),
+    "state passing, zigzag": ("chunkwise", "zigzag"),
+    "head-parallel": ("headwise", "zigzag"),
+    "gather": ("headwise", "zigzag"),
 }
 WHOLE = ("one rank", "gather")
 """Modes in which a rank's layers have all tokens."""
@@ -109,7 +109,7 @@ def make_layers(mode: str, options: argparse.Namespace, groups, device) -> nn.Mo
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        linear_context_parallel=passing,
+        linear_cp_mode=passing,
         **(SMALL if options.small else PUBLISHED),
     )
     stack = get_hybrid_local_stack_spec().submodules

@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 from calibration.measure import MATRIX, REPEATS, measure_collectives, measure_runs
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, Batch, Layout
-from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
@@ -80,7 +80,7 @@ class Case:
     def plan(self, base: VLMPreset) -> Plan:
         """Return the case as a plan, for the planner's prediction."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
-        layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, STATE_PASSING)
+        layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
         tiles = most_that_fit(preset, self.seq_length)
         return Plan(preset, layouts, tiles, macro_batch=self.macro_batch)
 

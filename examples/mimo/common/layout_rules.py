@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from examples.mimo.common.layout import TOKEN_MULTIPLE, Batch, Layout
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
-STATE_PASSING = "state-passing"
-"""The default of ``--linear-context-parallel``; the other value is ``head-parallel``."""
+CHUNKWISE = "chunkwise"
+"""State passing, the default of ``--linear-cp-mode``; the other value is ``headwise``."""
 
 
 class HasLanguage(Protocol):
@@ -44,19 +44,19 @@ def language_violation(
     world_size: int,
     model: HasLanguage,
     batch: Batch,
-    linear_context_parallel: str,
+    linear_cp_mode: str,
 ) -> str | None:
     """Return the first rule that this language layout breaks, or None.
 
     Args:
         model: what has the sizes of the language model.
-        linear_context_parallel: 'state-passing', where each CP rank has all heads of the recurrent
-            layers, or 'head-parallel', where CP splits them too.
+        linear_cp_mode: 'chunkwise', where each CP rank has all heads of the recurrent layers, or
+            'headwise', where CP splits them too.
     """
     lay, p = layout, model.language
     layers = p.hybrid_layer_pattern
     heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
-    spread_over = 1 if linear_context_parallel == STATE_PASSING else lay.cp
+    spread_over = 1 if linear_cp_mode == CHUNKWISE else lay.cp
     ranks, samples = lay.tp * lay.cp * lay.dp, batch.micro_size * lay.dp
     microbatches = batch.global_size // samples
     if broken := (

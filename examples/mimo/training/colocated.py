@@ -65,10 +65,10 @@ def add_layout_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--mimo-layout",
         choices=["non-colocated", COLOCATED],
         default="non-colocated",
-        help="colocated: both modules on all ranks (--llm-offset does not matter); --llm-cp, "
-        "--llm-pp and --llm-ep may then be more than 1. Initial weights follow from the seed and "
-        "each parameter's name, alike in every layout; --init-method-std is of the language "
-        "model's matrices.",
+        help="colocated: both modules on all ranks, which needs --llm-offset 0; --llm-cp, --llm-pp "
+        "and --llm-ep may then be more than 1. Initial weights follow from the seed and each "
+        "parameter's name, alike in every layout; --init-method-std is of the language model's "
+        "matrices.",
     )
     return parser
 
@@ -82,6 +82,11 @@ def take_sizes(args: argparse.Namespace) -> None:
     for option in ("llm_only", "mimo_encoder_prefetch", *VIRTUAL_STAGES):
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} does not go with {COLOCATED} modules")
+    if args.llm_offset:
+        raise ValueError(
+            f"--mimo-layout {COLOCATED} needs --llm-offset 0, not {args.llm_offset}: both modules "
+            "start at rank 0"
+        )
     refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, NO_GRAPHS])
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language
@@ -94,7 +99,7 @@ def take_sizes(args: argparse.Namespace) -> None:
     sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
     preset = SimpleNamespace(language=SimpleNamespace(**sizes))
     broken = language_violation(
-        language, args.world_size, preset, layouts.batch, args.linear_context_parallel
+        language, args.world_size, preset, layouts.batch, args.linear_cp_mode
     ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")

@@ -89,7 +89,7 @@ def _transformer_engine() -> None:
     layers = import_module("megatron.core.tensor_parallel.layers")
     dot_product = import_module("megatron.core.transformer.dot_product_attention")
     norm = _ours("megatron.core.transformer.sequence_parallel_norm").SequenceParallelNorm
-    _ours("megatron.core.context_parallel_layout")
+    _ours("megatron.core.token_layout")
     over_cp = _ours("megatron.core.transformer.context_parallel_attention")
 
     class Norm:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import PaddedLengths, pad_lengths, zigzag_layout
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.head_parallel_limits import check_mamba, mamba_cp_sizes
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.token_order import sample_of_each_token, to_rank_order, to_sequence_order
+from megatron.core.token_layout import PaddedLengths, pad_lengths, zigzag_layout
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import EqualsOneRank, Pair, Ranks

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.token_layout import (
     PaddedLengths,
     TokenLayout,
     contiguous_layout,
     pad_lengths,
     zigzag_layout,
 )
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 Tolerances = tuple[float, float]

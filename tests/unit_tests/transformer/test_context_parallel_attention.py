@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout import (
     PaddedLengths,
     packed_attention_plan,
     pad_lengths,
     zigzag_layout,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig

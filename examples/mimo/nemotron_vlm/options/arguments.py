@@ -26,7 +26,7 @@ from examples.mimo.common.layout import (
     Layouts,
     asked_layout,
 )
-from examples.mimo.common.layout_rules import STATE_PASSING, staged_pattern
+from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
@@ -193,10 +193,10 @@ def _complete(args: argparse.Namespace) -> None:
     default("eval_interval", args.train_iters or 1000)
     if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
         args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
-    is_passing = args.linear_context_parallel == STATE_PASSING
+    is_passing = args.linear_cp_mode == CHUNKWISE
     # Graphs of single layers take their input in the zigzag layout, as attention has it.
     is_contiguous = is_passing and args.cuda_graph_impl == "none"
-    default("hybrid_token_layout", "contiguous" if is_contiguous else "zigzag")
+    default("linear_cp_layout", "contiguous" if is_contiguous else "zigzag")
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
@@ -226,7 +226,7 @@ def _resolve(
     micro_size: int,
 ) -> Layouts:
     batch = Batch(size, micro_size, args.seq_length)
-    rest = (args.world_size, preset, args.placement, args.linear_context_parallel)
+    rest = (args.world_size, preset, args.placement, args.linear_cp_mode)
     return resolve(encoder, language, batch, *rest)
 
 

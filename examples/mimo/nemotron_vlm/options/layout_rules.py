@@ -21,7 +21,7 @@ from examples.mimo.common.layout import (
     Layouts,
 )
 from examples.mimo.common.layout_rules import (
-    STATE_PASSING,
+    CHUNKWISE,
     language_violation,
     size_violation,
     undivided,
@@ -39,7 +39,7 @@ def resolve(
     world_size: int,
     preset: VLMPreset,
     placement: str = COLOCATED,
-    linear_context_parallel: str = STATE_PASSING,
+    linear_cp_mode: str = CHUNKWISE,
 ) -> Layouts:
     """Derive the sizes that were left out, check every rule, and return the layouts.
 
@@ -57,7 +57,7 @@ def resolve(
     def language_rule(layout: Layout) -> str | None:
         if layouts.non_colocated and layout.vpp > 1:
             return f"vpp={layout.vpp} needs --placement {COLOCATED}"
-        return language_violation(layout, for_language, preset, batch, linear_context_parallel)
+        return language_violation(layout, for_language, preset, batch, linear_cp_mode)
 
     def both(layout: Layout) -> str | None:
         return encoder_rule(layout) or pair_violation(replace(layouts, encoder=layout))

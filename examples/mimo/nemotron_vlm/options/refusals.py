@@ -7,7 +7,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from examples.mimo.common.layout import COLOCATED, asked_layout
-from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.common.refusals import Refusal, not_local, with_graphs
 from examples.mimo.nemotron_vlm.data import ENERGON
 
@@ -17,7 +17,7 @@ def _is_unaligned(args: Namespace) -> bool:
     language = asked_layout(args, "language")
     if "M" not in args.hybrid_layer_pattern:
         return False
-    if language.cp > 1 and args.linear_context_parallel == STATE_PASSING:
+    if language.cp > 1 and args.linear_cp_mode == CHUNKWISE:
         return False  # these layers copy such rows
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim

@@ -25,7 +25,7 @@ from examples.mimo.common.layout import (
     Layout,
     Layouts,
 )
-from examples.mimo.common.layout_rules import STATE_PASSING, language_violation
+from examples.mimo.common.layout_rules import CHUNKWISE, language_violation
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     FASTEST,
     bubbles_may_run,
@@ -125,7 +125,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
         for micro_size in MICRO_SIZES:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
-                rest = task.preset, batch, STATE_PASSING
+                rest = task.preset, batch, CHUNKWISE
                 if language_violation(language, language_ranks, *rest):
                     continue
                 for encoder in encoders:

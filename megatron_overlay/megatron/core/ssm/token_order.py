@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel_layout import (
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout import (
     TokenLayout,
     check_zigzag_lengths,
     copied_to,
@@ -21,7 +22,6 @@ from megatron.core.context_parallel_layout import (
     plan_recurrence,
     zigzag_layout,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
 
 
 def to_sequence_order(

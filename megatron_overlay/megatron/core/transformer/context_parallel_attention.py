@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_layout import (
     AttentionBlock,
     AttentionPlan,
     gather_tokens,
     packed_attention_plan,
     sequence_attention_plan,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,7 +42,7 @@ _SHORT_SAMPLES = 1024
 class ContextParallelAttention(MegatronModule):
     """Drop-in core attention for Megatron's local ``SelfAttention`` specs.
 
-    Tokens are in the zigzag layout of ``megatron.core.context_parallel_layout`` over
+    Tokens are in the zigzag layout of ``megatron.core.token_layout`` over
     ``pg_collection.cp``. With one CP rank there is no communication.
 
     Raises:

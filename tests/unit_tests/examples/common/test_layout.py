@@ -6,7 +6,7 @@ import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
-from examples.mimo.common.layout_rules import STATE_PASSING
+from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 
@@ -66,10 +66,10 @@ class TestRules:
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
         arguments = (Layout(), layout, batch, layout.cp, preset)
         with pytest.raises(UserError) as refusal:
-            resolve(*arguments, linear_context_parallel="head-parallel")
+            resolve(*arguments, linear_cp_mode="headwise")
         assert text in str(refusal.value)
         assert "state passing takes any" in str(refusal.value)
-        resolve(*arguments, linear_context_parallel=STATE_PASSING)
+        resolve(*arguments, linear_cp_mode=CHUNKWISE)
 
     def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
         layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)

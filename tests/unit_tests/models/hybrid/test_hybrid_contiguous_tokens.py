@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.context_parallel_layout import PaddedLengths, contiguous_layout, zigzag_layout
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_local_specs import get_hybrid_local_stack_spec
 from megatron.core.ssm.state_passing.layer_tokens import groups_and_tokens
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.token_layout import PaddedLengths, contiguous_layout, zigzag_layout
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.module import MegatronModule
@@ -43,8 +43,8 @@ def make_config(**options) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        linear_context_parallel="state-passing",
-        hybrid_token_layout="contiguous",
+        linear_cp_mode="chunkwise",
+        linear_cp_layout="contiguous",
         **options,
     )
 

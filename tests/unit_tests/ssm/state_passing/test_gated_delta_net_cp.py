@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
@@ -15,6 +14,7 @@ from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.token_layout import PaddedLengths, plan_recurrence
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from tests.unit_tests.ssm.whole_and_sharded import (
@@ -50,7 +50,7 @@ def make_layer(
         linear_num_value_heads=2 * heads,
         use_cpu_initialization=True,
         params_dtype=dtype,
-        linear_context_parallel=mode,
+        linear_cp_mode=mode,
         **options,
     )
     submodules = GatedDeltaNetSubmodules(
@@ -107,7 +107,7 @@ class _EqualsOneRank(EqualsOneRank):
     indirect=True,
 )
 class TestStatePassing(_EqualsOneRank):
-    mode = ("state-passing", 2)
+    mode = ("chunkwise", 2)
 
     def test_another_activation_is_refused(self, pair, monkeypatch):
         if pair:
@@ -125,7 +125,7 @@ class TestStatePassing(_EqualsOneRank):
     indirect=True,
 )
 class TestStatePassingThatComputesItsNormAgain(_EqualsOneRank):
-    mode = ("state-passing", 2)
+    mode = ("chunkwise", 2)
     options = dict(
         recompute_granularity="selective",
         recompute_modules=["gdn_norm_out"],
@@ -167,7 +167,7 @@ class TestStatePassingThatComputesItsNormAgain(_EqualsOneRank):
     indirect=True,
 )
 class TestHeadParallel(_EqualsOneRank):
-    mode = ("head-parallel", 4)
+    mode = ("headwise", 4)
 
     def test_a_length_that_does_not_halve_is_refused(self, pair):
         """cp divides the length, so ranks have equally many tokens and nothing else notices."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core.context_parallel_layout import PaddedLengths, plan_recurrence
 from megatron.core.ssm import state_passing
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
+from megatron.core.token_layout import PaddedLengths, plan_recurrence
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CHANNELS, WIDTH = 8, 4

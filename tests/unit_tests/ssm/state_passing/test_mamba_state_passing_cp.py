@@ -5,9 +5,9 @@
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
+from megatron.core.token_layout import PaddedLengths
 from tests.unit_tests.ssm.mixers import HIDDEN, call, make_mixer
 from tests.unit_tests.ssm.whole_and_sharded import (
     EqualsOneRank,
@@ -45,7 +45,7 @@ def mixer_of(groups, passes_states: bool, layout: str, dtype: torch.dtype) -> Ma
         mamba_num_heads=HEADS,
         mamba_head_dim=HEADDIM,
         mamba_num_groups=GROUPS,
-        linear_context_parallel="state-passing" if passes_states else "head-parallel",
+        linear_cp_mode="chunkwise" if passes_states else "headwise",
     )
     if layout == "contiguous":
         tokens_are_contiguous(mixer)

@@ -10,13 +10,13 @@ import math
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
     transitions_after,
 )
+from megatron.core.token_layout import PaddedLengths, RecurrencePlan
 from tests.unit_tests.test_utilities import Utils
 
 HEADS, CHUNK = 3, 16

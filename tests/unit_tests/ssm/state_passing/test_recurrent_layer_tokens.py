@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.context_parallel_layout import pad_lengths
 from megatron.core.ssm.state_passing import layer_tokens
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
-from megatron.core.ssm.state_passing.options import check_options
+from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
@@ -21,10 +20,10 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 LAYERS = {
     "mamba": lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
     "gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "state-passing", layout, torch.float32, 2
+        groups, "chunkwise", layout, torch.float32, 2
     ),
     "head-parallel gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "head-parallel", layout, torch.float32, 2
+        groups, "headwise", layout, torch.float32, 2
     ),
 }
 
@@ -87,27 +86,34 @@ class TestWhatTravels:
             tokens_of(2, True, stand_in_group(4, rank=1))
 
 
+def config_of(**options) -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **options)
+
+
 class TestOptions:
     @pytest.mark.parametrize(
         "mode, layout, message",
         [
-            ("ring", "zigzag", "linear_context_parallel must be one of"),
-            ("state-passing", "striped", "hybrid_token_layout must be one of"),
-            ("head-parallel", "contiguous", "needs linear_context_parallel='state-passing'"),
+            ("ring", "zigzag", "linear_cp_mode must be one of"),
+            ("chunkwise", "striped", "linear_cp_layout must be one of"),
+            ("headwise", "contiguous", "needs linear_cp_mode='chunkwise'"),
         ],
     )
     def test_what_is_no_option_or_does_not_go_together_is_refused(self, mode, layout, message):
-        config = SimpleNamespace(linear_context_parallel=mode, hybrid_token_layout=layout)
         with pytest.raises(ValueError, match=message):
-            check_options(config)
+            config_of(linear_cp_mode=mode, linear_cp_layout=layout)
+
+    def test_attention_takes_contiguous_tokens_on_one_cp_rank_only(self):
+        config_of(attention_cp_layout="contiguous")
+        with pytest.raises(ValueError, match="attention_cp_layout='contiguous' takes one CP rank"):
+            config_of(attention_cp_layout="contiguous", context_parallel_size=2)
+        with pytest.raises(ValueError, match="attention_cp_layout must be one of"):
+            config_of(attention_cp_layout="striped")
 
     def test_states_of_another_dtype_are_refused(self):
         """Upstream's head-parallel layers take the option, from kernels that have it."""
         with pytest.raises(ValueError, match="takes no mamba_training_ssm_states_dtype"):
-            TransformerConfig(
-                num_layers=1,
-                hidden_size=8,
-                num_attention_heads=1,
+            config_of(
                 mamba_training_ssm_states_dtype=torch.float32,
-                linear_context_parallel="state-passing",
+                linear_cp_mode="chunkwise",
             )

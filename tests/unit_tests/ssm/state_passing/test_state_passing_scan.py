@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import PaddedLengths, RecurrencePlan, plan_recurrence
 from megatron.core.ssm.ops.reference import chunk_gated_delta_rule, mamba_chunk_scan_combined
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
     transitions_after,
 )
+from megatron.core.token_layout import PaddedLengths, RecurrencePlan, plan_recurrence
 
 # Shrinking a failing case can be slow on a busy machine; a deadline would hide the failure.
 cases = settings(deadline=None, max_examples=40)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel_layout import Halo
+from megatron.core.token_layout import Halo
 
 
 class HaloGather:

@@ -25,7 +25,7 @@ ANY_ORDER = (Symbols.MLP, Symbols.MOE)
 def keep_tokens_contiguous(stack: nn.Module) -> None:
     """Keep a HybridStack's tokens contiguous between its layers, by forward hooks.
 
-    Does nothing unless the config has ``hybrid_token_layout="contiguous"`` and there are several CP
+    Does nothing unless the config has ``linear_cp_layout="contiguous"`` and there are several CP
     ranks.
 
     Args:
@@ -35,11 +35,11 @@ def keep_tokens_contiguous(stack: nn.Module) -> None:
         ValueError: the config captures single layers as CUDA graphs, which would lack the hooks.
     """
     config = stack.config
-    if config.hybrid_token_layout != CONTIGUOUS or stack.pg_collection.cp.size() == 1:
+    if config.linear_cp_layout != CONTIGUOUS or stack.pg_collection.cp.size() == 1:
         return
     if config.cuda_graph_impl in ("local", "transformer_engine"):
         raise ValueError(
-            f"hybrid_token_layout={CONTIGUOUS!r} takes no CUDA graphs of single layers "
+            f"linear_cp_layout={CONTIGUOUS!r} takes no CUDA graphs of single layers "
             f"(cuda_graph_impl={config.cuda_graph_impl!r}); 'full_iteration' and 'none' fit"
         )
     around = _Conversions(LayerTokens(config, stack.pg_collection))

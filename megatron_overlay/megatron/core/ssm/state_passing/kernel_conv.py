@@ -18,8 +18,8 @@ from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
+from megatron.core.token_layout import RecurrencePlan
 
 
 class HaloConv(torch.autograd.Function):

@@ -11,7 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.state_passing.options import passes_states
+from megatron.core.token_layout import (
     PaddedLengths,
     RecurrencePlan,
     Route,
@@ -22,8 +24,6 @@ from megatron.core.context_parallel_layout import (
     plan_route,
     zigzag_layout,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.state_passing.options import passes_states
 
 Projection = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""State passing's two options of TransformerConfig; imports nothing of Megatron."""
+"""State passing's options of TransformerConfig; imports nothing of Megatron."""
 
-HEAD_PARALLEL, STATE_PASSING = "head-parallel", "state-passing"
+HEADWISE, CHUNKWISE = "headwise", "chunkwise"
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 
 
@@ -13,26 +13,32 @@ def check_options(config) -> None:
         ValueError: an option has no valid value; the message names the option and its values.
     """
     for name, known in (
-        ("linear_context_parallel", (HEAD_PARALLEL, STATE_PASSING)),
-        ("hybrid_token_layout", (ZIGZAG, CONTIGUOUS)),
+        ("linear_cp_mode", (HEADWISE, CHUNKWISE)),
+        ("linear_cp_layout", (ZIGZAG, CONTIGUOUS)),
+        ("attention_cp_layout", (ZIGZAG, CONTIGUOUS)),
     ):
         if getattr(config, name) not in known:
             raise ValueError(f"{name} must be one of {known}, not {getattr(config, name)!r}")
-    if config.hybrid_token_layout == CONTIGUOUS and not passes_states(config):
+    if config.linear_cp_layout == CONTIGUOUS and not passes_states(config):
         raise ValueError(
-            f"hybrid_token_layout={CONTIGUOUS!r} needs linear_context_parallel={STATE_PASSING!r}, "
-            f"not {config.linear_context_parallel!r}: heads are spread from zigzag tokens"
+            f"linear_cp_layout={CONTIGUOUS!r} needs linear_cp_mode={CHUNKWISE!r}, "
+            f"not {config.linear_cp_mode!r}: heads are spread from zigzag tokens"
+        )
+    if config.attention_cp_layout == CONTIGUOUS and config.context_parallel_size > 1:
+        raise ValueError(
+            f"attention_cp_layout={CONTIGUOUS!r} takes one CP rank, not "
+            f"{config.context_parallel_size}: attention over several is balanced by {ZIGZAG} tokens"
         )
     if passes_states(config) and config.mamba_training_ssm_states_dtype is not None:
         raise ValueError(
-            f"linear_context_parallel={STATE_PASSING!r} takes no mamba_training_ssm_states_dtype: "
+            f"linear_cp_mode={CHUNKWISE!r} takes no mamba_training_ssm_states_dtype: "
             "its states between chunks have the dtype of the activations"
         )
 
 
 def passes_states(config) -> bool:
     """Whether recurrent layers pass states between CP ranks, instead of splitting their heads."""
-    return config.linear_context_parallel == STATE_PASSING
+    return config.linear_cp_mode == CHUNKWISE
 
 
 def head_parallel_size(config) -> int:

@@ -11,9 +11,9 @@ from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_a
 from tests.unit_tests.test_utilities import requires_world_size
 
 TINY_GDN = ("--model", "tiny-gdn")
-CONTIGUOUS = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "contiguous")
-ZIGZAG = ("--linear-context-parallel", "state-passing", "--hybrid-token-layout", "zigzag")
-HEADS = ("--linear-context-parallel", "head-parallel")
+CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous")
+ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
+HEADS = ("--linear-cp-mode", "headwise")
 
 
 @requires_world_size(4)
@@ -47,6 +47,6 @@ class TestEightRanks:
 
 class TestOptions:
     def test_contiguous_tokens_with_spread_heads_are_refused(self):
-        arguments = [*HEADS, "--hybrid-token-layout", "contiguous"]
+        arguments = [*HEADS, "--linear-cp-layout", "contiguous"]
         with pytest.raises(UserError, match="contiguous"):
             parse(arguments, world_size=1)

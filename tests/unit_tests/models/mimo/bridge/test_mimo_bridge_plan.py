@@ -12,10 +12,10 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from megatron.core.context_parallel_layout import Route
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
+from megatron.core.token_layout import Route
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
 ORDERS = list(itertools.permutations(PRODUCTION))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.forward.modality_rows import (
@@ -21,6 +20,7 @@ from megatron.core.models.mimo.forward.modality_rows import (
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout import PaddedLengths
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.context_parallel_layout import Route
 from megatron.core.models.mimo.bridge.topology import BridgeTopology
+from megatron.core.token_layout import Route
 
 NOBODY = -1
 

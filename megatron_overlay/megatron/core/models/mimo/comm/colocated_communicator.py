@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import Moving, Route, exchange
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import AtomRows, plan_block
 from megatron.core.models.mimo.bridge.sample_rows import SampleRows, told_rows
 from megatron.core.models.mimo.bridge.topology import BridgeDirection, bridge_topology
+from megatron.core.token_layout import Moving, Route, exchange
 from megatron.core.utils import log_single_rank
 
 __all__ = ["BridgeDirection", "ColocatedBridgeCommunicator", "SampleRows", "SliceInfo"]

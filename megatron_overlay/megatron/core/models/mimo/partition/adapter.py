@@ -3,7 +3,7 @@
 """Shard a batch of the language model for context (CP) and sequence parallelism (SP).
 
 Context parallelism splits every sample over the CP ranks in the zigzag token layout of
-``megatron.core.context_parallel_layout``; sequence parallelism then splits the embeddings of a
+``megatron.core.token_layout``; sequence parallelism then splits the embeddings of a
 CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: the output layer
 gathers the sequence over TP before the loss.
 """
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.models.mimo.partition import utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.token_layout import (
     PaddedLengths,
     TokenLayout,
     pad_lengths,
     zigzag_layout,
     zigzag_owners,
 )
-from megatron.core.models.mimo.partition import utils
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
 
 class PartitionConfig(utils.PartitionConfig):

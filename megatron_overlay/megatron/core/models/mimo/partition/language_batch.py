@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.context_parallel_layout import PaddedLengths
 from megatron.core.models.mimo.config import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout import PaddedLengths
 
 if TYPE_CHECKING:
     from megatron.core.models.mimo.forward.modality_rows import HostTokens

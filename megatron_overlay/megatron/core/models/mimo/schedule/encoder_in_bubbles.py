@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import Moving, Route
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.forward.encoding import encode
 from megatron.core.models.mimo.forward.macro_batches import Microbatch, Rows, cut, take_inputs
@@ -27,6 +26,7 @@ from megatron.core.models.mimo.schedule.graph_capture import capture_each_use
 from megatron.core.pipeline_parallel.filled_waits import open_links
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_layout import Moving, Route
 from megatron.core.utils import get_model_config, unwrap_model
 
 

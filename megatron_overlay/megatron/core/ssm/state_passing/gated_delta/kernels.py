@@ -27,7 +27,6 @@ from fla.ops.utils.index import prepare_chunk_indices
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.state_passing.gated_delta import states as gated_delta_states
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
@@ -35,6 +34,7 @@ from megatron.core.ssm.state_passing.scan_over_ranks import (
     leaving_gradient,
     transitions_after,
 )
+from megatron.core.token_layout import RecurrencePlan
 
 CHUNK = gated_delta_states.CHUNK
 

@@ -37,10 +37,10 @@ from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd, _state_pa
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
 from megatron.core.ssm.state_passing.scan_over_ranks import StateGather
+from megatron.core.token_layout import RecurrencePlan
 
 
 def kernel_scan(

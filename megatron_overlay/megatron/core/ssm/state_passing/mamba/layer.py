@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel_layout import RecurrencePlan
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
 from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
+from megatron.core.token_layout import RecurrencePlan
 
 
 def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):

@@ -14,26 +14,15 @@ Execute in the layers, without waiting for the device::
     hidden = exchange(hidden, route.reversed(), cp_group)   # restored bit for bit
 """
 
-from megatron.core.context_parallel_layout.attention_plan import (
+from megatron.core.token_layout.attention_plan import (
     AttentionBlock,
     AttentionPlan,
     packed_attention_plan,
     sequence_attention_plan,
 )
-from megatron.core.context_parallel_layout.device_copy import copied_to
-from megatron.core.context_parallel_layout.exchange import Moving, exchange, gather_tokens
-from megatron.core.context_parallel_layout.padded_lengths import (
-    PaddedLengths,
-    lengths_of_batch,
-    pad_lengths,
-)
-from megatron.core.context_parallel_layout.recurrence_plan import (
-    Halo,
-    RecurrencePlan,
-    plan_recurrence,
-)
-from megatron.core.context_parallel_layout.route import Route, plan_route, received_tokens
-from megatron.core.context_parallel_layout.token_layout import (
+from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout.exchange import Moving, exchange, gather_tokens
+from megatron.core.token_layout.layouts import (
     TokenLayout,
     check_zigzag_lengths,
     contiguous_layout,
@@ -41,6 +30,17 @@ from megatron.core.context_parallel_layout.token_layout import (
     zigzag_layout,
     zigzag_owners,
 )
+from megatron.core.token_layout.padded_lengths import (
+    PaddedLengths,
+    lengths_of_batch,
+    pad_lengths,
+)
+from megatron.core.token_layout.recurrence_plan import (
+    Halo,
+    RecurrencePlan,
+    plan_recurrence,
+)
+from megatron.core.token_layout.route import Route, plan_route, received_tokens
 
 __all__ = [
     "AttentionBlock",

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel_layout.device_copy import copied_to
-from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
-from megatron.core.context_parallel_layout.token_layout import TokenLayout, zigzag_layout
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout.layouts import TokenLayout, zigzag_layout
+from megatron.core.token_layout.padded_lengths import PaddedLengths
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.context_parallel_layout.device_copy import copied_to
-from megatron.core.context_parallel_layout.padded_lengths import PaddedLengths
+from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout.padded_lengths import PaddedLengths
 
 
 @dataclass(frozen=True, eq=False)

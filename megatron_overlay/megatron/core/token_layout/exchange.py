@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from megatron.core.context_parallel_layout.route import Route
-from megatron.core.context_parallel_layout.token_layout import TokenLayout
+from megatron.core.token_layout.layouts import TokenLayout
+from megatron.core.token_layout.route import Route
 
 
 def exchange(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel_layout.device_copy import copied_to
-from megatron.core.context_parallel_layout.token_layout import TokenLayout
+from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.token_layout.layouts import TokenLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel_layout import (
+from megatron.core.token_layout import (
     AttentionPlan,
     PaddedLengths,
     contiguous_layout,

@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel_layout.device_copy import copied_to
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.token_layout.device_copy import copied_to
 
 
 @dataclass(frozen=True)
