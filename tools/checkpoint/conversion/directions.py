@@ -31,9 +31,6 @@ from examples.mimo.nemotron_vlm.presets import VLMPreset, write_preset
 MODEL = "model.json"
 """File of the sizes in a converted checkpoint, whose path ``--model`` takes."""
 
-FILE_BYTES = 4 * 1000**3
-"""Bytes of a safetensors file; about twice as many are in memory."""
-
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
 
@@ -158,7 +155,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
             dtype, shape = files.dtype(name), files.shapes[name]
         sizes[name] = torch.Size(shape).numel() * dtype.itemsize
     with whole_directory(out) as directory:
-        write_files(directory, sizes, FILE_BYTES, make)
+        write_files(directory, sizes, make)
         for name in matching((path.name for path in like.iterdir() if path.is_file()), COPIED):
             if not name.endswith(".safetensors.index.json"):
                 shutil.copyfile(like / name, directory / name)
