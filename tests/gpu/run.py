@@ -43,7 +43,7 @@ CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_ahead.py"
 UNITS = "tests/unit_tests"
-UNITS_OF_ONE = ("checkpoint/test_convert_language.py", "checkpoint/test_convert_vlm.py", "ssm")
+UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm")
 UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/test_{name}.py" for name in ("gradient_flow", "loop", "packed_rows")
 )
