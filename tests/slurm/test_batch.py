@@ -44,11 +44,10 @@ class TestBatch:
         self, cluster, out, tmp_path
     ):
         """The planted case has another seed: it ends well, with losses unlike the reference's."""
-        name = f'name = "{PLANTED}"'
-        section = CASES.read_text().partition(name)[2]
-        arguments = section.partition('arguments = "')[2].partition('"')[0]
+        begin = f'case.{PLANTED} = {{ ranks = 4, arguments = "'
+        assert begin in CASES.read_text()
         planted = tmp_path / "cases.toml"
-        planted.write_text(CASES.read_text().replace(arguments, f"{arguments} --seed 7"))
+        planted.write_text(CASES.read_text().replace(begin, f"{begin}--seed 7 "))
         job = submit(cluster, out, "--cases", planted)
         first = out / "cases" / "one-rank" / "result.json"
         wait_until(first.exists, 300)

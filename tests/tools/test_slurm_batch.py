@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mini import REPOSITORY
+from mini import REPOSITORY, write_tree
 
 sys.path.insert(0, str(REPOSITORY / "tools" / "slurm"))
 import e2e_batch  # noqa: E402
@@ -21,7 +21,7 @@ while [ "$1" != timeout ]; do shift; done
 exec "$@"
 """
 
-PROGRAM = """#!{python}
+PROGRAM = f"""#!{sys.executable}
 import json, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
 time.sleep(float(options.get("--sleep", 0)))
@@ -33,37 +33,21 @@ with open(options["--metrics-out"], "w") as file:
 sys.exit(int(options.get("--exit", 0)))
 """
 
-CASES = """
+DEVICE = 'arguments = ""\nsteps = [1, 2]\nlimit_s = 3\ntolerance = 1e-4\n'
+CASES = f"""
 [cpu]
-arguments = ""
-steps = [1, 2]
-limit_s = 30
-tolerance = 1e-4
+{DEVICE}
+[[cpu.group]]
+case.reference = {{ ranks = 1 }}
+case.layout = {{ ranks = 4, arguments = "LAYOUT" }}
+[[cpu.group]]
+case.loads = {{ ranks = 3, arguments = "--load {{layout}}/checkpoints" }}
 [gpu]
-arguments = ""
-steps = [1, 2]
-limit_s = 30
-tolerance = 1e-4
-[[case]]
-name = "reference"
-device = "cpu"
-ranks = 1
-[[case]]
-name = "layout"
-device = "cpu"
-ranks = 4
-arguments = "LAYOUT"
-same_as = "reference"
-[[case]]
-name = "loads"
-device = "cpu"
-ranks = 3
-arguments = "--load {layout}/checkpoints"
-[[case]]
-name = "gpu-case"
-device = "gpu"
-ranks = 8
+{DEVICE}
+[[gpu.group]]
+case.gpu-case = {{ ranks = 8 }}
 """
+ALL = ["reference", "layout", "loads"]
 
 
 class Job:
@@ -71,21 +55,14 @@ class Job:
 
     def __init__(self, directory: Path, monkeypatch) -> None:
         self.directory, self.out = directory, directory / "out"
-        self.calls = directory / "calls"
-        self.python = directory / "python"
-        self._write(directory / "bin" / "srun", SRUN.format(calls=self.calls))
-        self._write(self.python, PROGRAM.format(python=sys.executable))
+        self.calls, self.python = directory / "calls", directory / "python"
+        write_tree(directory, {"bin/srun": SRUN.format(calls=self.calls), "python": PROGRAM})
+        for name in ("bin/srun", "python"):
+            (directory / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory / 'bin'}:/usr/bin:/bin")
-        monkeypatch.setenv("SLURM_JOB_ID", "7")
-        monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-        monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
+        for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("GPUS_ON_NODE", "0")):
+            monkeypatch.setenv(f"SLURM_{name}", value)
         monkeypatch.setattr(e2e_batch, "prepare", lambda checkout: None)
-
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
 
     def run(self, *options: str, layout: str = "") -> int:
         cases = self.directory / "cases.toml"
@@ -99,8 +76,13 @@ class Job:
         self.calls.unlink(missing_ok=True)
         return re.findall(r"--job-name (\S+)", calls)
 
-    def suite(self) -> ElementTree.Element:
-        return ElementTree.parse(self.out / "junit.xml").getroot()
+    def failures(self) -> dict[str, ElementTree.Element | None]:
+        """The failure of each case in the JUnit file."""
+        suite = ElementTree.parse(self.out / "junit.xml").getroot()
+        assert int(suite.attrib["tests"]) == len(suite)
+        found = {case.attrib["name"]: case.find("failure") for case in suite}
+        assert int(suite.attrib["failures"]) == sum(each is not None for each in found.values())
+        return found
 
 
 @pytest.fixture
@@ -109,10 +91,14 @@ def job(tmp_path, monkeypatch) -> Job:
 
 
 class TestOutcomes:
-    def test_all_pass(self, job):
+    def test_all_pass_on_as_many_nodes_as_divide_the_ranks(self, job):
         assert job.run() == 0
-        assert job.launched() == ["reference", "layout", "loads"]
-        assert job.suite().attrib["failures"] == "0"
+        shapes = re.findall(
+            r"--nodes (\d).*--nnodes (\d) --nproc-per-node (\d)", job.calls.read_text()
+        )
+        assert shapes == [("1", "1", "1"), ("2", "2", "2"), ("1", "1", "3")]
+        assert job.launched() == ALL
+        assert job.failures() == dict.fromkeys(ALL)
         assert (job.out / "summary.txt").read_text().endswith("3 passed, 0 failed\n")
         assert "something" in (job.out / "cases" / "loads" / "log.txt").read_text()
 
@@ -120,12 +106,14 @@ class TestOutcomes:
         """Cases that need more GPUs than the host has do not run."""
         monkeypatch.delenv("SLURM_JOB_ID")
         (job.out / "Megatron-LM").mkdir(parents=True)
-        assert job.run("--here", "0") == 0
+        for gpus, code, says in (
+            ("0", 0, "3 passed, 0 failed"),
+            ("4", 1, "it needs 8 GPUs a node, of 4"),
+            ("8", 0, "1 passed, 0 failed"),
+        ):
+            assert job.run("--here", gpus) == code
+            assert says in (job.out / "summary.txt").read_text()
         assert job.launched() == []
-        assert (job.out / "summary.txt").read_text().endswith("3 passed, 0 failed\n")
-        assert job.run("--here", "4") == 1
-        assert "it needs 8 GPUs a node, of 4" in (job.out / "summary.txt").read_text()
-        assert job.run("--here", "8") == 0
 
     @pytest.mark.parametrize(
         ("layout", "message"),
@@ -134,78 +122,71 @@ class TestOutcomes:
             ("--losses [2,null]", "step 2 has loss None, and reference has 1"),
             ("--losses [2]", "it recorded steps [1], not 1 to 2"),
             ("--exit 3", "exit code 3"),
+            ("--sleep 20", "it took longer than 3 s"),
         ],
     )
     def test_a_failure_is_named_and_what_needs_the_case_does_not_run(self, job, layout, message):
         assert job.run(layout=layout) == 1
         assert job.launched() == ["reference", "layout"]
-        failures = {case.attrib["name"]: case.find("failure") for case in job.suite()}
+        failures = job.failures()
         assert failures["reference"] is None
         assert failures["layout"].attrib["message"].startswith(message)
-        assert "something" in failures["layout"].text
+        assert layout == "--sleep 20" or "something" in failures["layout"].text
         assert failures["loads"].attrib["message"] == "not run: it needs layout, which failed"
         assert "1 passed, 2 failed" in (job.out / "summary.txt").read_text()
 
-    def test_a_case_has_a_time_limit(self, job, monkeypatch):
-        monkeypatch.setitem(globals(), "CASES", CASES.replace("limit_s = 30", "limit_s = 1"))
-        assert job.run("--only", "layout", layout="--sleep 20") == 1
-        failure = job.suite().find("testcase[@name='layout']/failure")
-        assert failure.attrib["message"] == "it took longer than 1 s"
-
     def test_a_gpu_case_without_gpus_fails_and_says_so(self, job):
         assert job.run("--device", "gpu") == 1
-        failure = job.suite().find("testcase[@name='gpu-case']/failure")
-        assert failure.attrib["message"] == "not run: it needs 4 GPUs a node, of 0"
+        message = job.failures()["gpu-case"].attrib["message"]
+        assert message == "not run: it needs 4 GPUs a node, of 0"
         assert job.launched() == []
 
 
 class TestAgain:
-    def test_a_requeued_job_runs_only_what_has_no_result(self, job):
-        assert job.run(layout="--exit 3") == 1
+    @pytest.mark.parametrize(
+        ("before", "job_id", "after", "launched"),
+        [
+            ("--exit 3", "7", "--exit 3", ["reference"]),  # requeued; its result is removed below
+            ("--exit 3", "8", "--exit 3", ["reference", "layout"]),
+            ("", "7", "--losses [2,1]", ["reference", "layout", "loads"]),
+            ("", "8", "", ["reference"]),
+        ],
+    )
+    def test_what_runs_again(self, job, monkeypatch, before, job_id, after, launched):
+        """A case without a result does; in another job also what failed; and what has changed."""
+        assert job.run(layout=before) == bool(before)
         (job.out / "cases" / "reference" / "result.json").unlink()
         job.launched()
-        assert job.run(layout="--exit 3") == 1
-        assert job.launched() == ["reference"]
-        assert job.suite().attrib["tests"] == "3"
-
-    def test_another_job_repeats_what_failed(self, job, monkeypatch):
-        assert job.run(layout="--exit 3") == 1
-        job.launched()
-        monkeypatch.setenv("SLURM_JOB_ID", "8")
-        assert job.run(layout="--exit 3") == 1
-        assert job.launched() == ["layout"]
-
-    def test_a_case_that_changed_runs_again_with_those_that_need_it(self, job):
-        assert job.run() == 0
-        job.launched()
-        assert job.run(layout="--losses [2,1]") == 0
-        assert job.launched() == ["layout", "loads"]
+        monkeypatch.setenv("SLURM_JOB_ID", job_id)
+        assert job.run(layout=after) == ("--exit" in after)
+        assert job.launched() == launched
+        assert list(job.failures()) == ALL
 
     def test_a_changed_overlay_runs_all_again(self, job, monkeypatch):
-        assert job.run() == 0
-        job.launched()
-        monkeypatch.setattr(e2e_batch, "_sources_hash", lambda: "other")
-        assert job.run() == 0
-        assert job.launched() == ["reference", "layout", "loads"]
+        for sources in ("one", "other"):
+            monkeypatch.setattr(e2e_batch, "_sources_hash", lambda sources=sources: sources)
+            assert job.run() == 0
+            assert job.launched() == ALL
 
 
 class TestCommandLine:
     def test_only_takes_with_it_what_is_needed(self, job):
         assert job.run("--only", "load*") == 0
-        assert job.launched() == ["reference", "layout", "loads"]
+        assert job.launched() == ALL
         assert job.run("--only", "ref*", "--only", "layout") == 0
-        assert job.suite().attrib["tests"] == "2"
+        assert list(job.failures()) == ["reference", "layout"]
 
     def test_list_runs_nothing(self, job, capsys):
         assert job.run("--list") == 0
         names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-        assert names == ["reference", "layout", "loads"]
+        assert names == ALL
         assert job.launched() == [] and not job.out.exists()
 
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
             (["out", "--only", "nothing"], "--only nothing: no such cpu case"),
+            (["out", "--cases", str(REPOSITORY / "tools/slurm/many_gpus.toml")], "no cpu cases"),
             ([], "OUT is missing"),
             (["out"], "this is no Slurm job"),
         ],
@@ -215,12 +196,6 @@ class TestCommandLine:
         with pytest.raises(SystemExit, match="2"):
             e2e_batch.main(arguments)
         assert says in capsys.readouterr().err
-
-    def test_ranks_spread_evenly_over_as_many_nodes_as_divide_them(self, job):
-        assert job.run() == 0
-        calls = job.calls.read_text()
-        shapes = re.findall(r"--nodes (\d).*--nnodes (\d) --nproc-per-node (\d)", calls)
-        assert shapes == [("1", "1", "1"), ("2", "2", "2"), ("1", "1", "3")]
 
     def test_a_container_is_passed_on_to_srun(self, job):
         options = ("--container-image", "image.sqsh", "--container-mounts", "/data:/data")
@@ -233,17 +208,31 @@ class TestCommandLine:
 
 
 class TestCases:
-    listed = read_cases(REPOSITORY / "tools" / "slurm" / "cases.toml")
+    @pytest.mark.parametrize(
+        ("name", "device"), [("cases", "cpu"), ("cases", "gpu"), ("many_gpus", "gpu")]
+    )
+    def test_the_program_takes_every_case_and_eight_ranks_fit(self, name, device, tmp_path):
+        pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+        from megatron.core import cpu_runtime
 
-    @pytest.mark.parametrize("device", ["cpu", "gpu"])
-    def test_every_case_fits_eight_ranks_and_a_case_of_its_device(self, device):
-        names = {case.name for case in choose(self.listed, device, [])}
-        for case in choose(self.listed, device, []):
-            assert case.ranks <= 8 and set(case.needs) <= names
+        cpu_runtime.install()
+        from examples.mimo.nemotron_vlm.options.arguments import parse
 
-    def test_a_case_must_come_after_what_it_needs(self, tmp_path):
-        head, reference, *others = CASES.split("[[case]]")
+        cases = read_cases(REPOSITORY / "tools" / "slurm" / f"{name}.toml", device)
+        assert cases == choose(cases, [])
+        for case in cases:
+            assert case.ranks <= 8
+            assert parse(case.command_line(tmp_path), case.ranks).layouts, case.name
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (("case.loads", "case.reference"), "two cases are called reference"),
+            (("{layout}", "{later}"), "loads needs later, which must come before it"),
+        ],
+    )
+    def test_a_list_that_cannot_run_is_refused(self, tmp_path, change, reason):
         path = tmp_path / "cases.toml"
-        path.write_text("[[case]]".join([head, *others, reference]))
-        with pytest.raises(ValueError, match="layout needs reference, which must come before"):
-            read_cases(path)
+        path.write_text(CASES.replace(*change))
+        with pytest.raises(ValueError, match=reason):
+            read_cases(path, "cpu")

@@ -7,8 +7,7 @@ that their plan predicts and the bound L + max(E, L(p-1)/m). The alternative enc
 on the first stage's ranks, inside the pipeline. E is the encoder's forward and backward over a
 rank's samples, and L a stage's over all microbatches, each measured alone in the same run. The
 schedules take turns, step by step; ratios of two are medians over the turns. No gradients are
-reduced, and the optimizer does not run. A second table has the peak memory of a step beyond weights
-and gradients, when phase 3 recomputes the encoder for some microbatches at a time.
+reduced, and the optimizer does not run.
 
 Usage, under torchrun with the checkout on PYTHONPATH, on GPUs:
     torchrun --nproc-per-node 4 tools/bench/colocated_pipeline.py pp=4 pp=2 --timeline out.png
@@ -22,385 +21,48 @@ when ranks share cores. The alternative is then left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 from examples.mimo.nemotron_vlm.options.environment import at_start
 
 os.environ.update(at_start(["--encoder-schedule", "bubbles"]))
 
-import torch
 import torch.distributed as dist
-from ranks import start, timed
-from sleeping import Sleeper
-from timeline import CUDA, Recorder, Span, draw
+from ranks import start, take_turns
+from timeline import CUDA, Span, draw
 
 if not CUDA:
     from megatron.core import cpu_runtime
 
     cpu_runtime.install()
 
-from examples.mimo.common.layout import parse_layout
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.model.model import IMAGES, build_vlm
-from examples.mimo.nemotron_vlm.model.presets import (
-    PRESETS,
-    EncoderPreset,
-    LanguagePreset,
-    VLMPreset,
-    tiny,
-)
-from examples.mimo.nemotron_vlm.options.arguments import parse
-from megatron.core.models.mimo import colocated_schedule
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.forward import macro_batches
-from megatron.core.models.mimo.forward.encoding import encode
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
-from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule import encoder_in_bubbles
-from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES, Costs, bubble_plan
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import (
-    EncoderInBubbles,
-    encode_in_bubbles,
-)
-from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.utils import unwrap_model
+from colocated_schedules import Bench
+
+from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
 
 ROUNDS, TURNS = 3, 10
 
 
-def preset() -> VLMPreset:
-    """Return sizes of ViT-H's width and a dense language model; on CPUs the tiny ones."""
-    if not CUDA:
-        return tiny()
-    return VLMPreset(
-        name="dense",
-        encoder=EncoderPreset(
-            layers=16, hidden=1280, heads=16, ffn=5120, patch=16, tile=512, max_tile=512
-        ),
-        projector_ffn=10752,
-        language=LanguagePreset(
-            hybrid_layer_pattern="*-" * 8,
-            hidden_size=2688,
-            num_attention_heads=32,
-            num_query_groups=8,
-            kv_channels=128,
-            num_experts=8,
-            moe_router_topk=2,
-            moe_ffn_hidden_size=10752,
-            moe_shared_expert_intermediate_size=1,
-            mamba_num_heads=64,
-            mamba_head_dim=64,
-            mamba_num_groups=8,
-            mamba_state_dim=128,
-            vocab_size=1024,
-        ),
-    )
+def seconds(runs: list[Callable[[], None]], bench: Bench, turns: int) -> list[list[float]]:
+    """Return each run's seconds in every turn."""
 
-
-class Bench:
-    """The model of one layout on this rank, one batch, and the schedules to run.
-
-    Args:
-        language: the language model's layout, as in the training program; the encoder's DP is all
-            ranks.
-        device: this rank's device.
-        args: the command line's arguments.
-    """
-
-    def __init__(self, language: str, device: torch.device, args: argparse.Namespace) -> None:
-        world, wanted = dist.get_world_size(), parse_layout(language, "language")
-        self.device, self.tiles = device, args.tiles
-        micro, length = args.samples, 4096 if CUDA else 32
-        dp = world // (wanted.tp * wanted.cp * wanted.pp)
-        self.microbatches = args.microbatches_a_stage * wanted.pp
-        samples = micro * dp * self.microbatches
-        PRESETS["bench"] = preset
-        options = parse(
-            [
-                *("--model", "bench", "--device", "cuda" if CUDA else "cpu"),
-                *("--encoder", f"dp={world}", "--language", language),
-                *("--global-batch-size", str(samples), "--micro-batch-size", str(micro)),
-                *("--seq-length", str(length), "--transformer-impl", "local"),
-                *(("--bf16", "--no-gradient-accumulation-fusion") if CUDA else ()),
-            ],
-            world,
-        )
-        self.layouts = options.layouts
-        places = {IMAGES: (self.layouts.encoder, 0), LANGUAGE: (self.layouts.language, 0)}
-        self.modules = make_modules(places, "nccl" if CUDA else "gloo")
-        prepare_process(self.modules, options.args)
-        stages = build_vlm(options.args, options.preset, options.configs, self.modules)
-        self.model: MimoModel = stages[0].to(self.device).train()
-        for parameter in self.model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        # The schedules set it, but stage_alone runs before them.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=self.device))
-        self.groups = self.modules[LANGUAGE].groups
-        self.inputs = self._inputs(samples // world)
-        self.tokens = self._tokens()
-        self.recorder: Recorder | None = None
-        self.sleeper, self.sleep_s = Sleeper(), args.sleep / 1e3
-        # Sleep for a tile: divided by the tiles of a microbatch on each rank.
-        self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
-        self.tile_sleep_s /= micro * dp * self.tiles / world
-        if wanted.cp == 1:  # with CP, microbatches would have to tell who owns which row
-            encode_in_bubbles([self.model], EQUAL_SHARES)
-
-    def _inputs(self, samples: int) -> dict[str, object]:
-        size = preset().encoder.tile
-        tiles = 255 * torch.rand(samples * self.tiles, 3, size, size, device=self.device)
-        return {IMAGES: {"radio": {"tiles": tiles.to(next(self.model.parameters()).dtype)}}}
-
-    def _tokens(self) -> dict[str, torch.Tensor]:
-        batch = self.layouts.batch
-        ids = torch.full((batch.micro_size, batch.seq_length), 20, device=self.device)
-        ids[:, : self.tiles * preset().encoder.tokens_per_tile] = IMAGE
-        return {
-            "input_ids": ids,
-            "labels": torch.full_like(ids, 20),
-            "loss_mask": torch.ones(ids.shape, device=self.device),
-            "position_ids": torch.arange(batch.seq_length, device=self.device).expand_as(ids),
-        }
-
-    def encoder_alone(self) -> None:
-        """Run E: the encoder's forward and backward over this rank's samples."""
-        rows = self._encode(self.model, [self.inputs])[IMAGES]
-        rows.backward(torch.ones_like(rows))
-
-    def stage_alone(self) -> None:
-        """Run L: this rank's stage over all microbatches, without waiting for other stages."""
-        shape = self._hidden_shape()
-        dtype = next(self.model.parameters()).dtype
-        for _ in range(self.microbatches):
-            with self.sleeper.lasting(3 * self.sleep_s):
-                self.model.set_input_tensor(
-                    [torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)]
-                )
-                output, _ = self.model(**self.tokens, encoder_embeddings=self._leaf_embeddings())
-                output.backward(torch.ones_like(output))
-
-    def _hidden_shape(self) -> tuple[int, ...]:
-        lay, batch = self.layouts.language, self.layouts.batch
-        split = lay.cp * (lay.tp if lay.sequence_parallel else 1)
-        return batch.seq_length // split, batch.micro_size, preset().language.hidden_size
-
-    def _leaf_embeddings(self) -> dict[str, torch.Tensor]:
-        dtype = next(self.model.parameters()).dtype
-        rows = int((self.tokens["input_ids"] == IMAGE).sum())
-        shape = rows, preset().language.hidden_size
-        return {IMAGES: torch.ones(shape, device=self.device, dtype=dtype, requires_grad=True)}
-
-    def three_phases(self, recompute: int | None = None) -> None:
-        """Run the schedule in three phases."""
-        self.model.recompute_encoder_shares, self.model.bubble_costs = recompute, None
-        self._colocated()
-
-    def bubbles(self, costs: Costs) -> None:
-        """Run the encoder where the pipeline's stages would wait, one microbatch at a time."""
-        self.model.recompute_encoder_shares, self.model.bubble_costs = None, costs
-        self._colocated()
-
-    def _colocated(self) -> None:
-        share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
-        inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
-        told = self._host_tokens(len(share[0]))
-        colocated_schedule.colocated_forward_backward_with_pp(
-            data_iterator=iter([self.tokens | told | {"modality_inputs": i} for i in inputs]),
-            forward_step_func=self._forward_step,
-            model=self.model,
-            **self._common(),
-        )
-
-    def _host_tokens(self, tiles: int) -> dict[str, HostTokens]:
-        """Return a microbatch's tokens for the bridge, ``tiles`` encoded here; empty with CP."""
-        if self.layouts.language.cp > 1:
-            return {}
-        rows = tiles * preset().encoder.tokens_per_tile
-        atoms = self.layouts.encoder.dp // self.layouts.language.dp
-        ids = list(self.tokens["input_ids"].cpu())
-        return {"host_tokens": HostTokens({IMAGES: []}, ids, {IMAGES: ([rows], [rows] * atoms)})}
-
-    def encoder_in_first_stage(self) -> None:
-        """Run the usual alternative: the first stage's ranks encode the images that they read."""
-        schedules.forward_backward_pipelining_without_interleaving(
-            data_iterator=iter([dict(self.tokens) for _ in range(self.microbatches)]),
-            forward_step_func=self._encoding_forward_step,
-            model=[self.model],
-            p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config),
-            **self._common(),
-        )
-
-    def _common(self) -> dict[str, object]:
-        return {
-            "num_microbatches": self.microbatches,
-            "seq_length": self.layouts.batch.seq_length,
-            "micro_batch_size": self.layouts.batch.micro_size,
-            "pg_collection": self.groups,
-            "forward_only": False,
-        }
-
-    def _encoding_forward_step(self, batches, model):
-        microbatch = dict(next(batches))
-        if model.role.is_first_stage(LANGUAGE):
-            samples = self.layouts.batch.micro_size
-            tiles = self.inputs[IMAGES]["radio"]["tiles"]
-            inputs = {IMAGES: {"radio": {"tiles": _repeated(tiles, samples * self.tiles)}}}
-            microbatch["encoder_embeddings"] = self._encode(model, [inputs])
-        return self._forward_step(iter([microbatch]), model)
-
-    def _forward_step(self, batches, model):
-        microbatch = next(batches)
-        with self._span("language forward"), self.sleeper.lasting(self.sleep_s):
-            output, loss_mask = model(**microbatch)
-        return output, lambda out: (out.float().sum(), loss_mask.sum().int(), {})
-
-    def _span(self, name: str):
-        return self.recorder.span(name) if self.recorder else contextlib.nullcontext()
-
-    def _watched(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Record when the rows' gradient arrives, which begins the encoder's backward."""
-        for tensor in rows.values():
-            if self.recorder and tensor.requires_grad:
-                tensor.register_hook(lambda _: setattr(self, "begin", self.recorder.now()))
-        return rows
-
-    def spans(self, run: Callable[[], None]) -> list[list[Span]]:
-        """Run a schedule once more, and return every rank's spans."""
-        self.recorder, self.begin = Recorder(), None
-        with self._recorded():
-            run()
-        self._end_encoder_backward()
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, self.recorder.spans())
-        self.recorder = None
-        return by_rank
-
-    def _end_encoder_backward(self) -> None:
-        if self.begin is not None:
-            self.recorder.add("encoder backward", self.begin)
-            self.begin = None
-
-    @contextlib.contextmanager
-    def _recorded(self) -> Iterator[None]:
-        backward_step = schedules.backward_step
-
-        def backward(*args, **kwargs):
-            begin = self.recorder.now()
-            result = backward_step(*args, **kwargs)
-            self.recorder.add("language backward", begin, end=self.begin)
-            self._end_encoder_backward()
-            return result
-
-        encoding = self.recorder.recorded("encoder forward", self._encode)
-        bridge = self.recorder.recorded("bridge", macro_batches.communicate)
-        piece = EncoderInBubbles._backward
-
-        def backward_piece(*args):
-            piece(*args)
-            self._end_encoder_backward()
-
-        with (
-            mock.patch.object(schedules, "backward_step", backward),
-            mock.patch.object(self, "_encode", encoding),
-            mock.patch.object(macro_batches, "communicate", bridge),
-            mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
-        ):
-            yield
-
-    def _encode(self, model, shares, recompute=None) -> dict[str, torch.Tensor]:
-        """Run the encoder; with sleeping operations, as long as its tiles take."""
-        tiles = sum(len(share[IMAGES]["radio"]["tiles"]) for share in shares if share)
-        seconds = self.tile_sleep_s * tiles
-        with self.sleeper.lasting(seconds):
-            rows = self._watched(encode(model, shares, recompute))
-        if seconds:
-            rows[IMAGES].register_hook(lambda _: self.sleeper.sleep(2 * seconds))
-        return rows
-
-    @contextlib.contextmanager
-    def slowed(self) -> Iterator[None]:
-        """Make the schedules' operations sleep inside the block as well."""
-        backward_step = schedules.backward_step
-
-        def backward(*args, **kwargs):
-            with self.sleeper.lasting(2 * self.sleep_s):
-                return backward_step(*args, **kwargs)
-
-        with (
-            mock.patch.object(schedules, "backward_step", backward),
-            mock.patch.object(macro_batches, "encode", lambda *args: self._encode(*args)),
-            mock.patch.object(encoder_in_bubbles, "encode", lambda *args: self._encode(*args)),
-        ):
-            yield
-
-    def destroy(self) -> None:
-        """Destroy the process groups."""
-        dist.barrier()
-        unwrap_model(self.model).destroy()
-        for module in self.modules.values():
-            module.grid.destroy()
-
-
-def _repeated(tiles: torch.Tensor, count: int) -> torch.Tensor:
-    return tiles[torch.arange(count, device=tiles.device) % len(tiles)]
-
-
-def take_turns(runs: list[Callable[[], None]], bench: Bench, turns: int) -> tuple[list[float], ...]:
-    """Return each run's seconds on its slowest rank in every turn, after a turn for warm-up."""
-    found = []
-    for _ in range(turns + 1):
-        times = []
-        for run in runs:
+    def of(run: Callable[[], None]) -> Callable[[], None]:
+        def step() -> None:
             bench.model.zero_grad(set_to_none=True)
-            times.append(timed(run, bench.device))
-        found.append(times)
-    return tuple(map(list, zip(*found[1:], strict=True)))
+            run()
 
+        return step
 
-def seconds(run: Callable[[], None], bench: Bench) -> float:
-    """Return the seconds of the fastest of `ROUNDS` runs."""
-    (times,) = take_turns([run], bench, ROUNDS)
-    return min(times)
+    return take_turns([of(run) for run in runs], bench.device, turns)
 
 
 def ratio(times: list[float], others: list[float]) -> float:
     """Return the median over the turns of the ratio of two runs' times."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
-
-
-def peak_bytes(run: Callable[[], None]) -> int:
-    """Return the peak of bytes that a run allocates on any rank, beyond those allocated before."""
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    most = torch.tensor(torch.cuda.max_memory_allocated() - before, device="cuda")
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
-def print_recompute(bench: Bench, language: str) -> None:
-    """Print peak memory and time when the encoder's activations are kept, and when recomputed."""
-    sizes = [None, *(k for k in (4, 2, 1) if k <= bench.microbatches)]
-    runs = [partial(bench.three_phases, size) for size in sizes]
-    peaks = [peak_bytes(run) for run in runs]
-    times = [seconds(run, bench) for run in runs]
-    if dist.get_rank() == 0:
-        print("\n| language | recompute | peak, GiB | time / kept |\n|---|---|---:|---:|")
-        for size, peak, time in zip(sizes, peaks, times, strict=True):
-            way = "nothing" if size is None else f"{size} microbatches at a time"
-            print(f"| {language} | {way} | {peak / 2**30:.1f} | {time / times[0]:.2f} |")
-        print(flush=True)
 
 
 def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], float]:
@@ -409,7 +71,7 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
     Returns:
         Each schedule's spans, by rank, and the bound in seconds.
     """
-    e, length = (seconds(run, bench) for run in (bench.encoder_alone, bench.stage_alone))
+    e, length = map(min, seconds([bench.encoder_alone, bench.stage_alone], bench, ROUNDS))
     stages, number = bench.layouts.language.pp, bench.microbatches
     wait = length * (stages - 1) / number
     model, bound = e + length + wait, length + max(e, wait)
@@ -419,7 +81,7 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
         runs["encoder in the first stage"] = bench.encoder_in_first_stage
     if bench.layouts.language.cp == 1:
         runs["encoder in the bubbles"] = partial(bench.bubbles, costs)
-    times = dict(zip(runs, take_turns(list(runs.values()), bench, TURNS), strict=True))
+    times = dict(zip(runs, seconds(list(runs.values()), bench, TURNS), strict=True))
     step = times.pop("three phases")
     ratios = [
         f"{ratio(times[name], step):.3f}" if name in times else "–"
@@ -434,8 +96,6 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
             f"| {' | '.join(ratios)} | {planned / model:.3f} | {bound / model:.3f} |",
             flush=True,
         )
-    if CUDA:
-        print_recompute(bench, language)
     spans = {f"{language}: {name}": bench.spans(run) for name, run in runs.items()}
     return spans, bound
 
@@ -460,7 +120,7 @@ def main() -> None:
         )
     for language in args.layouts:
         bench = Bench(language, device, args)
-        with bench.slowed():
+        with bench.watched():
             rows, bound = measure(bench, language)
         bench.destroy()
     if args.timeline and dist.get_rank() == 0:

@@ -11,11 +11,6 @@ import argparse
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 PEAK = 989
 """Dense bf16 TFLOP/s of an H100 or H200, from NVIDIA's data sheet."""
 
@@ -29,6 +24,26 @@ PARTS = {
 """Shares of a step and their colours: data is waiting for it, exposed is communication alone."""
 
 
+COLUMNS = (
+    "row",
+    "run",
+    "GPUs",
+    "s/step",
+    "tokens/s a GPU",
+    "TFLOP/s a GPU",
+    "of peak",
+    "ratio",
+    "GiB",
+)
+HEAD = "\n".join(
+    [
+        "| " + " | ".join((*COLUMNS, *PARTS)) + " |",
+        "|---|---|" + "---:|" * (len(COLUMNS) - 2 + len(PARTS)),
+    ]
+)
+"""Head of the table in Markdown."""
+
+
 def main() -> None:
     """Read the files, print the table and draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -36,35 +51,27 @@ def main() -> None:
     parser.add_argument("--png", type=Path, required=True)
     own = parser.parse_args()
     rows = [json.loads(file.read_text()) for file in own.files]
-    print(table(rows))
+    print("\n".join([HEAD, *(line(row, run) for row in rows for run in row["runs"])]))
     draw(rows, own.png)
 
 
-def table(rows: list[dict]) -> str:
-    """Return a line per run; ratios are of tokens/s a GPU to the first run of the row."""
-    lines = [
-        "| row | run | GPUs | s/step | tokens/s a GPU | TFLOP/s a GPU | of peak | ratio | GiB | "
-        + " | ".join(PARTS)
-        + " |",
-        "|---|---|" + "---:|" * (7 + len(PARTS)),
+def line(row: dict, run: dict) -> str:
+    """Return a run's line; its ratio is of tokens/s a GPU to the first run of the row."""
+    ratio = run["tokens_per_s_per_gpu"] / row["runs"][0]["tokens_per_s_per_gpu"]
+    peak_gib = run["peak_memory_gib"]
+    cells = [
+        row["title"],
+        run["name"],
+        str(run["ranks"]),
+        f"{run['step_s']:.3f}",
+        f"{run['tokens_per_s_per_gpu']:.0f}",
+        f"{run['tflops_per_gpu']:.0f}",
+        f"{run['tflops_per_gpu'] / PEAK:.1%}",
+        f"{ratio:.2f}",
+        "–" if peak_gib is None else f"{peak_gib:.0f}",
+        *("–" if share is None else f"{share:.1%}" for share in shares(run).values()),
     ]
-    for row in rows:
-        for run in row["runs"]:
-            ratio = run["tokens_per_s_per_gpu"] / row["runs"][0]["tokens_per_s_per_gpu"]
-            cells = [
-                row["title"],
-                run["name"],
-                str(run["ranks"]),
-                f"{run['step_s']:.3f}",
-                f"{run['tokens_per_s_per_gpu']:.0f}",
-                f"{run['tflops_per_gpu']:.0f}",
-                f"{run['tflops_per_gpu'] / PEAK:.1%}",
-                f"{ratio:.2f}",
-                f"{run['peak_memory_gib']:.0f}",
-                *("–" if share is None else f"{share:.1%}" for share in shares(run).values()),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return f"| {' | '.join(cells)} |"
 
 
 def shares(run: dict) -> dict[str, float | None]:
@@ -75,6 +82,11 @@ def shares(run: dict) -> dict[str, float | None]:
 
 def draw(rows: list[dict], png: Path) -> None:
     """Draw bars of TFLOP/s a GPU, and of the shares of a step that are not computation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     runs = [(row, run) for row in rows for run in row["runs"]]
     names = [f"{row['row']}: {run['name']}" for row, run in runs]
     places = range(len(runs))

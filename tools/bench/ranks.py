@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-ROUNDS, CALLS = 5, 3
-
 
 def start() -> torch.device:
     """Join all ranks that torchrun started, with NCCL or gloo; return this rank's device."""
@@ -30,28 +28,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call in the fastest round; ranks start each round together."""
-    call()
-    rounds = []
-    for _ in range(ROUNDS):
-        synchronize(device)
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(CALLS):
+def take_turns(
+    calls: list[Callable[[], object]], device: torch.device, turns: int
+) -> list[list[float]]:
+    """Return each call's seconds on its slowest rank in every turn, after a turn for warm-up.
+
+    The calls take turns, so that a disturbance affects all of them; ranks start each together.
+    """
+    found = torch.zeros(turns + 1, len(calls), device=device)
+    for turn in found:
+        for place, call in enumerate(calls):
+            synchronize(device)
+            dist.barrier()
+            started = time.perf_counter()
             call()
-        synchronize(device)
-        rounds.append(time.perf_counter() - started)
-    return min(rounds) / CALLS
-
-
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of one step on the slowest rank."""
-    synchronize(device)
-    dist.barrier()
-    started = time.perf_counter()
-    step()
-    synchronize(device)
-    seconds = torch.tensor(time.perf_counter() - started, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
+            synchronize(device)
+            turn[place] = time.perf_counter() - started
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found[1:].T.tolist()

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import start, timed
+from ranks import start, take_turns
 from torch import Tensor, nn
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -183,10 +183,7 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
 def measure_length(
     options: argparse.Namespace, layers: dict[str, nn.ModuleList], length: int, group, device
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return, by mode, the MB that a rank receives in each layer, and the seconds of each round.
-
-    Modes take turns, so that a disturbance affects all of them.
-    """
+    """Return, by mode, the MB that a rank receives in each layer, and the seconds of each round."""
     steps = {mode: make_step(mode, layers[mode], length, group, device) for mode in options.modes}
     received = {}
     for mode, step in steps.items():
@@ -194,12 +191,9 @@ def measure_length(
         with ReceivedBytes() as counter:
             step()
         received[mode] = counter.count / options.layers / 1e6
-    timed_steps = captured(steps) if options.cuda_graphs else steps
-    seconds = {mode: [] for mode in options.modes}
-    for _ in range(options.rounds):
-        for mode, step in timed_steps.items():
-            seconds[mode].append(timed(step, device))
-    return received, seconds
+    timed = captured(steps) if options.cuda_graphs else steps
+    seconds = take_turns(list(timed.values()), device, options.rounds)
+    return received, dict(zip(timed, seconds, strict=True))
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:

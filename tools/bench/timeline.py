@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -55,16 +54,6 @@ class Recorder:
     def add(self, name: str, begin, end=None) -> None:
         """Record phase ``name`` from ``begin`` to ``end``, by default now."""
         self._marks.append((name, begin, end or self.now()))
-
-    def recorded(self, name: str, function: Callable) -> Callable:
-        """Wrap ``function`` so that each call is recorded as a phase."""
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            with self.span(name):
-                return function(*args, **kwargs)
-
-        return call
 
     def spans(self) -> list[Span]:
         """Return all spans, in the order of their ends."""

@@ -28,6 +28,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+import draw
 from machine import machine
 from trace_shares import read
 
@@ -37,9 +38,6 @@ ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 WARM_UP, MEASURED, PROFILED = 3, 10, 2
 """Steps of a run, in this order."""
-
-SHARES = ("exposed", "bridge", "optimizer")
-"""Shares that a run takes from the trace as they are."""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,20 +49,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="where to write a line per run")
     place = arguments.index("--") if "--" in arguments else len(arguments)
     own, more = parser.parse_args(arguments[:place]), arguments[place + 1 :]
-    row = ROWS["row"][own.row]
-    common = f"{ROWS['device'][own.device]['arguments']} {row['arguments']}"
-    found = []
-    for run in row["runs"]:
-        if own.only and run["name"] not in own.only:
-            continue
-        command = [*shlex.split(f"{common} {run.get('arguments', '')}"), *more]
-        found.append({"name": run["name"], **measured(run["ranks"], command)})
-        print(line(found[-1], found[0]), flush=True)
-        if own.json:
-            head = json.dumps({"row": own.row, "title": row["title"], "machine": machine()})
-            lines = ",\n".join(map(json.dumps, found))
-            own.json.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
+    row, runs = ROWS["row"][own.row], runs_of(own.row)
+    common = shlex.split(f"{ROWS['device'][own.device]['arguments']} {row.get('arguments', '')}")
+    found = {"row": own.row, "title": row["title"], "machine": machine(), "runs": []}
+    print(draw.HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        if "pictures" in row:
+            from pictures import make  # needs the extra energon
+
+            common += make(Path(directory) / "pictures", row["pictures"], [*common, *more])
+        for name, run in runs.items():
+            if own.only and name not in own.only:
+                continue
+            command = [*common, *shlex.split(run.get("arguments", "")), *more]
+            found["runs"].append({"name": name, **measured(run["ranks"], command)})
+            print(draw.line(found, found["runs"][-1]), flush=True)
+            if own.json:
+                head = json.dumps({key: value for key, value in found.items() if key != "runs"})
+                lines = ",\n".join(map(json.dumps, found["runs"]))
+                own.json.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
     return 0
+
+
+def runs_of(row: str) -> dict[str, dict]:
+    """Return a row's runs by name: ranks, and arguments of the program."""
+    runs = ROWS["row"][row]["runs"]
+    return ROWS["shared"][runs] if isinstance(runs, str) else runs
 
 
 def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
@@ -79,11 +89,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         rest += ["--profile-step-start", str(last), "--profile-step-end", str(last + PROFILED)]
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launch, PROGRAM, *arguments, *rest]
-        subprocess.run(
-            command,
-            check=True,
-            cwd=os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM"),
-        )
+        checkout = os.environ.get("CHECKOUT", ROOT / "build" / "Megatron-LM")
+        subprocess.run(command, check=True, cwd=checkout)
         records = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
         log = (out / "log.txt").read_text()
         trace = read(out / "torch_profile" / "rank-0.json.gz")
@@ -105,7 +112,7 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
         # The profiler slows down launches, but not the computing kernels.
         "idle": computing and max(0.0, 1 - computing / seconds - trace.exposed),
-        **{name: trace and getattr(trace, name) for name in SHARES},
+        **{name: trace and getattr(trace, name) for name in ("exposed", "bridge", "optimizer")},
     }
 
 
@@ -116,19 +123,6 @@ def tokens_a_step(arguments: list[str]) -> int:
     parser.add_argument("--global-batch-size", type=int)
     sizes, _ = parser.parse_known_args(arguments)
     return sizes.seq_length * sizes.global_batch_size
-
-
-def line(run: dict, first: dict) -> str:
-    """Return a run's line of the table; the ratio is of tokens/s a GPU to the first run's."""
-    ratio = run["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"]
-    text = (
-        f"{run['name']:20} {run['ranks']} ranks {run['step_s']:8.3f} s "
-        f"{run['tokens_per_s_per_gpu']:9.0f} tokens/s {run['tflops_per_gpu']:6.1f} TFLOP/s a GPU "
-        f"{ratio:5.2f} x, data {run['data_wait']:.1%}"
-    )
-    if run["idle"] is not None:
-        text += "".join(f", {name} {run[name]:.1%}" for name in ("idle", *SHARES))
-    return text
 
 
 if __name__ == "__main__":

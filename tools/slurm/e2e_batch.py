@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from e2e_cases import DEVICES, Case, choose, read_cases, what_is_wrong
-from e2e_results import Result, junit, read_result, table, write_result, write_whole
+from e2e_results import Result, junit, table, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "examples/mimo/pretrain_nemotron_vlm.py"
@@ -35,73 +35,67 @@ STARTING_S = 120
 
 @dataclass(frozen=True)
 class Allocation:
-    """The resources that Slurm gave the job, or those of this host."""
+    """The resources that Slurm gave the job, or those of this host.
+
+    Attributes:
+        gpus: number of GPUs on each node.
+        here: whether the cases run on this host, without Slurm.
+    """
 
     job: str
     nodes: int
     gpus: int
-    """GPUs on each node."""
-
     here: bool = False
-    """Whether the cases run on this host, without Slurm."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Allocation | None:
         """Return this process's allocation; None outside of Slurm."""
         if "SLURM_JOB_ID" not in environment:
             return None
-        return cls(
-            job=environment["SLURM_JOB_ID"],
-            nodes=int(environment["SLURM_JOB_NUM_NODES"]),
-            gpus=int(environment.get("SLURM_GPUS_ON_NODE", "0")),
-        )
+        gpus = int(environment.get("SLURM_GPUS_ON_NODE", "0"))
+        return cls(environment["SLURM_JOB_ID"], int(environment["SLURM_JOB_NUM_NODES"]), gpus)
 
     def nodes_for(self, ranks: int) -> int:
         """Return the largest number of nodes that divides the ranks."""
         return max(n for n in range(1, self.nodes + 1) if ranks % n == 0)
 
 
+@dataclass
 class Batch:
     """The cases of one output directory.
 
-    Args:
+    Attributes:
         chosen: the cases to run, those that others need first.
         allocation: the allocation to run them in.
         out: a directory that all nodes see.
-        python: the ranks' interpreter.
-        container: srun's options that start a container.
+        options: options of the command line, about the ranks' interpreter and container.
     """
 
-    def __init__(
-        self,
-        chosen: list[Case],
-        allocation: Allocation,
-        out: Path,
-        python: str,
-        container: list[str],
-    ) -> None:
-        self.cases = {case.name: case for case in chosen}
-        self.allocation, self.python, self.container = allocation, python, container
-        self.checkout, self.directory, self.out = out / "Megatron-LM", out / "cases", out
+    chosen: list[Case]
+    allocation: Allocation
+    out: Path
+    options: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        self.cases = {case.name: case for case in self.chosen}
+        self.checkout, self.directory = self.out / "Megatron-LM", self.out / "cases"
         self.results: dict[str, Result] = {}
 
     def run(self) -> bool:
         """Run the cases that are not done yet; return whether all passed."""
-        for case in self.cases.values():
-            key, directory = self._key(case), self.directory / case.name
-            result = read_result(directory)
-            before = bool(result and result.holds(key, self.allocation.job))
-            if not before:
-                result = self._run_case(case, key)
-                write_result(directory, result)
-            self.results[case.name] = result
-            outcome = result.message or "passed"
-            print(f"{case.name}: {outcome}{', in an earlier run' if before else ''}", flush=True)
-            write_whole(self.out / "junit.xml", junit(self.results.values(), self.directory))
-        summary = table(self.results.values())
+        for name, case in self.cases.items():
+            key, directory = self._key(case), self.directory / name
+            result, earlier = Result.read(directory), ", in an earlier run"
+            if not (result and result.holds(key, self.allocation.job)):
+                result, earlier = self._run_case(case, key), ""
+                result.write(directory)
+            self.results[name] = result
+            print(f"{name}: {result.message or 'passed'}{earlier}", flush=True)
+            write_whole(self.out / "junit.xml", junit(self.results, self.directory))
+        summary = table(self.results)
         write_whole(self.out / "summary.txt", summary + "\n")
         print(f"\n{summary}\nlogs: {self.directory}/NAME/log.txt", flush=True)
-        return all(result.passed for result in self.results.values())
+        return not any(result.message for result in self.results.values())
 
     def _run_case(self, case: Case, key: str) -> Result:
         directory = self.directory / case.name
@@ -109,11 +103,11 @@ class Batch:
         directory.mkdir(parents=True)
         start = time.monotonic()
         message = self._missing(case) or self._launch(case) or what_is_wrong(case, self.directory)
-        return Result(case.name, message, time.monotonic() - start, key, self.allocation.job)
+        return Result(message, time.monotonic() - start, key, self.allocation.job)
 
     def _missing(self, case: Case) -> str:
         for name in case.needs:
-            if not self.results[name].passed:
+            if self.results[name].message:
                 return f"not run: it needs {name}, which failed"
         ranks_per_node = case.ranks // self.allocation.nodes_for(case.ranks)
         if case.device == "gpu" and ranks_per_node > self.allocation.gpus:
@@ -122,9 +116,8 @@ class Batch:
 
     def _launch(self, case: Case) -> str:
         """Start the ranks and wait for them; return what went wrong, or an empty text."""
-        log_path = self.directory / case.name / "log.txt"
-        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {})
-        with log_path.open("w") as log:
+        limit_s = case.limit_s + KILL_AFTER_S + STARTING_S
+        with (self.directory / case.name / "log.txt").open("w") as log:
             try:
                 code = subprocess.run(
                     self._command(case),
@@ -132,30 +125,36 @@ class Batch:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment,
-                    timeout=case.limit_s + KILL_AFTER_S + STARTING_S,
+                    env=os.environ | ({"OMP_NUM_THREADS": "1"} if case.device == "cpu" else {}),
+                    timeout=limit_s,
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return f"srun did not end in {case.limit_s + KILL_AFTER_S + STARTING_S} s"
+                return f"srun did not end in {limit_s} s"
         if code in (124, 137):
             return f"it took longer than {case.limit_s} s"
         return f"exit code {code}" if code else ""
 
     def _command(self, case: Case) -> list[str]:
         nodes = self.allocation.nodes_for(case.ranks)
-        srun = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", 1]
-        srun += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--label", "--job-name", case.name]
-        srun += ["--chdir", self.checkout, *self.container]
-        host = "localhost" if self.allocation.here else socket.gethostname()
-        torchrun = [self.python, "-m", "torch.distributed.run", "--nnodes", nodes]
-        torchrun += ["--nproc-per-node", case.ranks // nodes, "--rdzv-backend", "c10d"]
-        torchrun += ["--rdzv-endpoint", f"{host}:{_free_port()}"]
-        torchrun += ["--rdzv-id", f"{self.allocation.job}-{case.name}"]
-        limit = ["timeout", f"--kill-after={KILL_AFTER_S}", case.limit_s]
-        start = [] if self.allocation.here else srun
+        image, host = self.options.container_image, socket.gethostname()
+        start = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", 1]
+        start += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--label", "--job-name", case.name]
+        start += ["--chdir", self.checkout]
+        if image:
+            mounts = filter(None, (f"{self.out}:{self.out}", self.options.container_mounts))
+            start += [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+            start += [f"--container-workdir={self.checkout}"]
+        if self.allocation.here:
+            start, host = [], "localhost"
+        start += ["timeout", f"--kill-after={KILL_AFTER_S}", case.limit_s]
+        start += [self.options.python or ("python3" if image else sys.executable)]
+        start += ["-m", "torch.distributed.run", "--nnodes", nodes]
+        start += ["--nproc-per-node", case.ranks // nodes, "--rdzv-backend", "c10d"]
+        start += ["--rdzv-endpoint", f"{host}:{_free_port()}"]
+        start += ["--rdzv-id", f"{self.allocation.job}-{case.name}"]
         program = [PROGRAM, *case.command_line(self.directory), "--log-file", "-"]
-        return [str(part) for part in (*start, *limit, *torchrun, *program)]
+        return [str(part) for part in (*start, *program)]
 
     def _key(self, case: Case) -> str:
         """Return a hash of the overlay, the case, its nodes, and the cases that it needs."""
@@ -186,15 +185,6 @@ def prepare(checkout: Path) -> None:
         subprocess.run([ROOT / "tools" / tool, checkout], check=True)
 
 
-def container_options(image: str | None, mounts: str | None, out: Path) -> list[str]:
-    """Return srun's options for pyxis, with the output directory and ``mounts`` mounted."""
-    if not image:
-        return []
-    mounted = f"{out}:{out}" + (f",{mounts}" if mounts else "")
-    workdir = f"--container-workdir={out / 'Megatron-LM'}"
-    return [f"--container-image={image}", f"--container-mounts={mounted}", workdir]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="e2e_batch.sh", description=__doc__.split(":")[0])
     parser.add_argument("out", nargs="?", type=Path, help="directory that all nodes see")
@@ -218,13 +208,12 @@ def main(arguments: list[str]) -> int:
         allocation = Allocation(f"here-{time.time_ns()}", nodes=1, gpus=args.here, here=True)
     device = args.device or ("gpu" if allocation and allocation.gpus else "cpu")
     try:
-        chosen = choose(read_cases(args.cases), device, args.only)
+        chosen = choose(read_cases(args.cases, device), args.only)
     except ValueError as error:
         parser.error(str(error))
     if args.list:
         for case in chosen:
-            arguments = " ".join(case.arguments.split())
-            print(f"{case.name}: {case.ranks} ranks, {case.limit_s} s, {arguments}")
+            print(f"{case.name}: {case.ranks} ranks, {case.limit_s} s, {case.arguments}")
         return 0
     if args.out is None:
         parser.error("OUT is missing: a directory that all nodes see")
@@ -232,9 +221,7 @@ def main(arguments: list[str]) -> int:
         parser.error("this is no Slurm job: sbatch tools/slurm/e2e_batch.sh OUT, or --here")
     out = args.out.absolute()
     prepare(out / "Megatron-LM")
-    python = args.python or ("python3" if args.container_image else sys.executable)
-    container = container_options(args.container_image, args.container_mounts, out)
-    return 0 if Batch(chosen, allocation, out, python, container).run() else 1
+    return 0 if Batch(chosen, allocation, out, args).run() else 1
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Case:
 
     Attributes:
         steps: the first and the last step that it records.
-        same_as: the case whose losses and gradient norms it must reproduce.
+        same_as: the first case of its group, whose losses and gradient norms it must reproduce.
         tolerance: relative tolerance of that comparison.
     """
 
@@ -33,14 +33,13 @@ class Case:
     steps: tuple[int, int]
     tolerance: float
     arguments: str
-    same_as: str | None = None
+    same_as: str
 
     @property
     def needs(self) -> list[str]:
         """Names of the cases that must have passed before."""
-        named = OTHER_CASE.findall(self.arguments)
-        found = [self.same_as, *named] if self.same_as else named
-        return [name for name in dict.fromkeys(found) if name != self.name]
+        named = (self.same_as, *OTHER_CASE.findall(self.arguments))
+        return [name for name in dict.fromkeys(named) if name != self.name]
 
     def command_line(self, directory: Path) -> list[str]:
         """Return the program's arguments; ``directory`` has a directory for each case, by name."""
@@ -48,39 +47,42 @@ class Case:
         return [*shlex.split(text), "--metrics-out", str(directory / self.name / "metrics.jsonl")]
 
 
-def read_cases(path: Path) -> list[Case]:
-    """Read all cases of a file, in its order.
+def read_cases(path: Path, device: str) -> list[Case]:
+    """Read a device's cases from a file, in its order.
 
     Raises:
-        ValueError: two cases have the same name, or a case needs one that does not come before it.
+        ValueError: there is none, two cases have the same name, or a case needs one that does not
+            come before it.
     """
-    content = tomllib.loads(path.read_text())
+    common = tomllib.loads(path.read_text()).get(device)
+    if common is None:
+        raise ValueError(f"{path} has no {device} cases")
     cases: dict[str, Case] = {}
-    for entry in content["case"]:
-        common = content[entry["device"]]
-        values = common | entry
-        values["arguments"] = f"{common['arguments']} {entry.get('arguments', '')}".strip()
-        values["steps"] = tuple(values["steps"])
-        case = Case(**values)
-        if case.name in cases:
-            raise ValueError(f"{path}: two cases are called {case.name}")
-        for name in case.needs:
-            if name not in cases:
-                raise ValueError(f"{path}: {case.name} needs {name}, which must come before it")
-        cases[case.name] = case
+    for group in common.pop("group"):
+        entries = group.pop("case")
+        for name, entry in entries.items():
+            values = common | group | entry
+            texts = (level.get("arguments", "") for level in (common, group, entry))
+            values["arguments"] = " ".join(" ".join(texts).split())
+            case = Case(name, device, same_as=next(iter(entries)), **values)
+            if name in cases:
+                raise ValueError(f"{path}: two cases are called {name}")
+            for other in case.needs:
+                if other not in cases:
+                    raise ValueError(f"{path}: {name} needs {other}, which must come before it")
+            cases[name] = case
     return list(cases.values())
 
 
-def choose(cases: list[Case], device: str, patterns: list[str]) -> list[Case]:
-    """Return the device's cases whose names match a pattern, and all that these need.
+def choose(cases: list[Case], patterns: list[str]) -> list[Case]:
+    """Return the cases whose names match a pattern, and all that these need.
 
     Raises:
         ValueError: a pattern matches no case.
     """
-    cases = [case for case in cases if case.device == device]
     for pattern in patterns:
         if not any(fnmatch(case.name, pattern) for case in cases):
-            raise ValueError(f"--only {pattern}: no such {device} case; --list names them")
+            raise ValueError(f"--only {pattern}: no such {cases[0].device} case; --list names them")
     chosen: set[str] = set()
     for case in reversed(cases):
         if case.name in chosen or any(fnmatch(case.name, pattern) for pattern in patterns or "*"):
@@ -90,13 +92,10 @@ def choose(cases: list[Case], device: str, patterns: list[str]) -> list[Case]:
 
 def what_is_wrong(case: Case, directory: Path) -> str:
     """Return why the records of a successful run are wrong; empty if they are right."""
-    found = _records(directory / case.name)
+    found, wanted = (_records(directory / name) for name in (case.name, case.same_as))
     first, last = case.steps
     if sorted(found) != list(range(first, last + 1)):
         return f"it recorded steps {sorted(found)}, not {first} to {last}"
-    if not case.same_as:
-        return ""
-    wanted = _records(directory / case.same_as)
     for step, record in sorted(found.items()):
         for name in ("loss", "grad_norm"):
             one, other = record[name], wanted[step][name]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,20 +24,24 @@ class Result:
         job: number of the Slurm job, which stays the same when it is requeued.
     """
 
-    name: str
     message: str
     seconds: float
     key: str
     job: str
 
-    @property
-    def passed(self) -> bool:
-        """Whether the case passed."""
-        return not self.message
+    @classmethod
+    def read(cls, directory: Path) -> Result | None:
+        """Read the result in a case's directory; None if the case has not ended."""
+        path = directory / "result.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+    def write(self, directory: Path) -> None:
+        """Write the result into its case's directory."""
+        write_whole(directory / "result.json", json.dumps(asdict(self)) + "\n")
 
     def holds(self, key: str, job: str) -> bool:
         """Return whether the case need not run again: only a new job repeats a failed case."""
-        return self.key == key and (self.passed or self.job == job)
+        return self.key == key and (not self.message or self.job == job)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -48,57 +51,38 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_result(directory: Path, result: Result) -> None:
-    """Write a result into its case's directory."""
-    write_whole(directory / "result.json", json.dumps(asdict(result)) + "\n")
-
-
-def read_result(directory: Path) -> Result | None:
-    """Read the result of a case; None if it has not ended."""
-    path = directory / "result.json"
-    return Result(**json.loads(path.read_text())) if path.exists() else None
-
-
-def table(results: Iterable[Result]) -> str:
+def table(results: dict[str, Result]) -> str:
     """Return a line for each case, and one for all."""
-    results = list(results)
-    width = max((len(result.name) for result in results), default=0)
+    width = max(map(len, results), default=0)
     lines = [
-        f"{result.name:<{width}}  {'passed' if result.passed else 'FAILED'}"
+        f"{name:<{width}}  {'FAILED' if result.message else 'passed'}"
         f"  {result.seconds:6.1f} s  {result.message}".rstrip()
-        for result in results
+        for name, result in results.items()
     ]
-    failed = sum(not result.passed for result in results)
+    failed = sum(bool(result.message) for result in results.values())
     return "\n".join([*lines, f"{len(results) - failed} passed, {failed} failed"])
 
 
-def junit(results: Iterable[Result], directory: Path) -> str:
+def junit(results: dict[str, Result], directory: Path) -> str:
     """Return the results as JUnit XML, where a failure has the end of its log.
 
     Args:
         directory: the directory with those of the cases.
     """
-    results = list(results)
-    suite = ElementTree.Element(
-        "testsuite",
-        name="e2e",
-        tests=str(len(results)),
-        failures=str(sum(not result.passed for result in results)),
-        time=f"{sum(result.seconds for result in results):.1f}",
-    )
-    for result in results:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname="e2e", name=result.name, time=f"{result.seconds:.1f}"
-        )
-        if not result.passed:
+    suite = ElementTree.Element("testsuite", name="e2e", tests=str(len(results)))
+    suite.set("failures", str(sum(bool(result.message) for result in results.values())))
+    suite.set("time", f"{sum(result.seconds for result in results.values()):.1f}")
+    for name, result in results.items():
+        attributes = {"classname": "e2e", "name": name, "time": f"{result.seconds:.1f}"}
+        case = ElementTree.SubElement(suite, "testcase", attributes)
+        if result.message:
             failure = ElementTree.SubElement(case, "failure", message=result.message)
-            failure.text = _log_tail(directory / result.name / "log.txt")
+            failure.text = _log_tail(directory / name / "log.txt")
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
 def _log_tail(path: Path) -> str:
-    if not path.exists():
-        return ""
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    return "".join(c for c in "\n".join(lines) if c.isprintable() or c in "\n\t")
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = "\n".join(text.splitlines()[-LOG_TAIL:])
+    return "".join(c for c in lines if c.isprintable() or c in "\n\t")

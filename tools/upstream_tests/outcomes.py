@@ -3,11 +3,10 @@
 """Outcomes of tests, from the records of the ranks."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-_WORST_FIRST = ("hung", "crashed", "failed", "passed", "skipped")
+_WORST_FIRST = ("hung", "failed", "passed", "skipped")
 
 
 class Outcome(NamedTuple):
@@ -27,36 +26,29 @@ class Records(NamedTuple):
 
     collected: list[str] | None  # node ids in the order of running; None: collection did not end
     outcomes: Outcomes
-    fatal: list[str]  # tests during which ranks ended
-
-
-def merge(records: Iterable[Outcome]) -> Outcome:
-    """Return the outcome of a test from those of its ranks: the worst, with its reason."""
-    return min(records, key=lambda record: _WORST_FIRST.index(record.outcome))
+    hung: list[str]  # tests that a rank began, and did not end
 
 
 def read_records(folder: Path, world: int) -> Records:
     """Read the ranks' records, `rank0.jsonl` … in `folder`; a missing file has no records."""
     collected: list[str] | None = None
+    by_test: dict[str, dict[Path, Outcome]] = {}
     begun: dict[str, None] = {}
-    by_test: dict[str, dict[int, Outcome]] = {}
-    for rank in range(world):
-        path = folder / f"rank{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        for record in map(json.loads, lines):
-            if "collected" in record:
-                collected = record["collected"]
-            elif "begins" in record:
-                begun[record["begins"]] = None
+    for path in folder.glob("rank*.jsonl"):
+        for kind, value, *outcome in map(json.loads, path.read_text().splitlines()):
+            if kind == "collected":
+                collected = value
+            elif kind == "begins":
+                begun[value] = None
             else:
-                found = Outcome(record["outcome"], record["reason"])
-                by_test.setdefault(record["test"], {})[rank] = found
-    merged = {test: merge(ranks.values()) for test, ranks in by_test.items()}
-    for test in begun:
-        if len(by_test.get(test, ())) < world and merged.get(test, PASSED).outcome != "hung":
-            merged[test] = Outcome("crashed", "a rank ended during the test")
-    fatal = [test for test in begun if merged[test].outcome in ("hung", "crashed")]
-    return Records(collected, merged, fatal)
+                by_test.setdefault(value, {})[path] = Outcome(*outcome)
+    hung = [test for test in begun if len(by_test.get(test, ())) < world]
+    outcomes = {
+        test: min(ranks.values(), key=lambda one: _WORST_FIRST.index(one.outcome))
+        for test, ranks in by_test.items()
+    }
+    outcomes |= dict.fromkeys(hung, Outcome("hung", "a rank did not reach its end"))
+    return Records(collected, outcomes, hung)
 
 
 def file_of(test: str) -> str:

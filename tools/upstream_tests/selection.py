@@ -1,23 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of upstream's tests and their worlds, and classification of their failures."""
+"""Selection of upstream's tests and their worlds."""
 
 import fnmatch
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = "tests/unit_tests"
-
-
-@dataclass(frozen=True)
-class Need:
-    """A need that keeps a test from passing: other ranks, a GPU or a package."""
-
-    kind: str  # "ranks" | "gpu" | "package"
-    name: str
-    pattern: re.Pattern
 
 
 @dataclass(frozen=True)
@@ -27,14 +17,11 @@ class Selection:
     paths: list[str]
     one_rank: list[str]
     excluded: dict[str, str]
-    needs: tuple[Need, ...]
 
     @classmethod
     def read(cls, path: Path) -> "Selection":
-        """Read `selection.toml`; raise KeyError, `re.error` or `tomllib.TOMLDecodeError`."""
-        table = tomllib.loads(path.read_text())
-        needs = (Need(n["kind"], n["name"], re.compile(n["pattern"])) for n in table["needs"])
-        return cls(table["paths"], table["one_rank"], table["excluded"], tuple(needs))
+        """Read `selection.toml`; raise TypeError or `tomllib.TOMLDecodeError`."""
+        return cls(**tomllib.loads(path.read_text()))
 
     def files(self, tree: Path, world: int, only: str = "*") -> list[str]:
         """Return the test files of `tree`, relative to it, that run in a world of this size.
@@ -46,14 +33,10 @@ class Selection:
             found -= set(_below(tree / TESTS, self.one_rank))
         return [f"{TESTS}/{file}" for file in sorted(found) if fnmatch.fnmatch(file, only)]
 
-    def need(self, reason: str) -> Need | None:
-        """Return the first need whose pattern matches the message of a failure or skip."""
-        return next((need for need in self.needs if need.pattern.search(reason)), None)
-
 
 def _below(folder: Path, paths: list[str]) -> list[str]:
-    """Return the test files at or below `paths`, relative to `folder`."""
+    """Return the test files at or below `paths`, patterns that are relative to `folder`."""
     files = []
-    for path in (folder / name for name in paths):
+    for path in (path for pattern in paths for path in folder.glob(pattern)):
         files += [path] if path.is_file() else path.rglob("test_*.py")
     return [file.relative_to(folder).as_posix() for file in files]

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from conversion.program_model import Part, program_model, saved_key
+from conversion.program_model import program_model, saved_key
 from conversion.rows import differences, refuse
 from conversion.sources import (
     OURS,
@@ -21,18 +21,15 @@ from conversion.sources import (
     matching,
     preset_of,
     sources_of,
-    translate_source,
 )
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 MODEL = "model.json"
 """File of the sizes in a converted checkpoint, whose path ``--model`` takes."""
-
-FILE_BYTES = 4 * 1000**3
-"""Bytes of a safetensors file; about twice as many are in memory."""
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
@@ -83,8 +80,7 @@ def to_megatron(
     """
     preset = preset_of(sources, base, tile)
     with program_model(preset) as program:
-        shapes = {name: part.shape for name, part in program.parts.items()}
-        translations = [translate_source(source, preset, shapes) for source in sources]
+        translations = [source.translation(preset, program.shapes) for source in sources]
         dropped = check_sources(sources, translations, leave_out)
         origin = {
             name: (source, translation)
@@ -92,22 +88,19 @@ def to_megatron(
             for name in translation.of_ours
         }
 
-        def dtype(name: str) -> torch.dtype:
+        def make(name: str) -> torch.Tensor:
             if name not in origin:
-                return torch.float32
+                return program.initial(name, seed)
             source, translation = origin[name]
-            return source.files.dtype(translation.of_ours[name][0].theirs)
+            return translation.join(name, source.files.rows)
 
-        def make(part: Part) -> torch.Tensor:
-            if part.name not in origin:
-                return program.initial(part, seed).view(part.sizes)
-            source, translation = origin[part.name]
-            return translation.join(part.name, source.files.rows).view(part.sizes)
-
-        dtypes = {name: dtype(name) for name in program.parts}
+        dtypes = dict.fromkeys(program.parts, torch.float32) | {
+            name: source.files.dtype(translation.of_ours[name][0].theirs)
+            for name, (source, translation) in origin.items()
+        }
         with whole_directory(out) as directory:
             write_preset(preset, directory / MODEL)
-            write_checkpoint(directory, program.parts.values(), dtypes, make)
+            write_checkpoint(directory, program.parts, dtypes, make)
     given = {source.part for source in sources}
     return dropped, [part for part in PARTS if part not in given]
 
@@ -133,41 +126,43 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
     preset = preset_of(sources, base, None)
     with program_model(preset) as program:
         parts = program.parts
-        shapes = {name: part.shape for name, part in parts.items()}
-        translations = [translate_source(source, preset, shapes) for source in sources]
-    _check_saved(saved, sources, list(parts.values()))
+        translations = [source.translation(preset, program.shapes) for source in sources]
+    _check_saved(saved, sources, parts)
     files = sources[0].files
     made = {name: each for each in translations for name in each.of_theirs}
     copied = [name for name in files.shapes if name not in made]
 
     def make(names: list[str]) -> dict[str, torch.Tensor]:
         needed = {p.ours for name in names if name in made for p in made[name].of_theirs[name]}
-        ours = saved.read(parts[name] for name in sorted(needed))
+        ours = saved.read({name: parts[name] for name in sorted(needed)})
         return {
             name: made[name].split(name, ours) if name in made else files.read(name)
             for name in names
         }
 
-    sizes = {}
-    for name in sorted([*made, *copied]):
-        if name in made:
-            first = made[name].of_theirs[name][0].ours
-            dtype = saved.tensors[parts[first].key].properties.dtype
-            shape = made[name].shapes[name]
-        else:
-            dtype, shape = files.dtype(name), files.shapes[name]
-        sizes[name] = torch.Size(shape).numel() * dtype.itemsize
+    def size(name: str) -> int:
+        """Return the bytes of a tensor of theirs."""
+        if name not in made:
+            return torch.Size(files.shapes[name]).numel() * files.dtype(name).itemsize
+        first = parts[made[name].of_theirs[name][0].ours]
+        itemsize = saved.tensors[saved_key(first.key)].properties.dtype.itemsize
+        return torch.Size(made[name].shapes[name]).numel() * itemsize
+
+    sizes = {name: size(name) for name in sorted([*made, *copied])}
     with whole_directory(out) as directory:
-        write_files(directory, sizes, FILE_BYTES, make)
+        write_files(directory, sizes, make)
         for name in matching((path.name for path in like.iterdir() if path.is_file()), COPIED):
             if not name.endswith(".safetensors.index.json"):
                 shutil.copyfile(like / name, directory / name)
     return copied
 
 
-def _check_saved(saved: Checkpoint, sources: list[Source], parts: list[Part]) -> None:
+def _check_saved(
+    saved: Checkpoint, sources: list[Source], parts: Mapping[str, ShardedTensor]
+) -> None:
     """Check that the checkpoint has the model's tensors, by their names in the checkpoint."""
     held = tuple(saved_key(OURS[source.part]) for source in sources)
-    wanted = {part.key: part.global_shape for part in parts if part.key.startswith(held)}
+    wanted = {saved_key(part.key): tuple(part.global_shape) for part in parts.values()}
+    wanted = {key: shape for key, shape in wanted.items() if key.startswith(held)}
     found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}
     refuse(differences(wanted, found, saved.directory))

@@ -9,10 +9,10 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -29,34 +29,30 @@ WRAPPED = {
 """Prefixes of the bare model and of checkpoints, which include the data-parallel wrapper."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor of a module; a key of the checkpoint may hold several.
+class ProgramModel:
+    """The model, with its tensors as ``parts``.
 
-    name: the key without wrappers, followed by the number of the expert or layer. key,
-    global_shape: those in the checkpoint. offset, sizes: the tensor's box in the global shape.
-    shape: the tensor's own, without the leading dims that number it.
+    A key of the model may hold several, numbered by leading dims: experts, or the encoder's layers.
+    A part's name is its key, followed by its number.
     """
 
-    name: str
-    key: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    sharded: ShardedTensor
+    def __init__(self, model: MimoModel) -> None:
+        state = model.sharded_state_dict()
+        apply_factories(state)
+        self._model, self.parts = model, {}
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor):
+                numbers = part.global_offset[: part.prepend_axis_num]
+                self.parts[part.key + "".join(f"[{number}]" for number in numbers)] = part
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, without the dims that number them, by name."""
+        return {name: tuple(part.local_shape) for name, part in self.parts.items()}
 
-@dataclass(frozen=True)
-class ProgramModel:
-    """The model with its tensors as ``parts``, by name."""
-
-    model: MimoModel
-    parts: dict[str, Part]
-
-    def initial(self, part: Part, seed: int) -> torch.Tensor:
+    def initial(self, name: str, seed: int) -> torch.Tensor:
         """Return a part's initial weights in the program."""
-        return initial_weights(self.model, part.sharded, seed)
+        return initial_weights(self._model, self.parts[name], seed)
 
 
 @contextlib.contextmanager
@@ -70,31 +66,16 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
             write_preset(preset, path)
             options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
             with stages_on_meta(options, 0) as (model,):
-                yield _described(model)
+                yield ProgramModel(model)
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def _described(model: MimoModel) -> ProgramModel:
-    state = model.sharded_state_dict()
-    apply_factories(state)
-    parts = [_part(value) for value in nested_values(state) if isinstance(value, ShardedTensor)]
-    return ProgramModel(model, {part.name: part for part in parts})
-
-
-def _part(sharded: ShardedTensor) -> Part:
-    numbered = sharded.prepend_axis_num
-    numbers = sharded.global_offset[:numbered]
-    return Part(
-        name=sharded.key + "".join(f"[{number}]" for number in numbers),
-        key=saved_key(sharded.key),
-        global_shape=tuple(sharded.global_shape),
-        offset=tuple(sharded.global_offset),
-        sizes=(1,) * numbered + tuple(sharded.local_shape),
-        shape=tuple(sharded.local_shape),
-        sharded=sharded,
-    )
+def box_of(part: ShardedTensor) -> ChunkStorageMetadata:
+    """Return a part's box in the tensor of its key."""
+    sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    return ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(sizes))
 
 
 def saved_key(key: str) -> str:

@@ -71,11 +71,15 @@ def outer_name(files: TensorFiles, prefix: str) -> str:
     return found[0].removeprefix(prefix).removesuffix(EMBEDDER)
 
 
-def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> EncoderPreset:
+def encoder_preset(
+    config: Any, base: EncoderPreset, tile: int | None, files: TensorFiles, outer: str
+) -> EncoderPreset:
     """Return the encoder preset for a RadioConfig.
 
     Args:
         config: transformers' own class.
+        files: files whose mean and deviation of pixels replace the configuration's.
+        outer: prefix of the encoder's names in the files.
         base: preset with the sizes that the configuration lacks.
         tile: height and width of a tile in pixels; None for the configuration's.
 
@@ -90,6 +94,10 @@ def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> Encode
             f"--tile {tile}: give a multiple of {config.patch_size * base.pixel_shuffle} up to "
             f"{config.max_img_size}"
         )
+    pixels = {"pixel_mean": tuple(config.norm_mean), "pixel_std": tuple(config.norm_std)}
+    for field, name in zip(pixels, (MEAN, STD), strict=True):
+        if outer + name in files.shapes:
+            pixels[field] = tuple(files.read(outer + name).flatten().tolist())
     return replace(
         base,
         layers=config.num_hidden_layers,
@@ -101,19 +109,8 @@ def encoder_preset(config: Any, base: EncoderPreset, tile: int | None) -> Encode
         max_tile=config.max_img_size,
         class_tokens=config.num_cls_tokens + config.num_registers,
         norm_epsilon=config.layer_norm_eps,
-        pixel_mean=tuple(config.norm_mean),
-        pixel_std=tuple(config.norm_std),
+        **pixels,
     )
-
-
-def with_pixels_of(files: TensorFiles, outer: str, preset: EncoderPreset) -> EncoderPreset:
-    """Return the preset with the mean and deviation of pixels from a file, if it has them."""
-    found = {
-        field: tuple(files.read(outer + name).flatten().tolist())
-        for field, name in (("pixel_mean", MEAN), ("pixel_std", STD))
-        if outer + name in files.shapes
-    }
-    return replace(preset, **found)
 
 
 def check_scales(files: TensorFiles, names: list[str]) -> None:

@@ -9,8 +9,9 @@ first dim.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,16 +45,37 @@ class Piece:
     count: int
 
 
-@dataclass
 class Translation:
     """A table whose pieces have sizes.
 
     of_ours, of_theirs: pieces of each tensor, in the order of its rows. shapes: shapes of theirs.
+
+    Args:
+        table: has all names of ``shapes``, and no other.
+        shapes: shapes of our tensors, by name.
     """
 
-    of_ours: dict[str, list[Piece]] = field(default_factory=dict)
-    of_theirs: dict[str, list[Piece]] = field(default_factory=dict)
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    def __init__(self, table: Table, shapes: Mapping[str, Shape]) -> None:
+        assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
+        self.of_ours: dict[str, list[Piece]] = defaultdict(list)
+        self.of_theirs: dict[str, list[Piece]] = defaultdict(list)
+        self.shapes: dict[str, Shape] = {}
+        for ours, sources in table.items():
+            at = 0
+            for rows in sources:
+                count = shapes[ours][0] if rows.count is None else rows.count
+                piece = Piece(ours, at, rows.name, rows.start, count)
+                self.of_ours[ours].append(piece)
+                self.of_theirs[rows.name].append(piece)
+                at += count
+            assert at == shapes[ours][0], (ours, at, shapes[ours])
+        for name, pieces in self.of_theirs.items():
+            pieces.sort(key=lambda piece: piece.their_start)
+            end = 0
+            for piece in pieces:
+                assert piece.their_start == end, (name, piece)
+                end += piece.count
+            self.shapes[name] = (end, *shapes[pieces[0].ours][1:])
 
     def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
         """Make a tensor of ours; ``read`` takes one of their names, a first row, and a count."""
@@ -68,34 +90,6 @@ class Translation:
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def translate(table: Table, shapes: Mapping[str, Shape]) -> Translation:
-    """Compute the place of each piece from the shapes of our tensors.
-
-    Args:
-        table: has all names of ``shapes``, and no other.
-        shapes: shapes of our tensors, by name.
-    """
-    assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
-    made = Translation()
-    for ours, sources in table.items():
-        at = 0
-        for rows in sources:
-            count = shapes[ours][0] if rows.count is None else rows.count
-            piece = Piece(ours, at, rows.name, rows.start, count)
-            made.of_ours.setdefault(ours, []).append(piece)
-            made.of_theirs.setdefault(rows.name, []).append(piece)
-            at += count
-        assert at == shapes[ours][0], (ours, at, shapes[ours])
-    for name, pieces in made.of_theirs.items():
-        pieces.sort(key=lambda piece: piece.their_start)
-        end = 0
-        for piece in pieces:
-            assert piece.their_start == end, (name, piece)
-            end += piece.count
-        made.shapes[name] = (end, *shapes[pieces[0].ours][1:])
-    return made
 
 
 def differences(wanted: Mapping[str, Shape], found: Mapping[str, Shape], where: Path) -> list[str]:

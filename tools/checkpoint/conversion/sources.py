@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from conversion import nemotron_h, projector, radio
-from conversion.rows import Shape, Table, Translation, differences, refuse, translate
+from conversion.config_values import check_values
+from conversion.rows import Shape, Translation, differences, refuse
 from conversion.tensor_files import TensorFiles
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
@@ -54,19 +55,20 @@ class Source:
             return self.prefix + radio.outer_name(self.files, self.prefix)
         return self.prefix
 
-    def table(self, preset: VLMPreset) -> Table:
-        """Return the part's table, with whole names on both sides."""
+    def translation(self, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
+        """Return the part's translation; ``ours`` are the shapes of our whole model."""
         if self.part == LANGUAGE:
             table = nemotron_h.language_table(preset.language)
         elif self.part == ENCODER:
             table = radio.encoder_table(preset.encoder)
         else:
             table = projector.projector_table()
-        outer = self.outer
-        return {
-            OURS[self.part] + name: tuple(replace(row, name=outer + row.name) for row in rows)
+        prefix, outer = OURS[self.part], self.outer
+        whole = {
+            prefix + name: tuple(replace(row, name=outer + row.name) for row in rows)
             for name, rows in table.items()
         }
+        return Translation(whole, {n: shape for n, shape in ours.items() if n.startswith(prefix)})
 
     def not_held(self) -> list[str]:
         """Return the names of the part's tensors that our model can do without.
@@ -124,16 +126,11 @@ def _configured(files: TensorFiles) -> list[Source]:
         )
     if len(parts) == 1:
         return [Source(parts[0], files, ALONE[parts[0]], config, parts)]
-    _check_omni(config)
-    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: config}
-    return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
-
-
-def _check_omni(config: Any) -> None:
-    if config.downsample_ratio != 0.5:
-        raise UserError(f"downsample_ratio is {config.downsample_ratio}, and ours has 0.5")
+    check_values("the VLM", config, {"downsample_ratio": 0.5})
     if config.force_image_size:
         config.vision_config.image_size = config.force_image_size
+    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: config}
+    return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
 
 
 def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPreset:
@@ -148,21 +145,14 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
             language = nemotron_h.language_preset(source.config, base.language)
             preset = replace(preset, language=language)
         elif source.part == ENCODER:
-            encoder = radio.encoder_preset(source.config, base.encoder, tile)
-            encoder = radio.with_pixels_of(source.files, source.outer, encoder)
+            given = (source.config, base.encoder, tile, source.files, source.outer)
+            encoder = radio.encoder_preset(*given)
             preset = replace(preset, encoder=encoder)
         elif source.config:
             preset = replace(preset, projector_ffn=source.config.projector_hidden_size)
         elif inner := source.files.shapes.get(source.prefix + projector.INNER):
             preset = replace(preset, projector_ffn=inner[0])
     return preset
-
-
-def translate_source(source: Source, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
-    """Return a part's translation; ``ours`` are the shapes of our whole model."""
-    prefix = OURS[source.part]
-    held = {name: shape for name, shape in ours.items() if name.startswith(prefix)}
-    return translate(source.table(preset), held)
 
 
 def check_sources(

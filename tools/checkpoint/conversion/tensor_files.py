@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -16,7 +17,9 @@ from conversion.rows import Shape
 from examples.mimo.common.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
+
+FILE_BYTES = 4 * 1000**3
+"""Bytes of a safetensors file; about twice as many are in memory."""
 
 
 class TensorFiles:
@@ -63,32 +66,29 @@ class TensorFiles:
 
 
 def write_files(
-    directory: Path, sizes: Mapping[str, int], limit: int, make: Callable[[list[str]], dict]
+    directory: Path,
+    sizes: Mapping[str, int],
+    make: Callable[[list[str]], dict[str, torch.Tensor]],
+    limit: int = FILE_BYTES,
 ) -> None:
-    """Write tensors to files, one file after another.
+    """Write tensors to files, one file after another, and an index if there are several.
 
     Args:
         directory: the directory to write to.
         sizes: bytes of each tensor, by name.
-        limit: upper limit of a file's bytes; a larger tensor has its own file.
         make: returns the tensors of a list of names, by name; called once per file.
+        limit: upper limit of a file's bytes; a larger tensor has its own file.
     """
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if groups[-1] and filled + size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    places = {}
-    for number, names in enumerate(groups, 1):
-        of = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        file = ONE_FILE if len(groups) == 1 else of
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    for file, names in split.filename_to_tensors.items():
         made = {name: tensor.contiguous() for name, tensor in make(names).items()}
         save_file(made, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(directory.stat().st_mode & 0o666)  # save_file makes it private
-        places |= dict.fromkeys(names, file)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -8,7 +8,7 @@ parts that it needs from all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
@@ -34,13 +33,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from conversion.program_model import Part
+from conversion.program_model import box_of, saved_key
 from examples.mimo.common.errors import UserError
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
     save_config,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
@@ -76,25 +76,34 @@ class _Writer(FileSystemWriter):
 
 def write_checkpoint(
     directory: Path,
-    parts: Iterable[Part],
+    parts: Mapping[str, ShardedTensor],
     dtypes: Mapping[str, torch.dtype],
-    make: Callable[[Part], torch.Tensor],
+    make: Callable[[str], torch.Tensor],
 ) -> None:
     """Write a checkpoint of weights for the program's ``--load``, as a *release* of Megatron's.
 
     Args:
         directory: existing directory that ``--load`` will name.
-        parts: the parts to write. dtypes: their dtypes, by name.
-        make: returns a part's tensor; called when it is to be written.
+        parts: the parts to write, by name. dtypes: their dtypes.
+        make: returns the tensor of a part's name; called when it is to be written.
     """
     release = directory / "release"
     release.mkdir()
-    by_place = {(part.key, part.offset): part for part in parts}
-    planner = _SavePlanner(lambda index: make(by_place[index.fqn, tuple(index.offset)]))
+    boxes = {name: box_of(part) for name, part in parts.items()}
+    names = {(saved_key(parts[name].key), box.offsets): name for name, box in boxes.items()}
+
+    def tensor(index: MetadataIndex) -> torch.Tensor:
+        name = names[index.fqn, index.offset]
+        return make(name).view(boxes[name].sizes)
+
     common = WriteItem(MetadataIndex(COMMON), WriteItemType.BYTE_IO)
     plans, filled = [SavePlan([common])], 0
-    for part in by_place.values():
-        item, size = _write_item(part, dtypes[part.name])
+    for (key, offset), name in names.items():
+        properties = TensorProperties(dtype=dtypes[name])
+        whole = torch.Size(parts[name].global_shape)
+        data = TensorWriteData(chunk=boxes[name], properties=properties, size=whole)
+        item = WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data)
+        size = boxes[name].sizes.numel() * dtypes[name].itemsize
         if filled and filled + size > FILE_BYTES:
             plans.append(SavePlan([]))
             filled = 0
@@ -104,33 +113,22 @@ def write_checkpoint(
     writer.set_up_storage_writer(True)
     plans, metadata = create_default_global_save_plan(plans)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    results = [writer.write_data(plan, _SavePlanner(tensor)).wait() for plan in plans]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist", 1), str(release))
     save_integrity_manifest(str(release))
     (directory / TRACKER).write_text("release")
 
 
-def _write_item(part: Part, dtype: torch.dtype) -> tuple[WriteItem, int]:
-    offset = torch.Size(part.offset)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offset, torch.Size(part.sizes)),
-        properties=TensorProperties(dtype=dtype),
-        size=torch.Size(part.global_shape),
-    )
-    item = WriteItem(MetadataIndex(part.key, offset), WriteItemType.SHARD, tensor_data=data)
-    return item, data.chunk.sizes.numel() * dtype.itemsize
-
-
 class _LoadPlanner(DefaultLoadPlanner):
     """Reads boxes of tensors into tensors that the caller has."""
 
-    def __init__(self, into: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]) -> None:
+    def __init__(self, into: Mapping[tuple[str, torch.Size], torch.Tensor]) -> None:
         super().__init__()
         self._into = into
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._into[index.fqn, tuple(index.offset)]
+        return self._into[index.fqn, index.offset]
 
 
 class Checkpoint:
@@ -162,15 +160,14 @@ class Checkpoint:
             if isinstance(value, TensorStorageMetadata)
         }
 
-    def read(self, parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name; only their boxes are read from the files."""
-        into, boxes, items = {}, {}, []
-        for part in parts:
-            stored = self.tensors[part.key]
-            box = torch.empty(part.sizes, dtype=stored.properties.dtype)
-            into[part.key, part.offset] = box
-            boxes[part.name] = box.view(part.shape)
-            chunk = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes))
-            items += create_read_items_for_chunk_list(part.key, stored, [chunk])
+        into, tensors, items = {}, {}, []
+        for name, part in parts.items():
+            key, box = saved_key(part.key), box_of(part)
+            stored = self.tensors[key]
+            into[key, box.offsets] = torch.empty(box.sizes, dtype=stored.properties.dtype)
+            tensors[name] = into[key, box.offsets].view(part.local_shape)
+            items += create_read_items_for_chunk_list(key, stored, [box])
         self._reader.read_data(LoadPlan(items), _LoadPlanner(into)).wait()
-        return boxes
+        return tensors

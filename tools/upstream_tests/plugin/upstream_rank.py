@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytest plugin for one CPU rank that runs upstream's own tests (`-p upstream_rank`).
 
-It provides what upstream's code expects (CUDA, NCCL and Python 3.12, through the CPU runtime and
-`typing_extensions`), writes the outcome of each test as a JSON line, and keeps the ranks together:
-all start a test at once, and one that hangs ends all of them.
+It writes the outcome of each test as a JSON line, and keeps the ranks together: all start a test at
+once, and one that hangs ends, whereupon torchrun ends the others.
 """
 
 import ctypes
@@ -14,10 +13,10 @@ import gc
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
-import typing
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,52 +25,73 @@ import stand_ins
 import torch.distributed as dist
 
 _RANK, _WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-_RECORD = Path(os.environ["UPSTREAM_TESTS_RECORDS"], f"rank{_RANK}.jsonl")
-_DONE = Path(os.environ["UPSTREAM_TESTS_RECORDS"], "done")
+_FOLDER = Path(os.environ["UPSTREAM_TESTS_FOLDER"])
 _TEST_LIMIT_S = float(os.environ["UPSTREAM_TESTS_TEST_LIMIT_S"])
-_COLLECTIVE_LIMIT = timedelta(seconds=float(os.environ["UPSTREAM_TESTS_COLLECTIVE_LIMIT_S"]))
+_COLLECTION_LIMIT_S, _END_LIMIT_S = 240, 30
+_COLLECTIVE_LIMIT = timedelta(seconds=30)
+_MEMORY_LIMIT = 0.6 * os.sysconf("SC_PHYS_PAGES") / _WORLD
+"""Pages that a rank may hold, so that a test for GPUs of 80 GB does not harm other programs."""
 _LONG_TEST_S = 0.5
 _BROKEN_GROUPS = re.compile("gloo|Connection|Timed out|process group", re.IGNORECASE)
 
 stand_ins.install()
 
 
-class Ranks:
-    """The ranks of this world: the store through which they meet, and their process groups."""
+class Watchdog(threading.Thread):
+    """Ends this rank, with its stacks, when what it does takes too long or too much memory."""
 
     def __init__(self) -> None:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Upstream's tests join this store too, as they join torchrun's.
-        self._store = dist.TCPStore(*address, None, _RANK == 0, timedelta(seconds=300), False)
-        self._meetings = self._initialisations = 0
-        self._init_process_group = dist.init_process_group
-        dist.distributed_c10d.default_pg_timeout = _COLLECTIVE_LIMIT
-        self._replace("init_process_group", self._init)
-        self._replace("new_group", self._new_group(dist.new_group))
+        super().__init__(daemon=True)
+        self.expect("the collection", _COLLECTION_LIMIT_S)
+        self.start()
 
-    @staticmethod
-    def _replace(name: str, function: typing.Callable) -> None:
+    def expect(self, what: str, seconds: float) -> None:
+        """Say what the rank begins, and how long it may take."""
+        self._what, self._limit_s, self._deadline = what, seconds, time.monotonic() + seconds
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        while True:
+            time.sleep(0.2)
+            if time.monotonic() > self._deadline:
+                self.end(f"over {self._limit_s:g} s")
+            if int(Path("/proc/self/statm").read_text().split()[1]) > _MEMORY_LIMIT:
+                self.end("too much memory")
+
+    def end(self, why: str) -> None:
+        """End this rank at once."""
+        print(f"{self._what}: {why}", file=sys.__stderr__, flush=True)
+        faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__)
+        os._exit(70)
+
+
+class Ranks:
+    """The ranks of this world: the store that torchrun serves, and their process groups."""
+
+    def __init__(self) -> None:
+        store, _, _ = next(dist.rendezvous("env://"))
+        self._store = dist.PrefixStore("upstream-tests", store)
+        self._meetings = self._initialisations = 0
+        self._init_process_group, new_group = dist.init_process_group, dist.new_group
+        dist.distributed_c10d.default_pg_timeout = _COLLECTIVE_LIMIT
+
+        @functools.wraps(new_group)
+        def new_group_in_time(ranks=None, timeout=None, *args, **kwargs):
+            timeout = min(timeout or _COLLECTIVE_LIMIT, _COLLECTIVE_LIMIT)
+            return new_group(ranks, timeout, *args, **kwargs)
+
         for module in (dist, dist.distributed_c10d):
-            setattr(module, name, function)
+            module.init_process_group, module.new_group = self._init, new_group_in_time
 
     def _init(self, backend=None, init_method=None, timeout=None, **kwargs) -> None:
         # Each time a new prefix: otherwise gloo would find the addresses of earlier groups.
         self._initialisations += 1
-        prefix = f"groups/{self._meetings}/{self._initialisations}"
         given = kwargs.pop("store", None)
+        prefix = f"groups/{self._meetings}/{self._initialisations}"
         kwargs["store"] = dist.PrefixStore(prefix, given or self._store)
         if given is None:
             kwargs["rank"], kwargs["world_size"] = _RANK, _WORLD
         self._init_process_group(backend, timeout=_COLLECTIVE_LIMIT, **kwargs)
-
-    @staticmethod
-    def _new_group(original: typing.Callable) -> typing.Callable:
-        @functools.wraps(original)
-        def new_group(ranks=None, timeout=None, *args, **kwargs):
-            timeout = min(timeout or _COLLECTIVE_LIMIT, _COLLECTIVE_LIMIT)
-            return original(ranks, timeout, *args, **kwargs)
-
-        return new_group
 
     @staticmethod
     def free_groups_of_parallel_state() -> None:
@@ -95,37 +115,25 @@ class Ranks:
 
         parallel_state.destroy_model_parallel = destroy_model_parallel
 
-    def meet(self, message: str) -> list[str] | None:
-        """Exchange messages with all ranks; return None if one did not arrive in time."""
+    def meet(self, message: str) -> list[str]:
+        """Exchange messages with all ranks; raise DistStoreError if one does not come."""
         keys = [f"meeting/{self._meetings}/{rank}" for rank in range(_WORLD)]
         self._store.set(keys[_RANK], message)
         self._meetings += 1
         self._initialisations = 0
-        try:
-            self._store.wait(keys, timedelta(seconds=_TEST_LIMIT_S + 5))
-            return [self._store.get(key).decode() for key in keys]
-        except dist.DistError:
-            return None
-
-    def part(self) -> None:
-        """Let rank 0, which serves the store, be the last to leave."""
-        keys = [f"left/{rank}" for rank in range(_WORLD)]
-        self._store.set(keys[_RANK], "")
-        if _RANK == 0:
-            self._store.wait(keys, timedelta(seconds=30))
+        self._store.wait(keys, timedelta(seconds=_TEST_LIMIT_S + 5))
+        return [self._store.get(key).decode() for key in keys]
 
     def renew_groups(self, keep_default: bool) -> None:
         """Destroy all process groups; make a new default one if there was one and it is kept."""
         had_groups = dist.is_initialized()
-        parallel_state = sys.modules.get("megatron.core.parallel_state")
-        if parallel_state is not None:
+        if parallel_state := sys.modules.get("megatron.core.parallel_state"):
             parallel_state.destroy_model_parallel()
         if had_groups:
             dist.destroy_process_group()
             if keep_default:
                 self._init("gloo")
-        utilities = sys.modules.get("tests.unit_tests.test_utilities")
-        if utilities is not None:
+        if utilities := sys.modules.get("tests.unit_tests.test_utilities"):
             utilities.Utils.inited = False
 
 
@@ -133,84 +141,62 @@ class Recorder:
     """Writes the outcomes, and waits for the other ranks after each test."""
 
     def __init__(self) -> None:
-        self._ranks = Ranks()
-        self._file = _RECORD.open("a")
+        self._watchdog, self._ranks = Watchdog(), Ranks()
+        self._file = (_FOLDER / f"rank{_RANK}.jsonl").open("a")
         self._outcome, self._reason, self._began = "passed", "", 0.0
 
-    def _write(self, **record) -> None:
+    def _write(self, *record) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def _record(self, test: str, outcome: str, reason: str) -> None:
-        self._write(test=test, outcome=outcome, reason=reason)
-
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        done = set(_DONE.read_text().splitlines()) if _DONE.exists() else set()
+        done = set((_FOLDER / "done").read_text().splitlines())
         items[:] = [item for item in items if item.nodeid not in done]
         stand_ins.give_tests_local_layers({item.module for item in items})
         self._ranks.free_groups_of_parallel_state()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write(collected=[item.nodeid for item in session.items])
+        self._write("collected", [item.nodeid for item in session.items])
         gc.collect()
         gc.freeze()  # imported modules need not be scanned in each collection
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
-            self._record(report.nodeid, report.outcome, _reason(report))
+            self._write("ends", report.nodeid, report.outcome, _reason(report))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None):
         item.config.option.experimental = item.get_closest_marker("experimental") is not None
         self._outcome, self._reason, self._began = "passed", "", time.monotonic()
-        self._write(begins=item.nodeid)
-        watchdog = threading.Timer(_TEST_LIMIT_S, self._hangs, [item.nodeid])
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            result = yield
-        finally:
-            watchdog.cancel()
-        self._finish(item, nextitem)
+        self._write("begins", item.nodeid)
+        self._watchdog.expect(item.nodeid, _TEST_LIMIT_S)
+        result = yield
+        self._watchdog.expect("the other ranks", _TEST_LIMIT_S + _END_LIMIT_S)
+        self._write("ends", item.nodeid, self._outcome, self._reason)
+        self._meet(item, nextitem)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed" and self._outcome != "failed":
             self._outcome, self._reason = report.outcome, _reason(report)
 
-    def _finish(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        self._record(item.nodeid, self._outcome, self._reason)
+    def _meet(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         broken = self._outcome == "failed" and _BROKEN_GROUPS.search(self._reason)
         outcomes = self._ranks.meet("broken" if broken else self._outcome)
-        if outcomes is None:
-            self._end(f"not all ranks reached the end of {item.nodeid}")
         same_file = nextitem is not None and nextitem.path == item.path
         diverged = "broken" in outcomes or ("failed" in outcomes and len(set(outcomes)) > 1)
         if diverged or not same_file:
             self._ranks.renew_groups(keep_default=same_file)
         if not same_file or time.monotonic() - self._began > _LONG_TEST_S:
-            _free_memory()
+            # Return tests' memory to the system: models are in cycles, and ranks share memory.
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
 
-    def pytest_sessionfinish(self) -> None:
-        self._ranks.part()
-
-    def _hangs(self, test: str) -> None:
-        reason = f"over {_TEST_LIMIT_S:g} s"
-        self._record(test, "hung", reason)
-        self._end(f"{test}: {reason}")
-
-    @staticmethod
-    def _end(why: str) -> None:
-        with _RECORD.with_suffix(".stacks").open("a") as stacks:
-            print(why, file=stacks, flush=True)
-            faulthandler.dump_traceback(all_threads=True, file=stacks)
-        os._exit(70)
-
-
-def _free_memory() -> None:
-    """Return tests' memory to the system: models are in cycles, and ranks share memory."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    def pytest_unconfigure(self) -> None:
+        """End the processes that tests have left."""
+        self._watchdog.expect("the end", _END_LIMIT_S)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)  # torchrun gives each rank a process group
 
 
 def _reason(report) -> str:

@@ -1,0 +1,236 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Models of Hugging Face in the program: the same logits in any layout, and back unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import copyfile, copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import NemotronHForCausalLM
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.model import IMAGES
+from examples.mimo.nemotron_vlm.model.vision import pixel_shuffle
+from megatron.core.utils import unwrap_model
+from tests.unit_tests.checkpoint.conversions import (
+    INDEX,
+    TOLERANCE,
+    assert_back_again,
+    convert,
+    tensors_of,
+    write_files,
+)
+from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import (
+    BATCH,
+    SAMPLES,
+    TILE,
+    RandomText,
+    loading,
+    program_logits,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+SIDE = 4
+"""Number of patches along a tile's side."""
+
+TEXT, IMAGES_AND_TEXT = RandomText(), RandomText(tiles=2, tokens=(SIDE // 2) ** 2)
+
+KINDS = {"language": (language_model, TEXT), "vlm": (whole_vlm, IMAGES_AND_TEXT)}
+"""Models by the converter's option, and samples for them."""
+
+
+@torch.no_grad()
+def their_logits(model: torch.nn.Module, source: RandomText = TEXT) -> torch.Tensor:
+    """Logits of transformers' own class, which takes GPU kernels wherever they are installed.
+
+    Images are normalized and cut into patches before.
+    """
+    given = {"input_ids": torch.stack([source.text("test", n).input_ids for n in range(SAMPLES)])}
+    if source.tiles_per_sample:
+        tiles = torch.cat([source.tiles("test", number) for number in range(SAMPLES)]) / 255
+        config = model.config.vision_config
+        mean, std = (torch.tensor(v)[:, None, None] for v in (config.norm_mean, config.norm_std))
+        patches = ((tiles - mean) / std).unfold(2, SIDE, SIDE).unfold(3, SIDE, SIDE)
+        patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(len(tiles) * SIDE**2, -1)
+        places = torch.tensor([[SIDE, SIDE]] * len(tiles))
+        given |= {"pixel_values": patches, "image_grid_hw": places}
+    given = {name: value.to(Utils.device) for name, value in given.items()}
+    return model.to(Utils.device)(**given).logits.cpu()
+
+
+def assert_same_logits(kind: str, directory: Path, *layouts: str) -> None:
+    model, source = KINDS[kind]
+    theirs = their_logits(model(), source)
+    assert theirs.std() > 0.5
+    ours = program_logits(*loading(directory), *layouts, source=source)
+    assert (ours - theirs).abs().max() <= TOLERANCE
+
+
+@contextmanager
+def converted(kind: str, *options: str) -> Iterator[Path]:
+    """A converted model, made by the first rank; what it was made of is beside it."""
+    with Utils.shared_directory() as path:
+        with Utils.first_rank_first() as first:
+            if first:
+                theirs = save(KINDS[kind][0](), path / "theirs")
+                convert("hf-to-megatron", f"--{kind}", theirs, *options, "--out", path / "ours")
+        yield path / "ours"
+
+
+@pytest.fixture(scope="module")
+def language() -> Iterator[Path]:
+    with converted("language", "--model", "tiny", "--seed", "7") as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def vlm() -> Iterator[Path]:
+    with converted("vlm") as path:
+        yield path
+
+
+def weights(*options: str) -> dict[str, torch.Tensor]:
+    """Weights of the program's model, by name."""
+    with trainer(*BATCH, *options) as run:
+        return {name: each.detach().clone() for name, each in run.stages[0].named_parameters()}
+
+
+class TestOneRank:
+    @requires_world_size(1)
+    @pytest.mark.parametrize("kind", ["vlm", "language"])
+    def test_logits_are_theirs_and_back_it_has_the_same_bits(self, kind, request):
+        directory = request.getfixturevalue(kind)
+        theirs = directory.with_name("theirs")
+        assert len(list(theirs.glob("*.safetensors"))) > 1
+        assert_same_logits(kind, directory)
+        said = assert_back_again(directory, theirs)
+        assert ("video_embedder.weight" in said) == (kind == "vlm")  # our model has none
+
+    @requires_world_size(1)
+    def test_bf16_weights_keep_their_bits(self, tmp_path):
+        model = language_model().bfloat16()
+        theirs, directory = save(model, tmp_path / "theirs"), tmp_path / "ours"
+        convert("hf-to-megatron", "--language", theirs, "--model", "tiny", "--out", directory)
+        ours = program_logits(*loading(directory), source=TEXT)
+        assert (ours - their_logits(model.float())).abs().max() <= TOLERANCE
+        assert_back_again(directory, theirs)
+
+    @requires_world_size(1)
+    def test_parts_that_are_not_given_begin_as_the_program_would(self, language):
+        model = ("--model", str(language / "model.json"))
+        fresh = weights(*model, "--seed", "7")
+        loaded = weights(*model, "--load", str(language))
+        for name, weight in fresh.items():
+            is_given = name.startswith("language_model.")
+            assert is_given or torch.equal(loaded[name], weight), name
+
+    @requires_world_size(1)
+    def test_a_damaged_checkpoint_is_refused(self, language, tmp_path):
+        directory = copytree(language, tmp_path / "damaged")
+        (file,) = (directory / "release").glob("*.distcp")
+        with file.open("r+b") as stream:
+            stream.seek(file.stat().st_size // 2)
+            stream.write(b"damage")
+        with pytest.raises(UserError, match=f"the checkpoint is damaged: {file.name} has changed"):
+            program_logits(*loading(directory), source=TEXT)
+
+    @requires_world_size(1)
+    def test_features_of_the_encoder_are_theirs(self, tmp_path):
+        theirs = encoder()
+        saved, directory = save(theirs, tmp_path / "theirs"), tmp_path / "ours"
+        given = ("--vision", saved, "--model", "tiny", "--out", directory)
+        said = convert("hf-to-megatron", *given)
+        assert "initial weights of seed 1234: language, projector" in said
+        tiles = torch.randint(256, (3, 3, TILE, TILE), dtype=torch.uint8, device=Utils.device)
+        with trainer(*loading(directory), *BATCH) as run, torch.no_grad():
+            module = unwrap_model(run.stages[0].modality_submodules[IMAGES])
+            ours = module.encoders["radio"].eval()(tiles=tiles).clone()
+        features = theirs.to(Utils.device)(tiles / 255).features
+        assert features.std() > 0.5
+        wanted = pixel_shuffle(features, SIDE, 2).flatten(0, 1)
+        assert (ours - wanted).abs().max() <= TOLERANCE
+        assert_back_again(directory, saved)
+
+    @requires_world_size(1)
+    def test_like_may_have_a_configuration_alone(self, vlm, tmp_path):
+        theirs, like = vlm.with_name("theirs"), tmp_path / "config"
+        like.mkdir()
+        copyfile(theirs / "config.json", like / "config.json")
+        convert("megatron-to-hf", vlm, "--like", like, "--out", tmp_path / "ours-only")
+        ours, theirs = tensors_of(tmp_path / "ours-only"), tensors_of(theirs)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        lacking = {name.rpartition(".")[2] for name in theirs.keys() - ours.keys()}
+        assert lacking == {"lambda1", "summary_idxs", "weight"}  # the last is the video embedder's
+
+    @requires_world_size(1)
+    def test_many_tensors_go_to_several_files_with_an_index(self, tmp_path):
+        tensors = {f"layer.{n}": torch.full((100,), float(n)) for n in range(4)}
+        tensors["layer.4"] = torch.zeros(1000)
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        write_files(tmp_path, sizes, lambda names: {n: tensors[n] for n in names}, limit=1000)
+        index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+        for name, tensor in tensors.items():
+            assert torch.equal(load_file(tmp_path / index[name])[name], tensor)
+        groups = [sorted(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))]
+        assert sorted(groups) == [["layer.0", "layer.1"], ["layer.2", "layer.3"], ["layer.4"]]
+
+    @requires_world_size(1)
+    def test_parts_from_several_places(self, vlm, tmp_path):
+        language, directory = save(language_model(), tmp_path / "language"), tmp_path / "ours"
+        whole = vlm.with_name("theirs")
+        projector = {
+            name: each + 1 for name, each in tensors_of(whole).items() if name.startswith("mlp1.")
+        }
+        (tmp_path / "projector").mkdir()
+        save_file(projector, tmp_path / "projector" / "a.safetensors")
+        sources = ("--language", language, "--projector", tmp_path / "projector", "--vlm", whole)
+        convert("hf-to-megatron", *sources, "--out", directory)
+        assert_back_again(directory, language)
+        convert("megatron-to-hf", directory, "--like", whole, "--out", tmp_path / "vlm")
+        wanted = tensors_of(whole) | projector
+        wanted |= {f"language_model.{name}": each for name, each in tensors_of(language).items()}
+        for name, tensor in tensors_of(tmp_path / "vlm").items():
+            assert torch.equal(tensor, wanted[name]), name
+
+
+class TestTwoRanks:
+    @requires_world_size(2)
+    def test_a_trained_model_gives_its_logits_in_transformers(self, language, shared_path):
+        """Several ranks have written the checkpoint."""
+        layouts = ("--encoder", "tp=2", "--language", "tp=2,ep=2,etp=1")
+        with trainer(*BATCH, *loading(language), *layouts, source=TEXT) as run:
+            run.train_step()
+            run.save(shared_path / "trained")
+        saved = ("--model", str(language / "model.json"), "--load", str(shared_path / "trained"))
+        ours = program_logits(*saved, *layouts, source=TEXT)
+        with Utils.first_rank_first() as first:
+            if not first:
+                return
+            back = ("--like", language.with_name("theirs"), "--out", shared_path / "back")
+            convert("megatron-to-hf", shared_path / "trained", *back)
+            theirs = NemotronHForCausalLM.from_pretrained(shared_path / "back")
+            assert (ours - their_logits(theirs)).abs().max() <= TOLERANCE
+            assert (ours - their_logits(language_model())).abs().max() > 1e-3
+
+
+class TestFourRanks:
+    @requires_world_size(4)
+    @pytest.mark.parametrize(
+        ("kind", "layouts"),
+        [
+            ("vlm", ("--encoder", "tp=2,dp=2", "--language", "tp=2,pp=2,dp=1,ep=2,etp=1")),
+            ("language", ("--encoder", "tp=2,dp=2", "--language", "tp=2,pp=2,dp=1,ep=2,etp=1")),
+            ("language", ("--encoder", "tp=2", "--language", "cp=2,ep=2,etp=2")),
+        ],
+    )
+    def test_logits_are_theirs_in_any_layout(self, kind, layouts, request):
+        assert_same_logits(kind, request.getfixturevalue(kind), *layouts)
