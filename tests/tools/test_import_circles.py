@@ -13,7 +13,7 @@ import pytest
 
 from mini import REPOSITORY, run
 from overlay.fetch import fetch
-from overlay.lock import Lock
+from overlay.patchset import Lock
 
 LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 MIMO = "megatron.core.models.mimo"

@@ -12,10 +12,9 @@ import pytest
 
 from mini import REPOSITORY, run, snapshot
 from overlay.fetch import fetch
-from overlay.header import MOST_PATCHES
-from overlay.lock import Lock
-from overlay.patchset import OVERLAY_ROOTS, PatchSet
-from overlay.replacements import MOST, declared
+from overlay.patchset import OVERLAY_ROOTS, Lock, PatchSet
+from overlay.rules import MOST_PATCHES, declared
+from overlay.rules import MOST_REPLACEMENTS as MOST
 
 LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from mini import HEADER, LATER, PIN, SECOND, UPSTREAM, World, edit, snapshot
-from overlay.header import MOST_LINES, MOST_PATCHES
+from overlay.rules import MOST_LINES, MOST_PATCHES
 
 A, B = "megatron/core/a.py", "megatron/core/sub/b.py"
 

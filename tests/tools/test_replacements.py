@@ -5,7 +5,8 @@
 import pytest
 
 from mini import write_tree
-from overlay.replacements import MOST, in_source
+from overlay.rules import MOST_REPLACEMENTS as MOST
+from overlay.rules import in_source
 
 IMPORT = "from megatron.core import a\n"
 NAME = "megatron.core.a.f"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mini import UPSTREAM, Result, World, git, run, snapshot, write_tree
-from staging import cli, formatting, trial
+from staging import cli, trial
+from staging import stage as staging
 from upstream_tests.outcomes import Outcome, Outcomes
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
@@ -52,7 +53,7 @@ def staged(world: World, monkeypatch) -> World:
     git(world.checkout, "config", "user.name", "A. Contributor")
     git(world.checkout, "config", "user.email", "a@example.org")
     write_tree(world.root, TESTS)
-    monkeypatch.setattr(formatting, "_TOOLS", {})
+    monkeypatch.setattr(staging, "FORMATTERS", {})
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     return world
 
@@ -257,7 +258,7 @@ def test_an_unknown_feature_is_refused_with_the_known_ones(staged):
 
 
 def test_missing_formatters_are_named(staged, monkeypatch):
-    monkeypatch.setattr(formatting, "_TOOLS", {"no_such_formatter": ""})
+    monkeypatch.setattr(staging, "FORMATTERS", {"no_such_formatter": ""})
     found = stage(staged, "--feature", "first")
     (text,) = found.errors
     assert found.code == 1
@@ -270,8 +271,9 @@ def test_formatters_leave_files_that_upstream_left(tmp_path: Path):
     settings = '[tool.black]\nskip_string_normalization = true\n[tool.isort]\nprofile = "black"\n'
     files = {"pyproject.toml": settings, "ours.py": "x = f( 'a' )\n", "theirs.py": "import b, a\n"}
     write_tree(tmp_path, files)
-    left = formatting.unclean(tmp_path, ["theirs.py"])
+    left = staging._unformatted(tmp_path, ["theirs.py"])
     assert left == {"isort": {"theirs.py"}, "black": set()}
-    formatting.format_files(tmp_path, ["ours.py", "theirs.py"], left)
+    for tool in staging.FORMATTERS:
+        staging._format(tmp_path, tool, [path for path in files if path not in left[tool]])
     assert (tmp_path / "ours.py").read_text() == "x = f('a')\n"
     assert (tmp_path / "theirs.py").read_text() == "import b, a\n"

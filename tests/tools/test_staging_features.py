@@ -3,6 +3,7 @@
 """The features of upstream PRs: each file belongs to exactly one, and imports follow the graph."""
 
 import ast
+import shutil
 import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,12 +12,11 @@ import pytest
 
 from mini import REPOSITORY
 from overlay.checkout import Checkout
-from overlay.fetch import fetch, upstream
+from overlay.fetch import fetch
+from overlay.git import write_files
 from overlay.patchset import PatchSet
-from overlay.series import build
-from staging.content import Content
-from staging.description import graph, pr_text
 from staging.features import TESTS, Feature, Features
+from staging.stage import apply_patches, patches_on
 from test_import_circles import imports, name_of
 
 FEATURES = Features(PatchSet(REPOSITORY))
@@ -24,10 +24,11 @@ DOCUMENT = REPOSITORY / "docs/contributor/upstream-prs.md"
 
 
 @pytest.fixture(scope="module")
-def content(tmp_path_factory) -> Content:
+def upstreams(tmp_path_factory) -> Path:
+    """A pristine tree of the pin."""
     lock, path = FEATURES.patchset.lock, tmp_path_factory.mktemp("staging") / "checkout"
     fetch(lock, REPOSITORY, path, lock.pin, None)
-    return Content(FEATURES, Checkout(path))
+    return path
 
 
 def own_files(feature: Feature) -> dict[str, Path]:
@@ -82,32 +83,30 @@ def test_a_feature_that_changes_upstreams_files_names_upstreams_tests_of_them():
     assert [f.name for f in FEATURES.all() if f.patches and not f.upstream] == []
 
 
-def test_imports_of_patches_follow_the_graph(tmp_path):
-    patchset = FEATURES.patchset
-    git_only, lost, owner = patchset.lock.git_only_patches(), [], owners()
-    patches = {name: p for name, p in patchset.series().items() if name not in git_only}
-    original = upstream(patchset.lock, patchset.lock.pin, REPOSITORY).get
+def test_imports_of_patches_follow_the_graph(upstreams, tmp_path):
+    lost, owner, file = [], owners(), tmp_path / "file.py"
     of = {name: f for f in FEATURES.all() for name in FEATURES.patches_of(f)}
-    before = {}
-    for step in build(patches, original):
+    for step in patches_on(FEATURES, Checkout(upstreams)).values():
         below = {one.name for one in FEATURES.stack(of[step.name].name)}
-        for path in step.paths:
-            sides = []
-            for data in (before.get(path, original(path)), step.tree[path]):
-                (tmp_path / "file.py").write_bytes(data)
-                sides.append(imports(tmp_path / "file.py", name_of(Path(path)), set(owner)))
-            new = sides[1] - sides[0]
+        for path, sides in step.files.items():
+            found = []
+            for data in sides:
+                file.write_bytes(data)
+                found.append(imports(file, name_of(Path(path)), set(owner)))
+            new = found[1] - found[0]
             lost += [f"{step.name} → {u} of {owner[u]}" for u in new if owner[u] not in below]
-        before = step.tree
     assert lost == []
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES.order if name != "pretrain-mimo"])
-def test_a_feature_applies_upon_what_it_needs(name, content):
+def test_a_feature_applies_upon_what_it_needs(name, upstreams, tmp_path):
     """It applies upon nothing else. The patch of pretrain_mimo.py needs a git checkout."""
-    content.start_again()
+    steps = patches_on(FEATURES, Checkout(upstreams))
+    shutil.copytree(upstreams / "megatron", tmp_path / "megatron")
     for feature in FEATURES.stack(name):
-        assert len(content.patched(feature)) >= bool(feature.patches)
+        patched = apply_patches(FEATURES, feature, steps, tmp_path)
+        assert len(patched) >= bool(feature.patches)
+        write_files(tmp_path, patched)
 
 
 def test_a_fix_has_a_test_that_fails_without_it():
@@ -119,17 +118,17 @@ def test_a_fix_has_a_test_that_fails_without_it():
 
 
 def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
-    text = pr_text(FEATURES, FEATURES.get("cp-bridge"))
+    text = FEATURES.pr_text(FEATURES.get("cp-bridge"))
     assert "torchrun --nproc-per-node 2 -m pytest" in text
     assert "-p tests.unit_tests.rank_agreement" in text
     assert "Process groups from a HyperCommGrid (`grids-and-groups`)" in text
-    alone = pr_text(FEATURES, FEATURES.get("expert-bias"))
+    alone = FEATURES.pr_text(FEATURES.get("expert-bias"))
     assert "rank_agreement" not in alone and "torchrun" not in alone
     assert "Without this change, `tests/unit_tests/transformer/test_expert_bias.py` fails" in alone
 
 
 def test_the_document_shows_the_graph():
-    assert graph(FEATURES) in DOCUMENT.read_text(), (
+    assert FEATURES.graph() in DOCUMENT.read_text(), (
         f"put the output of `tools/stage_upstream_pr.sh --graph` into {DOCUMENT}"
     )
 
@@ -137,4 +136,4 @@ def test_the_document_shows_the_graph():
 def test_the_program_prints_the_graph():
     program = REPOSITORY / "tools/stage_upstream_pr.sh"
     done = subprocess.run([program, "--graph"], capture_output=True, text=True)
-    assert done.stdout.strip() == graph(FEATURES)
+    assert done.stdout.strip() == FEATURES.graph()

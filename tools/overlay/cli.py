@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from command_line import Parser
+from overlay import rules
 from overlay.apply import Application
 from overlay.checkout import Checkout
 from overlay.drift import drift
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import fetch
-from overlay.lock import Lock, check_version
-from overlay.patchset import PatchSet
-from overlay.refresh import check_headers, refresh
+from overlay.patchset import Lock, PatchSet, check_version
+from overlay.refresh import refresh
 from overlay.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     patchset = PatchSet(root)
     if options.command == "headers":
-        lines = check_headers(patchset)
+        lines = [rules.check(patchset)]
     elif options.command == "refresh":
         checkout = Checkout(options.checkout) if options.checkout else None
         lines = refresh(patchset, checkout, options.into, options.check)

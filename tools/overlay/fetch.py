@@ -17,7 +17,7 @@ from pathlib import Path
 from overlay.checkout import Checkout, digest, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 from overlay.git import user_git
-from overlay.lock import Lock, Version, check_version
+from overlay.patchset import Lock, Version, check_version
 
 # Requirements of upstream's build, which pip runs to read an sdist's metadata. Given these, pip
 # need not make an isolated environment with all of torch in it.
@@ -125,11 +125,11 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
     """Clone the tag, and check its commit or, if not locked, the files that we change."""
     wanted = lock.versions[version]
     clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
-    done = user_git([*clone, "--branch", wanted.tag, "--", remote, str(into)])
+    done = user_git(into.parent, *clone, "--branch", wanted.tag, "--", remote, str(into))
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no output"]
         raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
-    commit = user_git(["-C", str(into), "rev-parse", "HEAD"]).stdout.strip()
+    commit = user_git(into, "rev-parse", "HEAD").stdout.strip()
     if wanted.commit:
         if commit != wanted.commit:
             raise OverlayError(
