@@ -5,19 +5,38 @@
 All changes are computed before anything is written.
 """
 
+import contextlib
+
 from overlay import git, series
 from overlay.checkout import Checkout, digest, same, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, OverlayError
 from overlay.fetch import upstream
-from overlay.patchset import PatchSet
+from overlay.patchset import PatchSet, check_version
 from overlay.store import Manifest, States, Store
+
+
+def run(patchset: PatchSet, checkout: Checkout, how: str | None) -> tuple[list[str], int]:
+    """Apply, or do what ``how`` says, the name of a flag; return the lines to print, and the exit
+    code."""
+    store, only_looks = Store(checkout), how in ("check", "status")
+    with contextlib.nullcontext() if only_looks else store.locked():
+        one = Application(patchset, checkout, store)
+        if how != "three-way" and not (one.old and how in ("revert", "status")):
+            check_version(checkout.root, checkout.version, patchset.lock.locked)
+        if how == "three-way":
+            done, left = one.three_way()
+            return [done, *one.notices, *left], FAILED if left else 0
+        if how == "revert":
+            return one.revert(), 0
+        lines = one.status() if how == "status" else one.apply(how == "link", how == "check")
+        return lines + one.notices, 0
 
 
 class Application:
     """The present patch set and the present checkout, and the ways from one state to another."""
 
-    def __init__(self, patchset: PatchSet, checkout: Checkout):
-        self.patchset, self.checkout, self.store = patchset, checkout, Store(checkout)
+    def __init__(self, patchset: PatchSet, checkout: Checkout, store: Store):
+        self.patchset, self.checkout, self.store = patchset, checkout, store
         self.lock, self.overlay = patchset.lock, patchset.overlay
         self.old = self.store.manifest()
         self.known = self.old.files if self.old else {}

@@ -28,68 +28,51 @@ class Row:
     where: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Report:
-    """The comparison.
+def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[str], int]:
+    """Compare the pin with a pristine tree of another version.
 
-    ``names`` has only rows that need work; ``new_files`` counts overlay files that replace none of
-    upstream's.
+    Return the report's lines, and 1 if there is work to do, else 0. Its names are only those that
+    need work.
+
+    Raises:
+        OverlayError: the tree has the overlay applied.
     """
-
-    pin: str
-    version: str
-    patches: list[Row]
-    files: list[Row]
-    new_files: int
-    names: list[Row]
-
-    def is_work(self) -> bool:
-        states = {row.state for row in self.patches + self.files}
-        return bool(self.names) or not states.issubset(_NOTHING_TO_DO)
-
-    def json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    def text(self) -> str:
-        lines = [f"Megatron-LM {self.version} against the pin {self.pin}"]
-        lines += [f"\npatches ({len(self.patches)})", *_table(self.patches)]
-        lines += [f"\noverlay files that replace upstream's; {self.new_files} others are new"]
-        lines += _table(self.files)
-        lines += [f"\nupstream's names that our code uses: {len(self.names)} changed"]
-        return "\n".join(lines + _table(self.names))
+    if (checkout.root / STATE_DIR).exists():
+        what = f"{checkout.root} has the overlay applied: revert it first"
+        raise OverlayError(DIFFERS_FROM_LOCK, what)
+    pin = patchset.lock.pin
+    old = upstream(patchset.lock, pin, patchset.root)
+    with tempfile.TemporaryDirectory() as folder:
+        python = {path: data for path, data in old.items() if path.startswith("megatron/")}
+        git.write_files(Path(folder), python)
+        versions = Version(Path(folder)), Version(checkout.root)
+    patches, names = _patches(patchset, old, checkout), _names(patchset, versions)
+    files = _files(patchset, old, checkout, versions)
+    new_files = len(patchset.overlay) - len(files)
+    work = bool(names) or any(row.state not in _NOTHING_TO_DO for row in patches + files)
+    if as_json:
+        report = {"pin": pin, "version": checkout.version, "new_files": new_files}
+        for name, rows in (("patches", patches), ("files", files), ("names", names)):
+            report[name] = [asdict(row) for row in rows]
+        return [json.dumps(report, indent=1)], int(work)
+    lines = [f"Megatron-LM {checkout.version} against the pin {pin}"]
+    for title, rows in (
+        (f"patches ({len(patches)})", patches),
+        (f"overlay files that replace upstream's; {new_files} others are new", files),
+        (f"upstream's names that our code uses: {len(names)} changed", names),
+    ):
+        lines += ["", title, *_table(rows)]
+    return lines, int(work)
 
 
 def _table(rows: list[Row]) -> list[str]:
-    width = max((len(row.state) for row in rows), default=0)
-    lines = []
+    width, lines = max((len(row.state) for row in rows), default=0), []
     for row in rows:
         lines.append(f"  {row.state:{width}}  {row.name}")
         more = f" and {len(row.where) - _PLACES} more" if len(row.where) > _PLACES else ""
         for text in (row.detail, ", ".join(row.where[:_PLACES]) + more):
             lines += [f"  {'':{width}}    {line}" for line in text.splitlines()]
     return lines
-
-
-def drift(patchset: PatchSet, checkout: Checkout) -> Report:
-    """Compare the pin with a pristine tree of another version.
-
-    Raises:
-        OverlayError: the tree has the overlay applied.
-    """
-    if (checkout.root / STATE_DIR).exists():
-        raise OverlayError(
-            DIFFERS_FROM_LOCK, f"{checkout.root} has the overlay applied: revert it first"
-        )
-    pin = patchset.lock.pin
-    old = upstream(patchset.lock, pin, patchset.root)
-    with tempfile.TemporaryDirectory() as folder:
-        python = {p: data for p, data in old.items() if p.startswith("megatron/")}
-        git.write_files(Path(folder), python)
-        versions = Version(Path(folder)), Version(checkout.root)
-    files = _files(patchset, old, checkout, versions)
-    new_files, names = len(patchset.overlay) - len(files), _names(patchset, versions)
-    patches = _patches(patchset, old, checkout)
-    return Report(pin, checkout.version, patches, files, new_files, names)
 
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Row]:
