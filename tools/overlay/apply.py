@@ -56,14 +56,14 @@ class Application:
         differ = [path for path, (want, _) in self._locked.items() if self._sha(path) != want]
         _refuse(DIFFERS_FROM_LOCK, "{}", [self._why_it_differs(path) for path in differ])
         patched = {p: sha for p, (_, sha) in self._locked.items() if self.lock.is_patched(p)}
-        ends, new = self._plan(link, patched, self.checkout.version)
-        changes = self._changes(ends)
+        new = self._plan(link, patched, self.checkout.version)
+        changes = self._changes(new)
         if not changes and self.old == new:
             return ["already applied"]
         if only_check:
             return [f"would change {_count(changes)}", *changes]
         tree = self._patched(self._original) if patched.keys() & changes else {}
-        return [self._move(new, ends, tree)]
+        return [self._move(new, tree)]
 
     def three_way(self) -> tuple[str, list[str]]:
         """Merge the patch set into a git tree that differs from the lock.
@@ -76,8 +76,8 @@ class Application:
         version = self.checkout.version
         version = version if version in self.lock.locked else self.lock.pin
         tree, notes = self._merge(version)
-        ends, new = self._plan(False, {path: sha256(data) for path, data in tree.items()}, version)
-        return self._move(new, ends, tree), notes
+        new = self._plan(False, {path: sha256(data) for path, data in tree.items()}, version)
+        return self._move(new, tree), notes
 
     def revert(self) -> list[str]:
         """Restore the originals, byte for byte."""
@@ -85,8 +85,7 @@ class Application:
             return ["not applied"]
         self._look(self.known)
         self._refuse_edits({})
-        ends = {path: states[0] for path, states in self.known.items()}
-        return [self._move(None, ends, {}).replace("updated", "reverted")]
+        return [self._move(None, {}).replace("updated", "reverted")]
 
     def status(self) -> list[str]:
         """Return one of applied, not applied, modified since, partly applied; then the files."""
@@ -137,8 +136,8 @@ class Application:
             self.lock = self.lock.without_git_only()
             self.notices = [f"left out: {', '.join(names)}: {why}"]
 
-    def _plan(self, link: bool, patched: dict[str, str], version: str) -> tuple[States, Manifest]:
-        """Return the final state of every path, and the final manifest.
+    def _plan(self, link: bool, patched: dict[str, str], version: str) -> Manifest:
+        """Return the final manifest.
 
         If an earlier state of the patch set is applied, the new one starts from the originals.
 
@@ -162,8 +161,7 @@ class Application:
         foreign = [path for path in foreign if not self._is_committed(path)]
         message = "{} exists and is not ours: an overlay file would replace it"
         _refuse(LOCAL_EDITS, message, foreign)
-        files = {path: [self._before[path], state] for path, state in wanted.items()}
-        return self._before | wanted, Manifest(version, files)
+        return Manifest(version, {path: [self._before[path], wanted[path]] for path in wanted})
 
     def _refuse_edits(self, wanted: States) -> None:
         ours = {path: [None, *states, wanted.get(path)] for path, states in self.known.items()}
@@ -196,8 +194,10 @@ class Application:
         revision = "HEAD" if self._merging else version.commit or version.tag
         return git.is_committed(self.checkout.root, revision, path, data)
 
-    def _changes(self, ends: States) -> list[str]:
-        return [path for path, state in ends.items() if not same(self._now[path], state)]
+    def _changes(self, new: Manifest | None) -> dict[str, str | None]:
+        """Return the state of each path that changes when ``new`` is applied."""
+        ends = sorted(self.store.ends(new).items())
+        return {path: state for path, state in ends if not same(self._now[path], state)}
 
     def _patched(self, original: series.Original) -> dict[str, bytes]:
         """Return upstream's files with the patches that are not left out."""
@@ -205,19 +205,20 @@ class Application:
         patches = {name: patches[name] for name in self.lock.patches}
         return series.last_tree(series.build(patches, original, self.store.scratch()))
 
-    def _move(self, new: Manifest | None, ends: States, tree: dict[str, bytes]) -> str:
-        """Bring all paths to the states ``ends``; ``tree`` has the patched files."""
-        changes, contents = self._changes(ends), {}
-        for path in [path for path in changes if digest(ends[path])]:
-            if new is None or path not in new.files:
-                contents[path] = self._original(path)
-            elif path in self.overlay:
-                contents[path] = self.overlay[path].path.read_bytes()
-            else:
-                contents[path] = tree[path]
-            if sha256(contents[path]) != digest(ends[path]):
-                raise OverlayError(FAILED, f"{path}: the patches give another file than the lock")
-        self.store.move(new, ends, contents)
+    def _move(self, new: Manifest | None, tree: dict[str, bytes]) -> str:
+        """Change all paths; ``tree`` has the patched files."""
+        changes, contents = self._changes(new), {}
+        for path, sha in {path: digest(state) for path, state in changes.items()}.items():
+            if sha:
+                ours = self.overlay.get(path)
+                if new is None or path not in new.files:
+                    contents[path] = self._original(path)
+                else:
+                    contents[path] = ours.path.read_bytes() if ours else tree[path]
+                if sha256(contents[path]) != sha:
+                    what = f"{path}: the patches give another file than the lock"
+                    raise OverlayError(FAILED, what)
+        self.store.move(new, contents)
         return f"{'updated' if self.old else 'applied'}: {_count(changes)} changed"
 
     def _merge(self, version: str) -> tuple[dict[str, bytes], list[str]]:

@@ -116,7 +116,7 @@ def _files(
         if before is None and after is None:
             continue
         if before == after or after is None:
-            rows.append(Row(path, "unchanged" if after else "gone upstream"))
+            rows.append(Row(path, "gone upstream" if after is None else "unchanged"))
         else:
             state = "changed upstream" if before is not None else "new upstream"
             was, now = (version.declared(rules.module_name(path)) for version in versions)

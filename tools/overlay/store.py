@@ -97,14 +97,20 @@ class Store:
             self._replace(self.root / ".gitignore", b"*\n")
         return self.root
 
-    def move(self, new: Manifest | None, ends: States, contents: dict[str, bytes]) -> None:
+    def ends(self, new: Manifest | None) -> States:
+        """Return the state that each path gets when ``new`` replaces the present manifest."""
+        old = self.manifest()
+        originals = {path: states[0] for path, states in old.files.items()} if old else {}
+        return originals | {path: states[-1] for path, states in (new.files if new else {}).items()}
+
+    def move(self, new: Manifest | None, contents: dict[str, bytes]) -> None:
         """Bring every path to its final state, then write the manifest ``new`` (None: nothing
         applied).
 
         Raises:
             OverlayError: the operating system refused a step; all changes are undone.
         """
-        old = self.manifest() or Manifest("", {})
+        old, ends = self.manifest() or Manifest("", {}), self.ends(new)
         now = {path: self.checkout.look(path) for path in ends}
         undo = {path: self.checkout.read(path) for path in ends if digest(now[path])}
         files = dict(old.files)
