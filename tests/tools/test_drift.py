@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mini import SECOND_UPSTREAM, UPSTREAM, numbered, snapshot, write_tree
+from overlay import names
 from overlay.names import Version, compare
 
 MODULE, OURS = "megatron/core/m.py", "megatron/core/ours.py"
@@ -120,56 +121,46 @@ def test_names_are_followed_through_re_exports(findings):
     ]
 
 
-@pytest.fixture
-def drift(world):
-    def drift(files: dict[str, str], *flags: str):
-        tree = write_tree(world.base / "other", files)
-        before = snapshot(world.base)
-        result = world.run("drift", tree, *flags)
-        assert snapshot(world.base) == before
-        return result
-
-    return drift
-
-
-@pytest.mark.parametrize("files", [UPSTREAM, SECOND_UPSTREAM])
-def test_a_version_that_all_patches_fit_is_no_work(drift, files):
-    result = drift(files)
-    assert (result.code, result.errors) == (0, [])
-    offset = "applies with offset" if files is SECOND_UPSTREAM else "applies "
-    assert any(line.startswith(f"  {offset}") for line in result.out)
-
-
 CHANGED = {"megatron/core/a.py": UPSTREAM["megatron/core/a.py"].replace("a_10", "a_ten")}
 LANDED = {"megatron/core/sub/b.py": UPSTREAM["megatron/core/sub/b.py"].replace("b_3", "B_three")}
 
 
 @pytest.mark.parametrize(
-    "files, name, state",
+    "files, name, state, code",
     [
-        (CHANGED, "0001-first.patch", "applies"),
-        (CHANGED, "0002-second.patch", "conflicts"),
-        (LANDED, "0001-first.patch", "merges"),
+        ({}, "0001-first.patch", "applies", 0),
+        (SECOND_UPSTREAM, "0001-first.patch", "applies with offset", 0),
+        ({}, REPLACED, "unchanged", 0),
+        (CHANGED, "0001-first.patch", "applies", 1),
+        (CHANGED, "0002-second.patch", "conflicts", 1),
+        (LANDED, "0001-first.patch", "merges", 1),
         (LANDED | {"megatron/core/a.py": numbered("a", {3: "A_three"})}, "0001-first.patch",
-         "already there"),
-        ({"megatron/core/a.py": None}, "0001-first.patch", "conflicts"),
-        ({"megatron/core/replaced.py": "new = 1\n"}, REPLACED, "changed upstream"),
-        ({"megatron/core/replaced.py": None}, REPLACED, "gone upstream"),
-        ({NEW: "def shard(a): ...\n"}, NEW, "new upstream"),
+         "already there", 1),
+        ({"megatron/core/a.py": None}, "0001-first.patch", "conflicts", 1),
+        ({"megatron/core/replaced.py": "new = 1\n"}, REPLACED, "changed upstream", 1),
+        ({"megatron/core/replaced.py": None}, REPLACED, "gone upstream", 1),
+        ({NEW: "def shard(a): ...\n"}, NEW, "new upstream", 1),
     ],
 )  # fmt: skip
-def test_each_patch_and_file_has_its_state(drift, files, name, state):
-    tree = {path: text for path, text in (UPSTREAM | files).items() if text is not None}
-    result = drift(tree, "--json")
+def test_each_patch_and_file_has_its_state(world, files, name, state, code):
+    files = {path: text for path, text in (UPSTREAM | files).items() if text is not None}
+    tree = write_tree(world.base / "other", files)
+    before = snapshot(world.base)
+    result, text = world.run("drift", tree, "--json"), "\n".join(world.run("drift", tree).out)
+    assert snapshot(world.base) == before
     report = json.loads("\n".join(result.out))
     states = {row["name"]: row["state"] for row in report["patches"] + report["files"]}
-    assert (result.code, states[name]) == (1, state)
-    text = "\n".join(drift(tree).out)
+    assert (result.code, states[name]) == (code, state)
     assert f"  {state} " in text
     assert ("new: megatron.core.new.deep.module.shard" in text) == (name == NEW)
 
 
-def test_an_applied_tree_and_no_tree_are_refused(world):
+def test_an_applied_tree_no_tree_and_a_missing_griffe_are_refused(world, monkeypatch):
     world.apply()
     assert world.run("drift", world.checkout).code == 4
     assert world.run("drift", world.root).code == 3
+    world.apply("--revert")
+    monkeypatch.setattr(names, "griffe", None)
+    result = world.run("drift", world.checkout)
+    assert (result.code, len(result.errors)) == (1, 1)
+    assert "no griffe: run make setup" in result.errors[0]

@@ -133,7 +133,6 @@ def test_a_patch_of_both_kinds_of_files_is_refused(locked):
     "script, state, code",
     [
         (numbered("s"), "applies", 0),
-        ("s_0\n" + numbered("s"), "applies with offset", 0),
         (None, "left out", 0),
         (numbered("s", {3: "theirs"}), "conflicts", 1),
     ],
@@ -147,9 +146,8 @@ def test_drift_says_how_it_fares(locked, script, state, code):
     assert any(line.split() == [*state.split(), f"{NAME}.patch"] for line in result.out)
 
 
-@pytest.mark.parametrize("version", [PIN, SECOND])
-def test_a_clone_without_it_is_fetched(locked, tmp_path, version):
-    make_repository(tmp_path / "remote", {PIN: UPSTREAM, SECOND: SECOND_UPSTREAM}[version])
-    git(tmp_path / "remote", "tag", f"v{version}")
-    result = locked.run("fetch", tmp_path / "c", "--version", version, "--git", tmp_path / "remote")
+def test_a_clone_without_it_is_fetched(locked, tmp_path):
+    make_repository(tmp_path / "remote", UPSTREAM)
+    git(tmp_path / "remote", "tag", f"v{PIN}")
+    result = locked.run("fetch", tmp_path / "c", "--git", tmp_path / "remote")
     assert result.code == 0, result.errors

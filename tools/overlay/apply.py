@@ -6,6 +6,7 @@ All changes are computed before anything is written.
 """
 
 import contextlib
+import os
 
 from overlay import git, series
 from overlay.checkout import Checkout, digest, same, sha256
@@ -148,13 +149,13 @@ class Application:
             OverlayError: local edits would be lost.
         """
         link = link or any((states[-1] or "").startswith("link ") for states in self.known.values())
-        ours = {path: source.sha256 for path, source in self.overlay.items()}
+        ours = {path: sha256(source.read_bytes()) for path, source in self.overlay.items()}
         wanted: States = {}
         for path, sha in (patched | ours).items():
             before, source = self._before[path], self.overlay.get(path)
-            mode = "755" if source and source.executable else "644"
+            mode = "755" if source and os.access(source, os.X_OK) else "644"
             mode = before.partition(" ")[0] if digest(before) else mode
-            wanted[path] = f"link {source.path}" if source and link else f"{mode} {sha}"
+            wanted[path] = f"link {source}" if source and link else f"{mode} {sha}"
         self._refuse_edits(wanted)
         foreign = [path for path in self.overlay if path not in {*self.known, *self._locked}]
         foreign = [path for path in foreign if not same(self._now[path], None, wanted[path])]
@@ -214,7 +215,7 @@ class Application:
                 if new is None or path not in new.files:
                     contents[path] = self._original(path)
                 else:
-                    contents[path] = ours.path.read_bytes() if ours else tree[path]
+                    contents[path] = ours.read_bytes() if ours else tree[path]
                 if sha256(contents[path]) != sha:
                     what = f"{path}: the patches give another file than the lock"
                     raise OverlayError(FAILED, what)

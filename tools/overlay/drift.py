@@ -130,10 +130,10 @@ def _files(
 
 def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Row]:
     """Return upstream's names that our code uses and that are gone or declared differently."""
-    sources = {path: source.path for path, source in patchset.overlay.items()}
-    for path in (patchset.root / "tests").glob("**/*.py"):
-        sources[path.relative_to(patchset.root).as_posix()] = path
-    ours = {path: file.read_bytes() for path, file in sources.items() if path.endswith(".py")}
+    tests = patchset.root.glob("tests/**/*.py")
+    sources = {path.relative_to(patchset.root).as_posix(): path for path in tests}
+    sources |= {path: ours for path, ours in patchset.overlay.items() if ours.suffix == ".py"}
+    ours = {path: source.read_bytes() for path, source in sources.items()}
     found = compare(ours, rules.declared(patchset.root), *versions)
     rows = [Row(name, kind, detail, places) for (kind, name, detail), places in found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

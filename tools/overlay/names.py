@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
-from overlay.rules import dotted, imports_of, last_name, module_name
+from overlay.rules import dotted, imports_of, last_name, module_name, prefixes
 
 try:
     import griffe
@@ -102,7 +102,7 @@ def compare(
     findings: dict[Finding, list[str]] = defaultdict(list)
     for path, found in uses.items():
         for line, used, node in found:
-            if not used.startswith((".", "megatron.")) or modules & _prefixes(used):
+            if not used.startswith((".", "megatron.")) or modules & prefixes(used):
                 continue
             known = not used.startswith(".") and pin.find(used) is not None
             for name in [used] if known else members.get(used.rpartition(".")[2], ()):
@@ -112,17 +112,12 @@ def compare(
     return findings
 
 
-def _prefixes(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[: n + 1]) for n in range(len(parts))}
-
-
 def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]]:
     """Return the members, by name, of the classes in upstream's modules that we import.
 
     They are the candidates for an attribute of an object whose class is unknown.
     """
-    names = {name for full in used if full.startswith("megatron.") for name in _prefixes(full)}
+    names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
     found = defaultdict(set)
     for module in filter(None, map(pin.find, names - ours)):
         for owner in module.classes.values() if module.is_module else ():

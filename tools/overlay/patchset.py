@@ -134,15 +134,6 @@ def check_version(where: Path, found: str, wanted: Iterable[str]) -> None:
         raise OverlayError(NOT_THE_PIN, what)
 
 
-@dataclass(frozen=True)
-class Source:
-    """An overlay file in our repository."""
-
-    path: Path
-    sha256: str
-    executable: bool
-
-
 class PatchSet:
     """The patch set, read from the repository at ``root``."""
 
@@ -170,7 +161,7 @@ class PatchSet:
         locked, found = self.lock.patches, {n: sha256(p) for n, p in self.series().items()}
         stale = [f"patches/{n}" for n in sorted({*found, *locked}) if found.get(n) != locked.get(n)]
         for path, entry in self.lock.files.items():
-            ours = {self.overlay[path].sha256} if path in self.overlay else set()
+            ours = {sha256(self.overlay[path].read_bytes())} if path in self.overlay else set()
             if ours != (set(entry.after.values()) if entry.by == (BY_OVERLAY,) else set()):
                 stale.append(f"overlay file {path}")
         if stale:
@@ -178,7 +169,7 @@ class PatchSet:
             raise OverlayError(FAILED, *lines)
 
 
-def _overlay_files(root: Path) -> dict[str, Source]:
+def _overlay_files(root: Path) -> dict[str, Path]:
     """Return the overlay files by their path in a checkout; refuse symlinks among them."""
     found = {}
     for ours, theirs in OVERLAY_ROOTS.items():
@@ -188,7 +179,5 @@ def _overlay_files(root: Path) -> dict[str, Source]:
                 raise OverlayError(FAILED, what)
             if path.is_file() and path.suffix != ".pyc":
                 relative = Path(theirs, path.relative_to(root / ours)).as_posix()
-                check_relative(relative, ours)
-                digest = sha256(path.read_bytes())
-                found[relative] = Source(path, digest, os.access(path, os.X_OK))
+                found[check_relative(relative, ours)] = path
     return found

@@ -159,11 +159,11 @@ def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkou
                 raise OverlayError(FAILED, f"patches/{step.name} {what}")
         after = series.last_tree(steps)
         by = {path: tuple(step.name for step in steps if path in step.files) for path in after}
-        for path, source in patchset.overlay.items():
+        for path, ours in patchset.overlay.items():
             if path in after:
                 raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
             if path in sdist:
-                after[path], by[path] = source.path.read_bytes(), (BY_OVERLAY,)
+                after[path], by[path] = ours.read_bytes(), (BY_OVERLAY,)
         for path, data in after.items():
             entry = files.setdefault(path, LockedFile(by[path], {}, {}, path not in sdist))
             entry.before[version], entry.after[version] = sha256(original(path)), sha256(data)

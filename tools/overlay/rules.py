@@ -96,14 +96,13 @@ def _replacements(known: dict[str, dict], found: set[tuple[str, str]]) -> Iterat
 def _in_product(patchset: PatchSet) -> Iterator[tuple[str, str]]:
     """Yield each replacement of upstream's in product code: upstream's name, path of our file."""
     ours = {module_name(path) for path in patchset.overlay}
-    sources = {source.path: path for path, source in patchset.overlay.items()}
-    sources |= {path: "" for path in (patchset.root / _BESIDE).rglob("*.py")}
-    for source, path in sources.items():
+    sources = [(source, path) for path, source in patchset.overlay.items()]
+    sources += [(source, "") for source in (patchset.root / _BESIDE).rglob("*.py")]
+    for source, path in sources:
         if source.suffix == ".py":
             package = ".".join(Path(path).parts[:-1])
             for name in in_source(source.read_text(), package):
-                parts = name.split(".")
-                if not ours & {".".join(parts[:n]) for n in range(1, len(parts))}:
+                if not ours & prefixes(name):
                     yield name, source.relative_to(patchset.root).as_posix()
 
 
@@ -135,6 +134,12 @@ def _set(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 def module_name(path: str) -> str:
     return path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+
+
+def prefixes(name: str) -> set[str]:
+    """Return ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
+    parts = name.split(".")
+    return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
 def imports_of(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:

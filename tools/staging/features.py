@@ -98,8 +98,8 @@ class Features:
 
     def files_of(self, feature: Feature) -> dict[str, Path]:
         """Return a feature's overlay files, by their path in a checkout."""
-        overlay = self.patchset.overlay
-        return {path: overlay[path].path for path in overlay if _fits(path, feature.files)}
+        overlay = self.patchset.overlay.items()
+        return {path: source for path, source in overlay if _fits(path, feature.files)}
 
     def tests_of(self, feature: Feature) -> dict[str, Path]:
         """Return a feature's tests and their helpers, by their path in upstream's tree."""

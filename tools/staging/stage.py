@@ -4,6 +4,7 @@
 
 import contextlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -101,8 +102,7 @@ class Staging:
         files = self.features.files_of(feature) | self.features.tests_of(feature)
         for path, source in files.items():
             write_files(tree, {path: self._staged(source.read_bytes())})
-            if path in (overlay := self.features.patchset.overlay) and overlay[path].executable:
-                (tree / path).chmod(0o755)
+            (tree / path).chmod(0o755 if os.access(source, os.X_OK) else 0o644)
         write_files(tree, patched)
         paths = sorted({*patched, *files})
         for tool in FORMATTERS:
