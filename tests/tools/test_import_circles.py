@@ -14,6 +14,7 @@ import pytest
 from mini import REPOSITORY, run
 from overlay.fetch import fetch
 from overlay.patchset import Lock
+from overlay.source import module_name
 
 LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 MIMO = "megatron.core.models.mimo"
@@ -34,18 +35,13 @@ Its factory of schedules hands out ours, which runs the pipeline that the factor
 plans by that pipeline's own order. Upstream's graphs and schedules import each other."""
 
 
-def name_of(path: Path) -> str:
-    """Module of a file, by its path in the checkout."""
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-
-
 def patched_and_ours() -> set[str]:
     overlay = REPOSITORY / "megatron_overlay"
-    ours = {name_of(path.relative_to(overlay)) for path in overlay.rglob("*.py")}
+    ours = {module_name(path.relative_to(overlay).as_posix()) for path in overlay.rglob("*.py")}
     lines = [
         line for p in (REPOSITORY / "patches").glob("*.patch") for line in p.read_text().split("\n")
     ]
-    return ours | {name_of(Path(line[6:])) for line in lines if line.startswith("+++ b/")}
+    return ours | {module_name(line[6:]) for line in lines if line.startswith("+++ b/")}
 
 
 def imports(path: Path, name: str, known: set[str]) -> set[str]:
@@ -66,7 +62,7 @@ def imports(path: Path, name: str, known: set[str]) -> set[str]:
 def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
     """Return the sets of modules that import each other, directly or through others of the set."""
     paths = checkout.rglob("megatron/**/*.py")
-    files = {name_of(path.relative_to(checkout)): path for path in paths}
+    files = {module_name(path.relative_to(checkout).as_posix()): path for path in paths}
     known = {name for name in files if name in wanted or name.startswith(MIMO)}
     direct = {name: imports(files[name], name, known - {name}) for name in known}
 

@@ -19,9 +19,10 @@ from overlay.checkout import Checkout
 from overlay.fetch import fetch
 from overlay.git import write_files
 from overlay.patchset import PatchSet
+from overlay.source import module_name
 from staging.features import TESTS, Feature, Features
 from staging.stage import apply_patches, patches_on
-from test_import_circles import imports, name_of
+from test_import_circles import imports
 
 FEATURES = Features(PatchSet(REPOSITORY))
 DOCUMENT = REPOSITORY / "docs/contributor/upstream-prs.md"
@@ -45,7 +46,7 @@ def own_files(feature: Feature) -> dict[str, Path]:
     return {path: source for path, source in files.items() if path.endswith(".py")}
 
 
-OWNER = {name_of(Path(path)): f.name for f in FEATURES.all() for path in own_files(f)}
+OWNER = {module_name(path): f.name for f in FEATURES.all() for path in own_files(f)}
 """The feature of each of our modules."""
 
 
@@ -64,7 +65,7 @@ def test_imports_between_features_follow_the_graph():
     """Imports in functions and tests count too: a feature works with nothing but what it needs."""
     for feature in FEATURES.all():
         for path, source in own_files(feature).items():
-            assert foreign(feature, imports(source, name_of(Path(path)), set(OWNER))) == []
+            assert foreign(feature, imports(source, module_name(path), set(OWNER))) == []
 
 
 def test_no_test_asks_for_a_fixture_that_is_not_staged():
@@ -95,7 +96,7 @@ def test_imports_of_patches_follow_the_graph(upstreams, tmp_path):
             found = []
             for data in sides:
                 file.write_bytes(data)
-                found.append(imports(file, name_of(Path(path)), set(OWNER)))
+                found.append(imports(file, module_name(path), set(OWNER)))
             assert foreign(of[step.name], found[1] - found[0]) == []
 
 

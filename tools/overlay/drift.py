@@ -13,6 +13,7 @@ from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
 from overlay.names import Version, compare
 from overlay.patchset import PatchSet
+from overlay.source import module_name
 
 _NOTHING_TO_DO = ("applies", "applies with offset", "left out", "unchanged")
 _PLACES = 4  # most places of use that the table shows
@@ -119,7 +120,7 @@ def _files(
             rows.append(Row(path, "gone upstream" if after is None else "unchanged"))
         else:
             state = "changed upstream" if before is not None else "new upstream"
-            was, now = (version.declared(rules.module_name(path)) for version in versions)
+            was, now = (version.declared(module_name(path)) for version in versions)
             lines = [f"gone: {name}" for name in sorted(was.keys() - now)]
             lines += [f"new: {name}" for name in sorted(now.keys() - was)]
             changed = [name for name in was if name in now and was[name] != now[name]]

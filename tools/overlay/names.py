@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
-from overlay.rules import dotted, imports_of, last_name, module_name, prefixes
+from overlay.source import dotted, imports_of, last_name, module_name, prefixes
 
 try:
     import griffe

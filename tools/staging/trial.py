@@ -69,7 +69,7 @@ def _own_tests(
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     lines = "\n".join([*features.setting(feature), command])
-    with log.with_suffix(".log").open("w+") as output:
+    with log.with_suffix(".log").open("w+", errors="replace") as output:
         done = subprocess.run(
             ["bash", "-ec", lines],
             cwd=tree,
