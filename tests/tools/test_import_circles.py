@@ -7,16 +7,12 @@ import each other in one large circle through functions, are left out.
 """
 
 import ast
+import shutil
 from pathlib import Path
 
-import pytest
-
 from mini import REPOSITORY, run
-from overlay.fetch import fetch
-from overlay.patchset import Lock
 from overlay.source import module_name
 
-LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 MIMO = "megatron.core.models.mimo"
 
 FACTORIES = {
@@ -82,16 +78,10 @@ def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
     }
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("imports") / "checkout"
-    fetch(LOCK, REPOSITORY, path, LOCK.pin, None)
-    return path
-
-
-def test_there_are_no_circles_but_upstreams_own(checkout):
+def test_there_are_no_circles_but_upstreams_own(upstreams, tmp_path):
     wanted = patched_and_ours()
-    before = circles(checkout, wanted)
+    before = circles(upstreams, wanted)
+    checkout = shutil.copytree(upstreams, tmp_path / "checkout")
     assert run("apply", checkout).code == 0
     assert circles(checkout, wanted) - before == FACTORIES
 

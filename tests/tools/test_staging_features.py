@@ -16,7 +16,6 @@ import pytest
 
 from mini import REPOSITORY, run
 from overlay.checkout import Checkout
-from overlay.fetch import fetch
 from overlay.git import write_files
 from overlay.patchset import PatchSet
 from overlay.source import module_name
@@ -28,14 +27,6 @@ FEATURES = Features(PatchSet(REPOSITORY))
 DOCUMENT = REPOSITORY / "docs/contributor/upstream-prs.md"
 FIXES = REPOSITORY / "tools/staging/fix_tests"
 FAILS = sorted(feature.fails for feature in FEATURES.all() if feature.fails)
-
-
-@pytest.fixture(scope="module")
-def upstreams(tmp_path_factory) -> Path:
-    """A pristine tree of the pin."""
-    lock, path = FEATURES.patchset.lock, tmp_path_factory.mktemp("staging") / "checkout"
-    fetch(lock, REPOSITORY, path, lock.pin, None)
-    return path
 
 
 def own_files(feature: Feature) -> dict[str, Path]:
@@ -140,20 +131,20 @@ def failing(checkout: Path, files: list[str]) -> list[str]:
     """Return those of the fixes' test files in which a test fails on a checkout."""
     options = ["-q", "-rfE", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
     options += ["-c", os.devnull, "--rootdir", str(FIXES), *(str(FIXES / path) for path in files)]
-    command, env = [sys.executable, "-c", PROGRAM, *options], {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", PROGRAM, *options]
+    env = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=FIXES, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return sorted(set(re.findall(r"^FAILED (?:.*fix_tests/)?(\S+?)::", done.stdout, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("files", [FAILS[1:3], FAILS[:1] + FAILS[3:]], ids=["two", "others"])
-def test_fixes_are_needed_and_work(tmp_path, files):
+def test_fixes_are_needed_and_work(upstreams, tmp_path, files):
     """A fix needs nothing else, and has a test that fails without it."""
     staged = {path for feature in FEATURES.all() for path in FEATURES.tests_of(feature)}
     assert {f"{TESTS}/{path}" for path in files} <= staged
     assert len([f for f in FEATURES.all() if f.fails and not f.needs]) >= 10
-    lock, checkout = FEATURES.patchset.lock, tmp_path / "checkout"
-    fetch(lock, REPOSITORY, checkout, lock.pin, None)
-    assert failing(checkout, files) == files
+    assert failing(upstreams, files) == files
+    checkout = shutil.copytree(upstreams, tmp_path / "checkout")
     assert run("apply", checkout).code == 0
     assert failing(checkout, files) == []
