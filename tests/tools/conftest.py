@@ -3,10 +3,13 @@
 """Fixtures for the tests of the tools."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
-from mini import World
+from mini import REPOSITORY, World
+from overlay.fetch import fetch
+from overlay.patchset import Lock
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +21,12 @@ def template(tmp_path_factory) -> World:
 def world(tmp_path, template) -> World:
     shutil.copytree(template.base, tmp_path, dirs_exist_ok=True)
     return World(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def upstreams(tmp_path_factory) -> Path:
+    """A pristine tree of the real pin, which no test changes."""
+    path = tmp_path_factory.mktemp("upstreams") / "checkout"
+    lock = Lock.read(REPOSITORY / "patches/upstream.toml")
+    fetch(lock, REPOSITORY, path, lock.pin, None)
+    return path

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,8 +28,8 @@ STATE = ".mimo-overlay"
 
 def numbered(stem: str, changes: dict[int, str] | None = None) -> str:
     """Twelve lines of text, some of them changed."""
-    changes = changes or {}
-    return "".join(changes.get(number, f"{stem}_{number}") + "\n" for number in range(1, 13))
+    lines = {number: f"{stem}_{number}" for number in range(1, 13)} | (changes or {})
+    return "".join(f"{line}\n" for line in lines.values())
 
 
 def package_info(version: str) -> str:
@@ -95,51 +95,43 @@ def run(*args: object, program: Callable[[list[str]], int] = main) -> Result:
 def snapshot(root: Path, private: bool = True) -> dict[str, tuple]:
     """Every path below ``root`` with its kind, mode and content, by name."""
     found = {}
-    for folder, subfolders, files in os.walk(root):
-        if not private and STATE in subfolders:
-            subfolders.remove(STATE)
-        for name in [*subfolders, *files]:
-            path = Path(folder, name)
-            mode = path.lstat().st_mode
-            content = None
-            if stat.S_ISLNK(mode):
-                content = os.readlink(path)
-            elif stat.S_ISREG(mode):
-                content = path.read_bytes()
-            found[path.relative_to(root).as_posix()] = (mode, content)
+    for path in sorted(root.rglob("*")):
+        mode, name = path.lstat().st_mode, path.relative_to(root).as_posix()
+        content = None
+        if stat.S_ISLNK(mode):
+            content = os.readlink(path)
+        elif stat.S_ISREG(mode):
+            content = path.read_bytes()
+        if private or STATE not in path.parts:
+            found[name] = (mode, content)
     return found
 
 
-@dataclass
 class World:
     """A patch set (``root``) with both sdists in its cache, and a checkout of the pin; made below
     ``base`` unless they are there."""
 
-    base: Path
-    root: Path = field(init=False)
-    checkout: Path = field(init=False)
-
-    def __post_init__(self):
-        self.root, self.checkout = self.base / "ours", self.base / "checkout"
+    def __init__(self, base: Path):
+        self.base, self.root, self.checkout = base, base / "ours", base / "checkout"
         if not self.root.exists():
             self._make()
 
     def _make(self) -> None:
-        write_tree(self.root, OVERLAY)
+        write_tree(self.root, OVERLAY | {"patches/upstream.toml": f'pin = "{PIN}"\n'})
         (self.root / "examples/mimo/run.py").chmod(0o755)
         write_tree(self.checkout, UPSTREAM)
-        (self.root / "patches").mkdir()
-        write_tree(self.root, {"patches/upstream.toml": f'pin = "{PIN}"\n'})
         self.add_version(PIN, UPSTREAM)
         self.add_version(SECOND, SECOND_UPSTREAM)
         first = edit("megatron/core/a.py", "a_3", "A_three")
         self.patch("0001-first", first + edit("megatron/core/sub/b.py", "b_3", "B_three"))
-        second = "diff --git a/megatron/core/a.py b/megatron/core/a.py\n"
-        second += "--- a/megatron/core/a.py\n+++ b/megatron/core/a.py\n"
-        self.patch(
-            "0002-second", second + "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
-        )
+        header = first.partition("@@")[0]
+        hunk = "@@ -9,3 +9,4 @@\n a_9\n a_10\n+A_ten_and_a_half\n a_11\n"
+        self.patch("0002-second", header + hunk)
         self.lock()
+
+    def edit_lock(self, change: Callable[[str], str]) -> None:
+        path = self.root / "patches/upstream.toml"
+        path.write_text(change(path.read_text()))
 
     def add_version(self, version: str, files: dict[str, str], prefix: str = "mini/") -> None:
         """Put an sdist into the cache, as if downloaded before, and its version into the lock."""
@@ -150,24 +142,13 @@ class World:
                 member = tarfile.TarInfo(prefix + path)
                 member.size = len(text)
                 archive.addfile(member, io.BytesIO(text.encode()))
-        lock = self.root / "patches/upstream.toml"
-        top, patches, tables = lock.read_text().partition("\n[patches]")
-        top += f'\n[versions."{version}"]\ntag = "v{version}"\nsdist = "mini=={version}"\n'
-        top += f'sdist_sha256 = "{sha256(sdist.read_bytes())}"\n'
-        lock.write_text(top + patches + tables)
+        section = f'\n[versions."{version}"]\ntag = "v{version}"\nsdist = "mini=={version}"\n'
+        section += f'sdist_sha256 = "{sha256(sdist.read_bytes())}"\n'
+        self.edit_lock(lambda text: re.sub(r"(?=\n\[patches\]|\Z)", section, text, count=1))
 
     def drop_version(self, version: str) -> None:
-        lock = self.root / "patches/upstream.toml"
         section = rf'\n\[versions."{version}"\]\n(\w+ = .*\n)+'
-        lock.write_text(re.sub(section, "", lock.read_text()))
-
-    def set_lock(self, name: str, value: str) -> None:
-        """Change the first ``name = …`` of the lock, which is the pin's."""
-        path = self.root / "patches/upstream.toml"
-        lines = path.read_text().splitlines()
-        index = next(i for i, line in enumerate(lines) if line.startswith(f"{name} = "))
-        lines[index] = f'{name} = "{value}"'
-        path.write_text("\n".join(lines) + "\n")
+        self.edit_lock(lambda text: re.sub(section, "", text))
 
     def patch(self, name: str, diff: str, header: str = HEADER) -> Path:
         path = self.root / "patches" / f"{name}.patch"
@@ -202,14 +183,11 @@ class World:
     def edit_patch_set(self) -> None:
         """A later state of the patch set: patches and overlay files come, change and go."""
         (self.root / "patches/0002-second.patch").unlink()
-        self.patch(
-            "0003-third", edit("megatron/core/sub/b.py", "b_3", "B3").replace("-b_3", "-B_three")
-        )
-        (self.root / "megatron_overlay/megatron/core/new/deep/module.py").unlink()
-        write_tree(
-            self.root / "megatron_overlay/megatron/core",
-            {"replaced.py": "ours, later\n", "other/module.py": "other_module\n"},
-        )
+        diff = edit("megatron/core/sub/b.py", "b_3", "B3").replace("-b_3", "-B_three")
+        self.patch("0003-third", diff)
+        core = self.root / "megatron_overlay/megatron/core"
+        (core / "new/deep/module.py").unlink()
+        write_tree(core, {"replaced.py": "ours, later\n", "other/module.py": "other_module\n"})
         self.lock()
 
     def as_git(self, files: dict[str, str]) -> None:

@@ -11,39 +11,26 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mini import World, snapshot
 
-MUTATIONS = {
-    "os.chmod",
-    "os.link",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.symlink",
-    "os.truncate",
-    "os.utime",
-    "subprocess.Popen",
-}
+MUTATIONS = {f"os.{name}" for name in "chmod link mkdir remove rename rmdir symlink".split()}
+MUTATIONS |= {"os.truncate", "os.utime", "subprocess.Popen"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+A = "megatron/core/a.py"
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Die before step number ``step``; ``torn``: in the middle of it, where it writes a file."""
+def steps_of(world: World, flags: list[str], kill: int = -1, torn: bool = False) -> str:
+    """Run apply in a child that dies before step ``kill``, or to its end, where it must succeed.
 
-    step: int
-    torn: bool = False
+    Return a letter for each step: w for a write to a file, o for any other.
 
-
-def steps_of(world: World, flags: list[str], kill: Kill | None) -> str:
-    """Run apply in a child that dies as ``kill`` says, or to its end. Without ``kill`` it must
-    succeed, and gives a letter per step: w for a write to a file, o for any other."""
+    Args:
+        torn: die in the middle of the step, which writes a file.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -53,8 +40,8 @@ def steps_of(world: World, flags: list[str], kill: Kill | None) -> str:
             opens = event == "open" and args[2] & _WRITING and not isinstance(args[0], int)
             if not opens and event not in MUTATIONS:
                 return
-            if kill and len(steps) == kill.step:
-                if kill.torn and opens:
+            if len(steps) == kill:
+                if torn:
                     steps.append("w")  # so that the write below is no step of its own
                     Path(args[0]).write_bytes(b"torn")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -68,18 +55,13 @@ def steps_of(world: World, flags: list[str], kill: Kill | None) -> str:
     with os.fdopen(reading) as stream:
         letters = stream.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (-signal.SIGKILL if kill else 0), letters
+    assert status == (0 if kill < 0 else -signal.SIGKILL), letters
     return letters
 
 
-def restore(saved: Path, checkout: Path) -> None:
-    shutil.rmtree(checkout)
-    shutil.copytree(saved, checkout, symlinks=True)
-
-
-def kills(steps: str) -> list[Kill]:
-    every = [Kill(step) for step in range(len(steps))]
-    return every + [Kill(step, torn=True) for step, kind in enumerate(steps) if kind == "w"]
+def copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, symlinks=True)
 
 
 def pristine(world: World) -> None:
@@ -99,16 +81,12 @@ def outdated(world: World) -> None:
 
 def killed_while_applying(world: World) -> None:
     """The tool meets a checkout with half of the changes made."""
-    saved = world.base / "pristine"
-    shutil.copytree(world.checkout, saved)
-    for step in reversed(range(len(steps_of(world, [], None)))):
-        restore(saved, world.checkout)
-        steps_of(world, [], Kill(step))
-        run, module = (
-            (world.checkout / path).exists()
-            for path in ("examples/mimo/run.py", "megatron/core/new/deep/module.py")
-        )
-        if run and not module:
+    copy(world.checkout, world.base / "pristine")
+    for step in reversed(range(len(steps_of(world, [])))):
+        copy(world.base / "pristine", world.checkout)
+        steps_of(world, [], step)
+        paths = "examples/mimo/run.py", "megatron/core/new/deep/module.py"
+        if [(world.checkout / path).exists() for path in paths] == [True, False]:
             return
     raise AssertionError("no step lies between the first and the last change")
 
@@ -126,26 +104,24 @@ def killed_while_applying(world: World) -> None:
 def test_a_kill_at_any_step_leaves_what_the_next_run_completes(world, prepare, flags):
     original = snapshot(world.checkout)
     prepare(world)
-    saved = world.base / "saved"
-    shutil.copytree(world.checkout, saved, symlinks=True)
-    steps = steps_of(world, flags, None)
+    saved, killed, seen = world.base / "saved", world.base / "killed", []
+    copy(world.checkout, saved)
+    steps = steps_of(world, flags)
     end, private_end = world.files(), set(snapshot(world.checkout))
-    killed, seen = world.base / "killed", []
-    for kill in kills(steps):
-        restore(saved, world.checkout)
-        steps_of(world, flags, kill)
+    kills = [(step, False) for step in range(len(steps))]
+    kills += [(step, True) for step, kind in enumerate(steps) if kind == "w"]
+    for kill in kills:
+        copy(saved, world.checkout)
+        steps_of(world, flags, *kill)
         left = snapshot(world.checkout)
         if left in seen:  # the next run depends on nothing else
             continue
         seen.append(left)
-        shutil.copytree(world.checkout, killed, symlinks=True)
-
+        copy(world.checkout, killed)
         assert world.apply(*flags).code == 0, kill
         assert world.files() == end, kill
         assert set(snapshot(world.checkout)) == private_end, kill
-
-        restore(killed, world.checkout)
-        shutil.rmtree(killed)
+        copy(killed, world.checkout)
         assert world.apply("--revert").code == 0, kill
         assert snapshot(world.checkout) == original, kill
     assert len(seen) > 10
@@ -153,16 +129,10 @@ def test_a_kill_at_any_step_leaves_what_the_next_run_completes(world, prepare, f
 
 def test_an_edit_made_after_a_kill_is_not_lost(world):
     killed_while_applying(world)
-    path = world.checkout / "megatron/core/a.py"
-    path.write_text("my work\n")
+    assert world.apply("--status").out[0].startswith("partly applied")
+    (world.checkout / A).write_text("my work\n")
     before = world.files()
     for flags in ([], ["--revert"]):
         result = world.apply(*flags)
-        assert result.code == 5
-        assert "megatron/core/a.py" in result.errors[0]
+        assert (result.code, A in result.errors[0]) == (5, True)
         assert world.files() == before
-
-
-def test_status_after_a_kill_says_partly_applied(world):
-    killed_while_applying(world)
-    assert world.apply("--status").out[0].startswith("partly applied")

@@ -5,7 +5,6 @@
 import pytest
 
 from mini import (
-    HEADER,
     PIN,
     SECOND,
     SECOND_UPSTREAM,
@@ -22,6 +21,7 @@ SCRIPT, NAME = "examples/run_it.py", "0003-script"
 DIFF = edit(SCRIPT, "s_3", "S_three")
 ABSENT = f"left out: {NAME}.patch: {SCRIPT} is not in this tree"
 CHANGED = f"left out: {NAME}.patch: {SCRIPT} has been changed"
+LOCK = "patches/upstream.toml"
 
 
 @pytest.fixture
@@ -41,23 +41,27 @@ def without_script(world: World) -> None:
     (world.checkout / SCRIPT).parent.rmdir()
 
 
-def test_a_git_checkout_gets_the_patch_and_gives_it_back(locked):
+@pytest.mark.parametrize("files", [UPSTREAM, SECOND_UPSTREAM], ids=[PIN, SECOND])
+def test_a_git_checkout_of_any_version_gets_the_patch_and_gives_it_back(locked, files):
+    locked.as_git(files | {SCRIPT: numbered("s")})
     before = locked.files()
-    assert locked.apply("--check").out == ["would change 6 files", *sorted(changed(locked))]
+    assert SCRIPT in locked.apply("--check").out
     assert locked.apply().out == ["applied: 6 files changed"]
     assert "S_three" in locked.text(SCRIPT)
     assert locked.apply().out == ["already applied"]
     assert locked.apply("--status").out == ["applied: 6 files"]
+    edited = locked.text(SCRIPT).replace("s_12", "mine")
+    write_tree(locked.checkout, {SCRIPT: edited})
+    assert locked.apply("--status").out == ["modified since", SCRIPT]
+    for flags in ([], ["--revert"]):
+        result = locked.apply(*flags)
+        assert (result.code, SCRIPT in result.errors[0]) == (5, True)
+    write_tree(locked.checkout, {SCRIPT: edited.replace("mine", "s_12")})
     locked.apply("--revert")
     assert locked.files() == before
 
 
-def changed(world: World) -> list[str]:
-    entries = ["examples/mimo/run.py", SCRIPT, "megatron/core/a.py", "megatron/core/sub/b.py"]
-    return [*entries, "megatron/core/new/deep/module.py", "megatron/core/replaced.py"]
-
-
-def test_an_sdist_leaves_it_out_with_a_notice(locked):
+def test_where_the_file_is_absent_the_patch_is_left_out_until_it_comes(locked):
     without_script(locked)
     before = locked.files()
     assert locked.apply("--status").out == ["not applied", ABSENT]
@@ -65,100 +69,56 @@ def test_an_sdist_leaves_it_out_with_a_notice(locked):
     assert locked.apply().out == ["applied: 5 files changed", ABSENT]
     assert locked.apply().out == ["already applied", ABSENT]
     assert locked.apply("--status").out == ["applied: 5 files", ABSENT]
-    assert locked.apply("--revert").code == 0
-    assert locked.files() == before
-
-
-def test_a_file_that_was_changed_is_left_as_it_is(locked):
-    locked.replace(SCRIPT, "s_12", "mine")
-    assert locked.apply().out == ["applied: 5 files changed", CHANGED]
-    assert "mine" in locked.text(SCRIPT)
-    assert "S_three" not in locked.text(SCRIPT)
-
-
-def test_one_that_is_patched_without_its_original_is_refused(locked):
-    locked.replace(SCRIPT, "s_3", "S_three")
-    result = locked.apply()
-    assert (result.code, len(result.errors)) == (4, 1)
-    assert f"{SCRIPT} is patched already" in result.errors[0]
-
-
-def test_a_file_that_comes_later_is_patched_by_the_next_run(locked):
-    without_script(locked)
-    locked.apply()
     write_tree(locked.checkout, {SCRIPT: numbered("s")})
     assert locked.apply("--status").out[0].startswith("applied: an earlier state")
     assert locked.apply().out == ["updated: 1 file changed"]
     assert "S_three" in locked.text(SCRIPT)
+    assert locked.apply("--revert").code == 0
+    without_script(locked)
+    assert locked.files() == before
 
 
-def test_an_edit_of_the_patched_file_is_not_lost(locked):
-    locked.apply()
+def test_a_changed_file_is_left_as_it_is_and_a_patched_one_refused(locked):
     locked.replace(SCRIPT, "s_12", "mine")
-    for flags in ([], ["--revert"]):
-        result = locked.apply(*flags)
-        assert (result.code, len(result.errors)) == (5, 1)
-        assert SCRIPT in result.errors[0]
-    assert locked.apply("--status").out == ["modified since", SCRIPT]
+    assert locked.apply().out == ["applied: 5 files changed", CHANGED]
+    assert locked.text(SCRIPT) == numbered("s", {12: "mine"})
+    locked.apply("--revert")
+    write_tree(locked.checkout, {SCRIPT: numbered("s", {3: "S_three"})})
+    result = locked.apply()
+    assert (result.code, len(result.errors)) == (4, 1)
+    assert f"{SCRIPT} is patched already" in result.errors[0]
+    locked.as_git(UPSTREAM | {SCRIPT: numbered("s", {12: "mine"})})
+    result = locked.apply("--three-way")
+    assert (result.code, len(result.out)) == (0, 2), result.errors
+    assert result.out[1].startswith(f"left out: {NAME}.patch: ")
+    assert locked.text(SCRIPT) == numbered("s", {12: "mine"})
 
 
-def test_the_other_versions_of_the_lock_take_it_too(locked):
-    locked.as_git(SECOND_UPSTREAM | {SCRIPT: numbered("s")})
-    assert locked.apply().out == ["applied: 6 files changed"]
-    assert "S_three" in locked.text(SCRIPT)
-
-
-def test_refresh_without_a_checkout_keeps_patch_and_lock(locked):
+def test_refresh_without_the_file_keeps_the_patch_but_refuses_its_edit(locked):
     assert locked.run("refresh").out == ["patches and lock are up to date"]
-    assert locked.run("refresh", "--check").code == 0
-
-
-def test_refresh_without_a_checkout_refuses_an_edited_patch(locked):
+    entry = (locked.root / LOCK).read_text().partition(f'[files."{SCRIPT}"]')[2].split("\n\n")[0]
+    locked.add_version("1.2.5", UPSTREAM)
+    locked.lock()
+    assert entry in (locked.root / LOCK).read_text() and "git_only = true" in entry
     locked.patch(NAME, DIFF.replace("S_three", "S3"))
+    without_script(locked)
     for checkout in ((), (locked.checkout,)):
-        if checkout:
-            without_script(locked)
         result = locked.run("refresh", *checkout)
         assert (result.code, len(result.errors)) == (1, 1)
         assert f"patches/{NAME}.patch was edited: refresh with a git checkout" in result.errors[0]
 
 
-def test_refresh_without_a_checkout_takes_a_deletion(locked):
-    locked.apply()
-    (locked.root / f"patches/{NAME}.patch").unlink()
-    assert locked.lock().out == ["wrote patches/upstream.toml"]
-    assert SCRIPT not in (locked.root / "patches/upstream.toml").read_text()
-    assert locked.apply().out == ["updated: 1 file changed"]
-    assert locked.text(SCRIPT) == numbered("s")
-
-
-def test_a_version_that_comes_into_the_lock_takes_the_entry_over(locked):
-    lock = (locked.root / "patches/upstream.toml").read_text()
-    entry = lock[lock.index(f'[files."{SCRIPT}"]') :].split("\n\n")[0]
-    locked.add_version("1.2.5", UPSTREAM)
-    locked.lock()
-    assert entry in (locked.root / "patches/upstream.toml").read_text()
-    assert "git_only = true" in entry
-
-
-def test_refresh_takes_an_edit_out_of_the_checkout(locked):
+def test_refresh_takes_edits_and_the_deletion_of_the_patch(locked):
     locked.apply()
     locked.replace(SCRIPT, "s_9", "s_nine")
-    result = locked.run("refresh", locked.checkout)
-    assert result.out[:2] == ["1 edited", SCRIPT]
+    assert locked.run("refresh", locked.checkout).out[:2] == ["1 edited", SCRIPT]
     assert "+s_nine" in locked.patch_text(NAME)
     assert locked.apply().out == ["already applied"]
-    locked.apply("--revert")
+    (locked.root / f"patches/{NAME}.patch").unlink()
+    assert locked.lock().out == [f"wrote {LOCK}"]
+    assert SCRIPT not in (locked.root / LOCK).read_text()
+    assert locked.apply().out == ["updated: 1 file changed"]
     assert locked.text(SCRIPT) == numbered("s")
-
-
-def test_a_hand_written_patch_becomes_canonical(locked):
-    canonical = locked.patch_text(NAME)
-    locked.apply()
-    wide = DIFF.replace("@@ -2,3 +2,3 @@", "@@ -1,4 +1,4 @@ here").replace(" s_2\n", " s_1\n s_2\n")
-    locked.patch(NAME, wide, "\n" + HEADER)
-    assert locked.run("refresh", locked.checkout).code == 0
-    assert locked.patch_text(NAME) == canonical
 
 
 def test_a_patch_of_both_kinds_of_files_is_refused(locked):
@@ -169,44 +129,25 @@ def test_a_patch_of_both_kinds_of_files_is_refused(locked):
     assert "make two patches of it" in result.errors[0]
 
 
-def test_a_patch_of_what_neither_has_is_refused(world):
-    world.patch(NAME, DIFF)
-    result = world.run("refresh")
-    assert (result.code, len(result.errors)) == (1, 1)
-    assert f"upstream has no {SCRIPT}" in result.errors[0]
-
-
-def test_a_three_way_merge_leaves_it_out(locked):
-    locked.as_git(UPSTREAM | {SCRIPT: numbered("s", {12: "mine"})})
-    result = locked.apply("--three-way")
-    assert (result.code, len(result.out)) == (0, 2), result.errors
-    assert result.out[1].startswith(f"left out: {NAME}.patch: ")
-    assert locked.text(SCRIPT) == numbered("s", {12: "mine"})
-
-
 @pytest.mark.parametrize(
     "script, state, code",
     [
         (numbered("s"), "applies", 0),
-        ("s_0\n" + numbered("s"), "applies with offset", 0),
         (None, "left out", 0),
         (numbered("s", {3: "theirs"}), "conflicts", 1),
     ],
 )
 def test_drift_says_how_it_fares(locked, script, state, code):
-    if script is None:
-        without_script(locked)
-    else:
+    without_script(locked)
+    if script:
         write_tree(locked.checkout, {SCRIPT: script})
     result = locked.run("drift", locked.checkout)
     assert result.code == code
     assert any(line.split() == [*state.split(), f"{NAME}.patch"] for line in result.out)
 
 
-@pytest.mark.parametrize("version", [PIN, SECOND])
-def test_a_clone_without_it_is_fetched(locked, tmp_path, version):
-    files = {PIN: UPSTREAM, SECOND: SECOND_UPSTREAM}[version]
-    make_repository(tmp_path / "remote", files)
-    git(tmp_path / "remote", "tag", f"v{version}")
-    result = locked.run("fetch", tmp_path / "c", "--version", version, "--git", tmp_path / "remote")
+def test_a_clone_without_it_is_fetched(locked, tmp_path):
+    make_repository(tmp_path / "remote", UPSTREAM)
+    git(tmp_path / "remote", "tag", f"v{PIN}")
+    result = locked.run("fetch", tmp_path / "c", "--git", tmp_path / "remote")
     assert result.code == 0, result.errors

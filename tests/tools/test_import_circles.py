@@ -7,15 +7,12 @@ import each other in one large circle through functions, are left out.
 """
 
 import ast
+import shutil
 from pathlib import Path
 
-import pytest
-
 from mini import REPOSITORY, run
-from overlay.fetch import fetch
-from overlay.lock import Lock
+from overlay.source import module_name
 
-LOCK = Lock.read(REPOSITORY / "patches/upstream.toml")
 MIMO = "megatron.core.models.mimo"
 
 FACTORIES = {
@@ -39,18 +36,13 @@ Its factory of schedules hands out ours, which runs the pipeline that the factor
 plans by that pipeline's own order. Upstream's graphs and schedules import each other."""
 
 
-def name_of(path: Path) -> str:
-    """Module of a file, by its path in the checkout."""
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-
-
 def patched_and_ours() -> set[str]:
     overlay = REPOSITORY / "megatron_overlay"
-    ours = {name_of(path.relative_to(overlay)) for path in overlay.rglob("*.py")}
+    ours = {module_name(path.relative_to(overlay).as_posix()) for path in overlay.rglob("*.py")}
     lines = [
         line for p in (REPOSITORY / "patches").glob("*.patch") for line in p.read_text().split("\n")
     ]
-    return ours | {name_of(Path(line[6:])) for line in lines if line.startswith("+++ b/")}
+    return ours | {module_name(line[6:]) for line in lines if line.startswith("+++ b/")}
 
 
 def imports(path: Path, name: str, known: set[str]) -> set[str]:
@@ -71,7 +63,7 @@ def imports(path: Path, name: str, known: set[str]) -> set[str]:
 def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
     """Return the sets of modules that import each other, directly or through others of the set."""
     paths = checkout.rglob("megatron/**/*.py")
-    files = {name_of(path.relative_to(checkout)): path for path in paths}
+    files = {module_name(path.relative_to(checkout).as_posix()): path for path in paths}
     known = {name for name in files if name in wanted or name.startswith(MIMO)}
     direct = {name: imports(files[name], name, known - {name}) for name in known}
 
@@ -91,16 +83,10 @@ def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
     }
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("imports") / "checkout"
-    fetch(LOCK, REPOSITORY, path, LOCK.pin, None)
-    return path
-
-
-def test_there_are_no_circles_but_upstreams_own(checkout):
+def test_there_are_no_circles_but_upstreams_own(upstreams, tmp_path):
     wanted = patched_and_ours()
-    before = circles(checkout, wanted)
+    before = circles(upstreams, wanted)
+    checkout = shutil.copytree(upstreams, tmp_path / "checkout")
     assert run("apply", checkout).code == 0
     assert circles(checkout, wanted) - before == FACTORIES
 

@@ -1,140 +1,150 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features of upstream PRs: each file belongs to exactly one, and imports follow the graph."""
+"""The features of upstream PRs: each file belongs to exactly one, imports follow the graph, and the
+tests of fixes fail on upstream's tree and pass on ours."""
 
 import ast
+import os
+import re
+import shutil
 import subprocess
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY
+from mini import REPOSITORY, run
 from overlay.checkout import Checkout
-from overlay.fetch import fetch, upstream
+from overlay.git import write_files
 from overlay.patchset import PatchSet
-from overlay.series import build
-from staging.content import Content
-from staging.description import graph, pr_text
+from overlay.source import module_name
 from staging.features import TESTS, Feature, Features
-from test_import_circles import imports, name_of
+from staging.stage import apply_patches, patches_on
+from test_import_circles import imports
 
 FEATURES = Features(PatchSet(REPOSITORY))
 DOCUMENT = REPOSITORY / "docs/contributor/upstream-prs.md"
-
-
-@pytest.fixture(scope="module")
-def content(tmp_path_factory) -> Content:
-    lock, path = FEATURES.patchset.lock, tmp_path_factory.mktemp("staging") / "checkout"
-    fetch(lock, REPOSITORY, path, lock.pin, None)
-    return Content(FEATURES, Checkout(path))
+FIXES = REPOSITORY / "tools/staging/fix_tests"
+FAILS = sorted(feature.fails for feature in FEATURES.all() if feature.fails)
 
 
 def own_files(feature: Feature) -> dict[str, Path]:
-    """A feature's files, by the path at which the others import them."""
-    tests = FEATURES.tests_of(feature).values()
-    paths = {path: f"{TESTS}/{name}" for name, path in FEATURES.tests.items()}
-    return FEATURES.files_of(feature) | {paths[path]: path for path in tests}
+    """A feature's Python files, by the path at which the others import them."""
+    tests = set(FEATURES.tests_of(feature).values())
+    paths = {f"{TESTS}/{name}": path for name, path in FEATURES.tests.items() if path in tests}
+    files = FEATURES.files_of(feature) | paths
+    return {path: source for path, source in files.items() if path.endswith(".py")}
 
 
-def owners() -> dict[str, str]:
-    """The feature of each of our modules."""
-    files = {path: f.name for f in FEATURES.all() for path in own_files(f) if path.endswith(".py")}
-    return {
-        name_of(REPOSITORY.joinpath(path).relative_to(REPOSITORY)): f for path, f in files.items()
-    }
+OWNER = {module_name(path): f.name for f in FEATURES.all() for path in own_files(f)}
+"""The feature of each of our modules."""
 
 
-def fixtures(conftest: str) -> list[str]:
-    """The fixtures that are defined in one of our files, by name."""
-    nodes = ast.parse(FEATURES.tests[conftest].read_text()).body
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    return [f.name for f in functions if any("fixture" in ast.unparse(d) for d in f.decorator_list)]
+def foreign(feature: Feature, used: set[str]) -> list[str]:
+    """The modules among ``used`` that are of features which this one does not need."""
+    below = {one.name for one in FEATURES.stack(feature.name)}
+    return [f"{feature.name}: {name} of {OWNER[name]}" for name in used if OWNER[name] not in below]
 
 
 def test_every_file_patch_and_test_is_of_one_feature():
     assert FEATURES.problems() == []
+    assert [f.name for f in FEATURES.all() if f.patches and not f.upstream] == []
 
 
 def test_imports_between_features_follow_the_graph():
     """Imports in functions and tests count too: a feature works with nothing but what it needs."""
-    owner, lost = owners(), []
     for feature in FEATURES.all():
-        below = {one.name for one in FEATURES.stack(feature.name)}
         for path, source in own_files(feature).items():
-            if path.endswith(".py"):
-                used = imports(source, name_of(Path(path)), set(owner))
-                lost += [f"{path} → {u} of {owner[u]}" for u in used if owner[u] not in below]
-    assert lost == []
+            assert foreign(feature, imports(source, module_name(path), set(OWNER))) == []
 
 
 def test_no_test_asks_for_a_fixture_that_is_not_staged():
-    stays = [path for path in FEATURES.tests if any(fnmatchcase(path, p) for p in FEATURES.stays)]
-    lost = {name for path in stays if path.endswith("conftest.py") for name in fixtures(path)}
+    stays = {path for path in FEATURES.tests if any(fnmatchcase(path, p) for p in FEATURES.stays)}
+    functions = {
+        path: [n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.FunctionDef)]
+        for path, source in FEATURES.tests.items()
+    }
+    lost = {
+        function.name
+        for path in stays
+        if path.endswith("conftest.py")
+        for function in functions[path]
+        if any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list)
+    }
     assert lost
-    for path in FEATURES.tests.keys() - set(stays):
-        for node in ast.walk(ast.parse(FEATURES.tests[path].read_text())):
-            if isinstance(node, ast.FunctionDef):
-                assert not lost & {one.arg for one in node.args.args}, f"{path}: {node.name}"
+    for path in FEATURES.tests.keys() - stays:
+        for function in functions[path]:
+            asked = {argument.arg for argument in function.args.args}
+            assert not lost & asked, f"{path}: {function.name}"
 
 
-def test_a_feature_that_changes_upstreams_files_names_upstreams_tests_of_them():
-    assert [f.name for f in FEATURES.all() if f.patches and not f.upstream] == []
-
-
-def test_imports_of_patches_follow_the_graph(tmp_path):
-    patchset = FEATURES.patchset
-    git_only, lost, owner = patchset.lock.git_only_patches(), [], owners()
-    patches = {name: p for name, p in patchset.series().items() if name not in git_only}
-    original = upstream(patchset.lock, patchset.lock.pin, REPOSITORY).get
+def test_imports_of_patches_follow_the_graph(upstreams, tmp_path):
     of = {name: f for f in FEATURES.all() for name in FEATURES.patches_of(f)}
-    before = {}
-    for step in build(patches, original):
-        below = {one.name for one in FEATURES.stack(of[step.name].name)}
-        for path in step.paths:
-            sides = []
-            for data in (before.get(path, original(path)), step.tree[path]):
-                (tmp_path / "file.py").write_bytes(data)
-                sides.append(imports(tmp_path / "file.py", name_of(Path(path)), set(owner)))
-            new = sides[1] - sides[0]
-            lost += [f"{step.name} → {u} of {owner[u]}" for u in new if owner[u] not in below]
-        before = step.tree
-    assert lost == []
+    file = tmp_path / "file.py"
+    for step in patches_on(FEATURES, Checkout(upstreams)).values():
+        for path, sides in step.files.items():
+            found = []
+            for data in sides:
+                file.write_bytes(data)
+                found.append(imports(file, module_name(path), set(OWNER)))
+            assert foreign(of[step.name], found[1] - found[0]) == []
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES.order if name != "pretrain-mimo"])
-def test_a_feature_applies_upon_what_it_needs(name, content):
+def test_a_feature_applies_upon_what_it_needs(name, upstreams, tmp_path):
     """It applies upon nothing else. The patch of pretrain_mimo.py needs a git checkout."""
-    content.start_again()
+    steps = patches_on(FEATURES, Checkout(upstreams))
+    shutil.copytree(upstreams / "megatron", tmp_path / "megatron")
     for feature in FEATURES.stack(name):
-        assert len(content.patched(feature)) >= bool(feature.patches)
-
-
-def test_a_fix_has_a_test_that_fails_without_it():
-    for feature in FEATURES.all():
-        if feature.fails:
-            assert f"{TESTS}/{feature.fails}" in FEATURES.tests_of(feature)
-    alone = [f.name for f in FEATURES.all() if f.fails and not f.needs]
-    assert len(alone) >= 10
+        patched = apply_patches(FEATURES, feature, steps, tmp_path)
+        assert len(patched) >= bool(feature.patches)
+        write_files(tmp_path, patched)
 
 
 def test_a_description_says_how_to_run_the_tests_and_what_it_needs():
-    text = pr_text(FEATURES, FEATURES.get("cp-bridge"))
+    text = FEATURES.pr_text(FEATURES.get("cp-bridge"))
     assert "torchrun --nproc-per-node 2 -m pytest" in text
     assert "-p tests.unit_tests.rank_agreement" in text
     assert "Process groups from a HyperCommGrid (`grids-and-groups`)" in text
-    alone = pr_text(FEATURES, FEATURES.get("expert-bias"))
+    alone = FEATURES.pr_text(FEATURES.get("expert-bias"))
     assert "rank_agreement" not in alone and "torchrun" not in alone
     assert "Without this change, `tests/unit_tests/transformer/test_expert_bias.py` fails" in alone
 
 
-def test_the_document_shows_the_graph():
-    assert graph(FEATURES) in DOCUMENT.read_text(), (
-        f"put the output of `tools/stage_upstream_pr.sh --graph` into {DOCUMENT}"
-    )
-
-
-def test_the_program_prints_the_graph():
+def test_the_program_prints_the_graph_that_the_document_shows():
     program = REPOSITORY / "tools/stage_upstream_pr.sh"
     done = subprocess.run([program, "--graph"], capture_output=True, text=True)
-    assert done.stdout.strip() == graph(FEATURES)
+    assert done.stdout == FEATURES.graph() + "\n"
+    assert done.stdout in DOCUMENT.read_text(), f"put the output of --graph into {DOCUMENT}"
+
+
+# Upstream's training loop needs Python 3.12 for this one name only.
+PROGRAM = """
+import sys, typing, typing_extensions, pytest
+typing.override = typing_extensions.override
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def failing(checkout: Path, files: list[str]) -> list[str]:
+    """Return those of the fixes' test files in which a test fails on a checkout."""
+    options = ["-q", "-rfE", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
+    options += ["-c", os.devnull, "--rootdir", str(FIXES), *(str(FIXES / path) for path in files)]
+    command = [sys.executable, "-c", PROGRAM, *options]
+    env = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=FIXES, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return sorted(set(re.findall(r"^FAILED (?:.*fix_tests/)?(\S+?)::", done.stdout, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("files", [FAILS[1:3], FAILS[:1] + FAILS[3:]], ids=["two", "others"])
+def test_fixes_are_needed_and_work(upstreams, tmp_path, files):
+    """A fix needs nothing else, and has a test that fails without it."""
+    staged = {path for feature in FEATURES.all() for path in FEATURES.tests_of(feature)}
+    assert {f"{TESTS}/{path}" for path in files} <= staged
+    assert len([f for f in FEATURES.all() if f.fails and not f.needs]) >= 10
+    assert failing(upstreams, files) == files
+    checkout = shutil.copytree(upstreams, tmp_path / "checkout")
+    assert run("apply", checkout).code == 0
+    assert failing(checkout, files) == []

@@ -9,6 +9,7 @@ The state of a path is a text: ``MODE SHA256`` for a regular file, ``link TARGET
 
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +17,7 @@ from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 
 STATE_DIR = ".mimo-overlay"
 _FORBIDDEN_PARTS = {"..", ".", "", ".git", STATE_DIR}
-_VERSION_FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
+_VERSION_FIELD = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", re.MULTILINE)
 
 
 def sha256(data: bytes) -> str:
@@ -35,12 +36,6 @@ def same(state: str | None, *others: str | None) -> bool:
     The mode, which is kept for restoring, is not compared: changing it is no edit.
     """
     return any(state == other or (digest(state) or "") == digest(other) for other in others)
-
-
-def regular(before: str | None, sha: str, executable: bool = False) -> str:
-    """Return the state of a regular file that replaces ``before`` and takes its mode."""
-    mode = before.partition(" ")[0] if digest(before) else "755" if executable else "644"
-    return f"{mode} {sha}"
 
 
 def check_relative(path: str, where: str) -> str:
@@ -70,16 +65,20 @@ class Checkout:
         self.root = Path(os.path.realpath(root))
         info = self.root / "megatron/core/package_info.py"
         if not info.is_file():
-            raise OverlayError(
-                NOT_THE_PIN, f"{root} is not a Megatron-LM checkout: it has no {info.name}"
-            )
-        self.version = read_version(info.read_text(errors="replace"))
+            what = f"{root} is not a Megatron-LM checkout: it has no {info.name}"
+            raise OverlayError(NOT_THE_PIN, what)
+        fields = dict(_VERSION_FIELD.findall(info.read_text(errors="replace")))
+        numbers = [fields.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+        self.version = "of an unknown version"
+        if all(numbers):
+            self.version = ".".join(numbers) + fields.get("PRE_RELEASE", "")
 
     def path(self, relative: str) -> Path:
         return self.root / check_relative(relative, "checkout")
 
-    def read(self, relative: str) -> bytes:
-        return self.path(relative).read_bytes()
+    def read(self, relative: str) -> bytes | None:
+        """Return a regular file's content; None if there is no such file."""
+        return self.path(relative).read_bytes() if digest(self.look(relative)) else None
 
     def look(self, relative: str) -> str | None:
         """Return the state of a path.
@@ -88,17 +87,13 @@ class Checkout:
             OverlayError: a folder on the way is a symlink or a file.
         """
         path = self.path(relative)
-        for folder in parents(relative):
-            try:
-                mode = os.lstat(self.root / folder).st_mode
-            except FileNotFoundError:
-                return None
-            if not stat.S_ISDIR(mode):
-                kind = "a symlink" if stat.S_ISLNK(mode) else "not a folder"
-                raise OverlayError(
-                    DIFFERS_FROM_LOCK, f"{folder} is {kind}: refused to go through it"
-                )
         try:
+            for folder in parents(relative):
+                mode = os.lstat(self.root / folder).st_mode
+                if not stat.S_ISDIR(mode):
+                    kind = "a symlink" if stat.S_ISLNK(mode) else "not a folder"
+                    what = f"{folder} is {kind}: refused to go through it"
+                    raise OverlayError(DIFFERS_FROM_LOCK, what)
             mode = os.lstat(path).st_mode
         except FileNotFoundError:
             return None
@@ -107,14 +102,3 @@ class Checkout:
         if not stat.S_ISREG(mode):
             return "other"
         return f"{stat.S_IMODE(mode):o} {sha256(path.read_bytes())}"
-
-
-def read_version(package_info: str) -> str:
-    """Return the version in upstream's ``package_info.py``, read as text: nothing is imported."""
-    fields = dict.fromkeys(_VERSION_FIELDS, "")
-    for line in package_info.splitlines():
-        name, equals, value = line.partition(" = ")
-        if equals and name in fields:
-            fields[name] = value.strip().strip("'\"")
-    *numbers, suffix = fields.values()
-    return ".".join(numbers) + suffix if all(numbers) else "of an unknown version"

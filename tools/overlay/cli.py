@@ -3,21 +3,18 @@
 """Fetch Megatron-LM, apply the patch set, refresh it, or compare it with another version."""
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from command_line import Parser
-from overlay.apply import Application
+from overlay import drift, rules
+from overlay.apply import run as apply
 from overlay.checkout import Checkout
-from overlay.drift import drift
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import fetch
-from overlay.lock import Lock, check_version
-from overlay.patchset import PatchSet
-from overlay.refresh import check_headers, refresh
-from overlay.store import Store
+from overlay.patchset import Lock, PatchSet
+from overlay.refresh import refresh
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -30,11 +27,14 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("apply", help="put the overlay onto a checkout")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
     how = one.add_mutually_exclusive_group()
-    how.add_argument("--check", action="store_true", help="dry run: say what would change")
-    how.add_argument("--status", action="store_true", help="say what is applied")
-    how.add_argument("--revert", action="store_true", help="give the originals back")
-    how.add_argument("--link", action="store_true", help="symlink the overlay's files")
-    how.add_argument("--three-way", action="store_true", help="merge into a git tree that differs")
+    for flag, text in (
+        ("--check", "dry run: say what would change"),
+        ("--status", "say what is applied"),
+        ("--revert", "give the originals back"),
+        ("--link", "symlink the overlay's files"),
+        ("--three-way", "merge into a git tree that differs"),
+    ):
+        how.add_argument(flag, dest="how", action="store_const", const=flag[2:], help=text)
 
     one = commands.add_parser("fetch", help="fetch a locked upstream")
     one.add_argument("directory", type=Path, nargs="?", metavar="DIR")
@@ -66,36 +66,17 @@ def _run(options: argparse.Namespace) -> int:
         print(fetch(lock, root, directory, options.version, options.git))
         return 0
     patchset = PatchSet(root)
+    checkout = Checkout(options.checkout) if getattr(options, "checkout", None) else None
     if options.command == "headers":
-        lines = check_headers(patchset)
+        lines = [rules.check(patchset)]
     elif options.command == "refresh":
-        checkout = Checkout(options.checkout) if options.checkout else None
         lines = refresh(patchset, checkout, options.into, options.check)
     elif options.command == "drift":
-        report = drift(patchset, Checkout(options.checkout))
-        lines, code = [report.json() if options.json else report.text()], report.is_work()
+        lines, code = drift.drift(patchset, checkout, options.json)
     else:
-        lines, code = _apply(options, patchset)
+        lines, code = apply(patchset, checkout, options.how)
     print("\n".join(lines))
-    return int(code)
-
-
-def _apply(options: argparse.Namespace, patchset: PatchSet) -> tuple[list[str], int]:
-    checkout = Checkout(options.checkout)
-    store, only_looks = Store(checkout), options.check or options.status
-    with contextlib.nullcontext() if only_looks else store.locked():
-        application = Application(patchset, checkout)
-        applied = application.old is not None
-        if not options.three_way and not (applied and (options.revert or options.status)):
-            check_version(checkout.root, checkout.version, patchset.lock.locked)
-        if options.three_way:
-            done, left = application.three_way()
-            return [done, *application.notices, *left], FAILED if left else 0
-        if options.revert:
-            return application.revert(), 0
-        done = application.status() if options.status else None
-        done = done or application.apply(options.link, options.check)
-        return done + application.notices, 0
+    return code
 
 
 def reported(command: Callable[[], int]) -> int:

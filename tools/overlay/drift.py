@@ -3,19 +3,19 @@
 """Comparison of the patch set with another Megatron-LM tree, without changing anything."""
 
 import json
+import tempfile
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from overlay import git, header, replacements, series
-from overlay.checkout import STATE_DIR, Checkout, digest
+from overlay import git, rules, series
+from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
-from overlay.names import Tree
+from overlay.names import Version, compare
 from overlay.patchset import PatchSet
-from overlay.uses import Uses, changed_names
+from overlay.source import module_name
 
-_APPLIES, _OFFSET = "applies", "applies with offset"
-_LEFT_OUT = "left out"
-_NOTHING_TO_DO = {_APPLIES, _OFFSET, _LEFT_OUT, "unchanged"}
+_NOTHING_TO_DO = ("applies", "applies with offset", "left out", "unchanged")
 _PLACES = 4  # most places of use that the table shows
 
 
@@ -29,41 +29,45 @@ class Row:
     where: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Report:
-    """The comparison.
+def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[str], int]:
+    """Compare the pin with a pristine tree of another version.
 
-    ``names`` has only rows that need work; ``new_files`` counts overlay files that replace none of
-    upstream's.
+    Return the report's lines, and 1 if there is work to do, else 0. Its names are only those that
+    need work.
+
+    Raises:
+        OverlayError: the tree has the overlay applied.
     """
-
-    pin: str
-    version: str
-    patches: list[Row]
-    files: list[Row]
-    new_files: int
-    names: list[Row]
-
-    def is_work(self) -> bool:
-        return bool(self.names) or any(
-            row.state not in _NOTHING_TO_DO for row in self.patches + self.files
-        )
-
-    def json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    def text(self) -> str:
-        lines = [f"Megatron-LM {self.version} against the pin {self.pin}"]
-        lines += [f"\npatches ({len(self.patches)})", *_table(self.patches)]
-        lines += [f"\noverlay files that replace upstream's; {self.new_files} others are new"]
-        lines += _table(self.files)
-        lines += [f"\nupstream's names that our code uses: {len(self.names)} changed"]
-        return "\n".join(lines + _table(self.names))
+    if (checkout.root / STATE_DIR).exists():
+        what = f"{checkout.root} has the overlay applied: revert it first"
+        raise OverlayError(DIFFERS_FROM_LOCK, what)
+    pin = patchset.lock.pin
+    old = upstream(patchset.lock, pin, patchset.root)
+    with tempfile.TemporaryDirectory() as folder:
+        python = {path: data for path, data in old.items() if path.startswith("megatron/")}
+        git.write_files(Path(folder), python)
+        versions = Version(Path(folder)), Version(checkout.root)
+    patches, names = _patches(patchset, old, checkout), _names(patchset, versions)
+    files = _files(patchset, old, checkout, versions)
+    new_files = len(patchset.overlay) - len(files)
+    work = bool(names) or any(row.state not in _NOTHING_TO_DO for row in patches + files)
+    if as_json:
+        report = {"pin": pin, "version": checkout.version, "new_files": new_files}
+        for name, rows in (("patches", patches), ("files", files), ("names", names)):
+            report[name] = [asdict(row) for row in rows]
+        return [json.dumps(report, indent=1)], int(work)
+    lines = [f"Megatron-LM {checkout.version} against the pin {pin}"]
+    for title, rows in (
+        (f"patches ({len(patches)})", patches),
+        (f"overlay files that replace upstream's; {new_files} others are new", files),
+        (f"upstream's names that our code uses: {len(names)} changed", names),
+    ):
+        lines += ["", title, *_table(rows)]
+    return lines, int(work)
 
 
 def _table(rows: list[Row]) -> list[str]:
-    width = max((len(row.state) for row in rows), default=0)
-    lines = []
+    width, lines = max((len(row.state) for row in rows), default=0), []
     for row in rows:
         lines.append(f"  {row.state:{width}}  {row.name}")
         more = f" and {len(row.where) - _PLACES} more" if len(row.where) > _PLACES else ""
@@ -72,106 +76,65 @@ def _table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def drift(patchset: PatchSet, checkout: Checkout) -> Report:
-    """Compare the pin with a pristine tree of another version.
-
-    Raises:
-        OverlayError: the tree has the overlay applied.
-    """
-    if (checkout.root / STATE_DIR).exists():
-        raise OverlayError(
-            DIFFERS_FROM_LOCK, f"{checkout.root} has the overlay applied: revert it first"
-        )
-    pin = patchset.lock.pin
-    old = upstream(patchset.lock, pin, patchset.root)
-    new = {
-        path.relative_to(checkout.root).as_posix(): path.read_bytes()
-        for path in checkout.root.glob("megatron/**/*")
-        if path.is_file() and not path.is_symlink()
-    }
-    files, new_files = _files(patchset, old, new)
-    return Report(
-        pin, checkout.version, _patches(patchset, old, new) + _git_only(patchset, checkout),
-        files, new_files,
-        _names(patchset, old, new),
-    )  # fmt: skip
-
-
-def _patches(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
-    """Return how each patch of the sdist's files applies after those before it."""
-    git_only = patchset.lock.git_only_patches()
-    patches = {name: p for name, p in patchset.series().items() if name not in git_only}
-    steps = series.build(patches, old.get)
-    ported, conflicts = series.port(steps, old.get, new.get)
-    rows, before = [], {}
-    for index, step in enumerate(ported):
-        where = [path for path, steps_of in conflicts.items() if index in steps_of]
-        if where:
-            rows.append(Row(step.name, "conflicts", where=where))
-        elif not step.paths:
-            rows.append(Row(step.name, "already there"))
-        else:
-            files = {path: before.get(path, new.get(path)) for path in steps[index].paths}
-            rows.append(Row(step.name, _how_it_applies(step.name, patches, files)))
-        before = step.tree
-    return rows
-
-
-def _git_only(patchset: PatchSet, checkout: Checkout) -> list[Row]:
-    """Return how the patches of git-only files apply; without the pin's files, none can merge."""
-    git_only, patches = patchset.lock.git_only(), patchset.series()
-    files = {path: checkout.read(path) for path in git_only if digest(checkout.look(path))}
-    rows = []
-    for name in sorted(patchset.lock.git_only_patches()):
-        if files.keys() != git_only.keys():
-            missing = sorted(git_only.keys() - files.keys())
-            rows.append(Row(name, _LEFT_OUT, "not in this tree", missing))
+def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Row]:
+    """Return how each patch applies after those before it; one of git-only files cannot merge, as
+    the pin's files are not known."""
+    patches, lock = patchset.series(), patchset.lock
+    git_only = lock.git_only_patches()
+    merging = {name: patch for name, patch in patches.items() if name not in git_only}
+    steps = {step.name: step for step in series.build(merging, old.get)}
+    rows, tree = [], {}
+    for name, patch in patches.items():
+        paths = [path for path, entry in lock.files.items() if name in entry.by]
+        paths = list(steps[name].files) if name in steps else paths
+        files = {path: tree.get(path, checkout.read(path)) for path in paths}
+        missing = [path for path, data in files.items() if data is None]
+        if missing and name not in steps:
+            rows.append(Row(name, "left out", "not in this tree", sorted(lock.git_only())))
             continue
-        touched = [path for path, entry in git_only.items() if name in entry.by]
         try:
-            diff = header.split(patches[name])[1]
-            done, moved = git.apply(name, diff, {path: files[path] for path in touched})
-            files |= done
-            rows.append(Row(name, _OFFSET if moved else _APPLIES))
+            diff = series.split(patch)[1]
+            done, moved = git.apply(name, diff, {p: d for p, d in files.items() if d is not None})
+            rows.append(Row(name, "applies with offset" if moved else "applies"))
         except OverlayError:
-            rows.append(Row(name, "conflicts", where=touched))
+            done, conflicts = files, list(files)
+            if name in steps:
+                step, conflicts = series.merge(steps[name], files.get)
+                done = series.last_tree([step])
+            state = "conflicts" if conflicts else "merges" if done else "already there"
+            rows.append(Row(name, state, where=conflicts))
+        tree |= done
     return rows
-
-
-def _how_it_applies(name: str, patches: dict[str, bytes], files: dict[str, bytes]) -> str:
-    try:
-        _, moved = git.apply(name, header.split(patches[name])[1], files)
-    except OverlayError:
-        return "merges"
-    return _OFFSET if moved else _APPLIES
 
 
 def _files(
-    patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]
-) -> tuple[list[Row], int]:
-    """Return the overlay files that replace upstream's, and the number of others."""
-    rows, pin, other = [], Tree(old), Tree(new)
-    replaced = sorted(path for path in patchset.overlay if path in old or path in new)
-    for path in replaced:
-        if old.get(path) == new.get(path):
-            rows.append(Row(path, "unchanged"))
-        elif path not in new:
-            rows.append(Row(path, "gone upstream"))
+    patchset: PatchSet, old: dict[str, bytes], checkout: Checkout, versions: tuple[Version, Version]
+) -> list[Row]:
+    """Return the overlay files that replace upstream's in either version."""
+    rows = []
+    for path in sorted(path for path in patchset.overlay if path.startswith("megatron/")):
+        before, after = old.get(path), checkout.read(path)
+        if before is None and after is None:
+            continue
+        if before == after or after is None:
+            rows.append(Row(path, "gone upstream" if after is None else "unchanged"))
         else:
-            state = "changed upstream" if path in old else "new upstream"
-            changes = changed_names(pin, other, path)
-            detail = [f"{kind}: {name} {detail}".strip() for kind, name, detail in changes]
-            rows.append(Row(path, state, "\n".join(detail)))
-    return rows, len(patchset.overlay) - len(replaced)
+            state = "changed upstream" if before is not None else "new upstream"
+            was, now = (version.declared(module_name(path)) for version in versions)
+            lines = [f"gone: {name}" for name in sorted(was.keys() - now)]
+            lines += [f"new: {name}" for name in sorted(now.keys() - was)]
+            changed = [name for name in was if name in now and was[name] != now[name]]
+            lines += [f"signature: {name} was {was[name]}, now {now[name]}" for name in changed]
+            rows.append(Row(path, state, "\n".join(lines)))
+    return rows
 
 
-def _names(patchset: PatchSet, old: dict[str, bytes], new: dict[str, bytes]) -> list[Row]:
+def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Row]:
     """Return upstream's names that our code uses and that are gone or declared differently."""
-    sources = {path: source.path for path, source in patchset.overlay.items()}
-    for path in (patchset.root / "tests").glob("**/*.py"):
-        sources[path.relative_to(patchset.root).as_posix()] = path
-    ours = {path: file.read_bytes() for path, file in sources.items() if path.endswith(".py")}
-    uses = Uses(ours, Tree(old | ours), Tree(new | ours))
-    uses.check_replaced(replacements.declared(patchset.root), replacements.DECLARED)
-    rows = [Row(name, kind, detail, places) for (kind, name, detail), places in uses.found.items()]
+    tests = patchset.root.glob("tests/**/*.py")
+    sources = {path.relative_to(patchset.root).as_posix(): path for path in tests}
+    sources |= {path: ours for path, ours in patchset.overlay.items() if ours.suffix == ".py"}
+    ours = {path: source.read_bytes() for path, source in sources.items()}
+    found = compare(ours, rules.declared(patchset.root), *versions)
+    rows = [Row(name, kind, detail, places) for (kind, name, detail), places in found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

@@ -14,10 +14,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from overlay.checkout import Checkout, digest, sha256
+from overlay.checkout import Checkout, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 from overlay.git import user_git
-from overlay.lock import Lock, Version, check_version
+from overlay.patchset import Lock, Version, check_version
 
 # Requirements of upstream's build, which pip runs to read an sdist's metadata. Given these, pip
 # need not make an isolated environment with all of torch in it.
@@ -43,41 +43,33 @@ def sdist_file(version: Version, root: Path) -> Path:
     if not cached.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as work:
-            downloaded = _download(version, Path(work))
-            _verify(downloaded, version)
-            os.replace(downloaded, cached)
-    _verify(cached, version)
+            _download(version, Path(work), cached)
+    if (found := sha256(cached.read_bytes())) != version.sdist_sha256:
+        cached.unlink()
+        wanted = version.sdist_sha256
+        what = f"{cached.name} has sha256 {found}, the lock wants {wanted}: file removed"
+        raise OverlayError(DIFFERS_FROM_LOCK, what)
     return cached
 
 
-def _verify(path: Path, version: Version) -> None:
-    found = sha256(path.read_bytes())
-    if found != version.sdist_sha256:
-        path.unlink()
-        raise OverlayError(
-            DIFFERS_FROM_LOCK,
-            f"{path.name} has sha256 {found}, the lock wants {version.sdist_sha256}: file removed",
-        )
-
-
-def _download(version: Version, work: Path) -> Path:
+def _download(version: Version, work: Path, target: Path) -> None:
+    """Let pip download an sdist, whose hash it checks."""
     requirement = work / "requirements.txt"
     requirement.write_text(f"{version.sdist} --hash=sha256:{version.sdist_sha256}\n")
-    _pip(["install", "--target", f"{work}/build", *_BUILD_REQUIREMENTS], work)
     options = ["--no-deps", "--no-binary", ":all:", "--ignore-requires-python"]
     options += ["--no-build-isolation", "--require-hashes", "--dest", f"{work}/sdist"]
-    _pip(["download", *options, "--requirement", str(requirement)], work)
-    return next(Path(work, "sdist").iterdir())
-
-
-def _pip(args: list[str], work: Path) -> None:
-    env = os.environ | {"PYTHONPATH": f"{work}/build"}
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.strip()]
-        reasons = [line for line in errors if "error" in line.lower()] or errors or ["no output"]
-        raise OverlayError(FAILED, f"pip {args[0]} failed: {reasons[-1].strip()}")
+    for args in (
+        ["install", "--target", f"{work}/build", *_BUILD_REQUIREMENTS],
+        ["download", *options, "--requirement", str(requirement)],
+    ):
+        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
+        env = os.environ | {"PYTHONPATH": f"{work}/build"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+            reasons = [line for line in errors if "error" in line.lower()] or errors
+            raise OverlayError(FAILED, f"pip {args[0]} failed: {reasons[-1].strip()}")
+    os.replace(next(Path(work, "sdist").iterdir()), target)
 
 
 def fetch(
@@ -103,47 +95,39 @@ def fetch(
         if remote:
             tree, source = part, _clone(lock, version, remote, part)
         else:
-            _unpack(sdist_file(lock.versions[version], root), part)
-            (tree,) = part.iterdir()
-            source = f"sha256 {lock.versions[version].sdist_sha256}"
+            sdist = sdist_file(lock.versions[version], root)
+            with tarfile.open(sdist) as archive:
+                archive.extractall(part, filter="data")
+            (tree,), source = part.iterdir(), f"sha256 {lock.versions[version].sdist_sha256}"
         check_version(tree, Checkout(tree).version, [version])
         os.rename(tree, destination)
+    except tarfile.TarError as error:
+        raise OverlayError(FAILED, f"{sdist.name}: refused to unpack: {error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"{destination}: Megatron-LM {version} ({source})"
-
-
-def _unpack(sdist: Path, into: Path) -> None:
-    try:
-        with tarfile.open(sdist) as archive:
-            archive.extractall(into, filter="data")
-    except tarfile.TarError as error:
-        raise OverlayError(FAILED, f"{sdist.name}: refused to unpack: {error}") from None
 
 
 def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
     """Clone the tag, and check its commit or, if not locked, the files that we change."""
     wanted = lock.versions[version]
     clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
-    done = user_git([*clone, "--branch", wanted.tag, "--", remote, str(into)])
+    done = user_git(into.parent, *clone, "--branch", wanted.tag, "--", remote, str(into))
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no output"]
         raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
-    commit = user_git(["-C", str(into), "rev-parse", "HEAD"]).stdout.strip()
-    if wanted.commit:
-        if commit != wanted.commit:
-            raise OverlayError(
-                DIFFERS_FROM_LOCK,
-                f"{wanted.tag} at {remote} is commit {commit}, the lock wants {wanted.commit}: "
-                "nothing kept",
-            )
-        return commit
-    checkout, files = Checkout(into), lock.changed_in(version)
-    files = {path: sides for path, sides in files.items() if path not in lock.git_only()}
-    for path, (before, _) in files.items():
-        if digest(checkout.look(path)) != before:
-            raise OverlayError(
-                DIFFERS_FROM_LOCK,
-                f"{wanted.tag} at {remote}: {path} differs from the lock: nothing kept",
-            )
-    return f"commit {commit}, not in the lock: its {len(files)} files that we change are as locked"
+    commit, wrong = user_git(into, "rev-parse", "HEAD").stdout.strip(), []
+    files = lock.without_git_only().changed_in(version)
+    if not wanted.commit:
+        read = Checkout(into).read
+        changed = [
+            path for path, (before, _) in files.items() if sha256(read(path) or b"") != before
+        ]
+        wrong = [f"{path} differs from the lock" for path in changed]
+    elif commit != wanted.commit:
+        wrong = [f"the tag is commit {commit}, the lock wants {wanted.commit}"]
+    if wrong:
+        lines = [f"{wanted.tag} at {remote}: {line}: nothing kept" for line in wrong]
+        raise OverlayError(DIFFERS_FROM_LOCK, *lines)
+    checked = f", not in the lock: its {len(files)} files that we change are as locked"
+    return f"commit {commit}" + checked * (not wanted.commit)

@@ -31,10 +31,6 @@ def _run(args: list[str], cwd: Path, stdin: bytes = b"") -> subprocess.Completed
         raise OverlayError(FAILED, "git is not installed: the overlay tools need it") from None
 
 
-def _first_line(output: bytes) -> str:
-    return output.decode(errors="replace").strip().partition("\n")[0]
-
-
 def write_files(root: Path, files: dict[str, bytes]) -> None:
     for path, data in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -48,20 +44,20 @@ def touched(name: str, patch: bytes) -> dict[str, int]:
         OverlayError: git cannot read the patch, or it does more than edit the text of existing
             files.
     """
+    if not patch:
+        return {}
     done = _run(["apply", "--numstat", "--summary", "-z"], Path("/"), patch)
     if done.returncode:
-        raise OverlayError(FAILED, f"{name}: git cannot read it: {_first_line(done.stderr)}")
+        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise OverlayError(FAILED, f"{name}: git cannot read it: {reason}")
     *records, summary = done.stdout.decode().split("\0")
     if summary.strip():
         what = summary.strip().partition("\n")[0]
         raise OverlayError(FAILED, f"{name}: a patch only edits existing files, this would {what}")
-    result = {}
-    for record in records:
-        added, deleted, path = record.split("\t")
-        if added == "-":
-            raise OverlayError(FAILED, f"{name}: {path}: a binary patch is not reviewable")
-        result[path] = int(added) + int(deleted)
-    return result
+    rows = [record.split("\t") for record in records]
+    if binary := [path for added, _, path in rows if added == "-"]:
+        raise OverlayError(FAILED, f"{name}: {binary[0]}: a binary patch is not reviewable")
+    return {path: int(added) + int(deleted) for added, deleted, path in rows}
 
 
 def apply(
@@ -80,8 +76,7 @@ def apply(
             reason = re.search(rb"error: (?!while searching).*", done.stderr)
             reason = reason[0].decode(errors="replace") if reason else "no reason given"
             raise OverlayError(FAILED, f"{name}: does not apply: {reason}")
-        moved = b"(offset " in done.stderr
-        return {path: (work / path).read_bytes() for path in files}, moved
+        return {p: (work / p).read_bytes() for p in files}, b"(offset " in done.stderr
 
 
 def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
@@ -89,18 +84,16 @@ def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
 
     Algorithm and context are fixed; there are no index lines, and nothing after the hunk ranges.
     """
+    options = "--no-index --no-color --no-ext-diff --no-textconv --no-renames --no-prefix"
+    options += f" --diff-algorithm=histogram --indent-heuristic -U{CONTEXT_LINES}"
     with tempfile.TemporaryDirectory() as folder:
         for side, files in (("a", old), ("b", new)):
             Path(folder, side).mkdir()
             write_files(Path(folder, side), files)
-        done = _run(
-            ["diff", "--no-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"]
-            + ["--no-prefix", "--diff-algorithm=histogram", "--indent-heuristic"]
-            + [f"-U{CONTEXT_LINES}", "--inter-hunk-context=0", "--", "a", "b"],
-            Path(folder),
-        )
+        args = ["diff", *options.split(), "--inter-hunk-context=0", "--", "a", "b"]
+        done = _run(args, Path(folder))
     if done.returncode not in (0, 1):
-        raise OverlayError(FAILED, f"git diff failed: {_first_line(done.stderr)}")
+        raise OverlayError(FAILED, f"git diff failed: {done.stderr.decode(errors='replace')}")
     return _HUNK_HEADING.sub(rb"\1", _INDEX_LINE.sub(b"", done.stdout))
 
 
@@ -116,19 +109,20 @@ def merge(
         write_files(Path(folder), versions)
         done = _run(["merge-file", "-p", "-q", *options, *versions], Path(folder))
     if done.returncode > 127:
-        raise OverlayError(FAILED, f"git merge-file failed: {_first_line(done.stderr)}")
+        reason = done.stderr.decode(errors="replace")
+        raise OverlayError(FAILED, f"git merge-file failed: {reason}")
     return done.stdout, done.returncode == 0
 
 
 def is_committed(repository: Path, revision: str, path: str, data: bytes) -> bool:
     """Return whether ``path`` has the content ``data`` in ``revision`` of ``repository``."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    args = ["rev-parse", "--verify", "--quiet", f"{revision}:{path}"]
-    done = user_git(["-C", str(repository), *args])
+    done = user_git(repository, "rev-parse", "--verify", "--quiet", f"{revision}:{path}")
     return done.returncode == 0 and done.stdout.strip() == blob
 
 
-def user_git(args: list[str]) -> subprocess.CompletedProcess:
-    """Run git with the user's configuration, on the user's repository."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_DIR")}
-    return subprocess.run(["git", *args], env=env, capture_output=True, text=True)
+def user_git(folder: Path, *args: str) -> subprocess.CompletedProcess:
+    """Run git with the user's configuration, in a folder of the user's."""
+    ours = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run(["git", *args], cwd=folder, env=env, capture_output=True, text=True)

@@ -1,288 +1,185 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names and signatures in a tree of Python files, from the syntax alone: nothing is imported.
+"""Names of upstream that our code uses and that another version lacks or declares differently.
 
-Modules are parsed when they are first needed. Names are followed through re-exports, relative
-imports, base classes and annotations. A name that cannot be resolved is ``UNKNOWN``, one of another
-package is ``EXTERNAL``, and one that is missing in the tree is ``None``.
+griffe reads both versions from their syntax, and follows re-exports and base classes.
 """
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+import functools
+import inspect
+import logging
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from overlay.checkout import parents
-from overlay.signature import Signature
+from overlay.errors import FAILED, OverlayError
+from overlay.source import dotted, imports_of, last_name, module_name, prefixes
 
-UNKNOWN, EXTERNAL = object(), object()
-# Decorators that leave the signature as it is.
-_PLAIN_DECORATORS = set(
-    "staticmethod classmethod abstractmethod override no_grad inference_mode jit_fuser "
-    "deprecate_inference_params experimental_fn wraps lru_cache cache".split()
-)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+try:
+    import griffe
+except ImportError:
+    griffe = None
 
-
-_parsed = cache(ast.parse)  # most files are the same in both trees
-
-
-@dataclass(eq=False)
-class Definition:
-    """A module, class, function or value. ``node`` is None for a value."""
-
-    module: "Module"
-    name: str
-    node: ast.AST | None = None
-    owner: "Definition | None" = None  # the class of a member
-    type_name: ast.expr | None = None  # the annotation of a value
-
-    @property
-    def label(self) -> str:
-        return ".".join([self.module.name, *([self.owner.name] if self.owner else []), self.name])
-
-    @cached_property
-    def members(self) -> dict[str, "Definition"]:
-        """Members that the class itself defines, including attributes that methods set on self."""
-        found: dict[str, Definition] = {}
-        for name, node, annotation in _bindings(self.node.body):
-            found[name] = Definition(self.module, name, node, self, annotation)
-        for method in [m.node for m in list(found.values()) if isinstance(m.node, _FUNCTIONS)]:
-            receiver = method.args.args[0].arg if method.args.args else None
-            hints = {a.arg: a.annotation for a in method.args.args + method.args.kwonlyargs}
-            for node in ast.walk(method):
-                for name, annotation in _set_on(receiver, node, hints):
-                    known = found.setdefault(name, Definition(self.module, name, None, self))
-                    known.type_name = known.type_name or annotation
-        return found
+_DOTTED = re.compile(r"megatron(\.\w+)+")
+_DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
+Finding = tuple[str, str, str]  # kind, upstream's name, detail
+Use = tuple[int, str, ast.AST | None]
+"""A line, the name that it uses, and the call or definition, if it is one. A full name begins with
+``megatron``; of an object of an unknown class there is only the attribute, as ``.name``."""
 
 
-class Module:
-    """One file, with the bindings of its names."""
+class Version:
+    """The names of a Megatron-LM tree at ``root``."""
 
-    def __init__(self, name: str, path: str, tree: ast.Module):
-        self.name, self.path, self.tree = name, path, tree
-        self.package = name if path.endswith("/__init__.py") else name.rpartition(".")[0]
-        self.names: dict[str, Definition] = {}
-        self.imports: dict[str, tuple[str, str | None]] = {}  # name -> module, name there
-        self.stars: list[str] = []
-        for name, node, annotation in _bindings(tree.body):
-            self.names[name] = Definition(self, name, node, type_name=annotation)
-        for node in _statements(tree.body):
-            for name, target, of in imports_of(node, self.package):
-                if name == "*":
-                    self.stars.append(target)
-                else:
-                    self.imports.setdefault(name, (target, of))
+    def __init__(self, root: Path):
+        if griffe is None:
+            raise OverlayError(FAILED, "no griffe: run make setup, or pip install griffelib")
+        logging.getLogger("griffe").setLevel(logging.CRITICAL)
+        loader = griffe.GriffeLoader(search_paths=[root], allow_inspection=False)
+        with warnings.catch_warnings(action="ignore"):  # Python's, about upstream's texts
+            self._tree = loader.load("megatron", try_relative_path=False)
+        loader.expand_wildcards(self._tree, external=False)
+        self.find, self.signature = functools.cache(self.find), functools.cache(self.signature)
 
+    def find(self, name: str):
+        """Return griffe's object of a full name; None if there is none.
 
-@dataclass(frozen=True)
-class Instance:
-    """An object of a class; with ``inherited``, as ``super()`` sees it."""
-
-    of: Definition
-    inherited: bool = False
-
-
-class Tree:
-    """The modules in ``files`` (path to source)."""
-
-    def __init__(self, files: dict[str, bytes]):
-        self.files = files
-        self._modules: dict[str, Module | None] = {}
-        self._folders = {parent for path in files for parent in parents(path)}
-
-    def module(self, name: str) -> Module | None:
-        if name not in self._modules:
-            base = name.replace(".", "/")
-            self._modules[name] = None
-            if base in self._folders:
-                self._modules[name] = Module(name, f"{base}/__init__.py", ast.Module([], []))
-            for path in (f"{base}.py", f"{base}/__init__.py"):
-                if path in self.files:
-                    self._modules[name] = Module(name, path, _parsed(self.files[path]))
-        return self._modules[name]
-
-    def follow(self, module: str, *chain: str):
-        """Resolve a chain of names that starts with ``module``."""
-        found = self.module(module)
-        for name in chain:
-            found = self.member(found, name)
-        return found
-
-    def member(self, of, name: str):
-        """Resolve one name of a module, class, object, or value of a known class."""
-        if isinstance(of, Module):
-            return self._in_module(of, name, frozenset())
-        if isinstance(of, Instance):
-            return self._in_class(of.of, name, of.inherited)
-        if isinstance(of, Definition):
-            if isinstance(of.node, ast.ClassDef):
-                return self._in_class(of, name, False)
-            return self.member(self.value_of(of), name)
-        return of
-
-    def _in_module(self, of: Module, name: str, seen: frozenset):
-        if (of.name, name) in seen:
-            return UNKNOWN
-        seen |= {(of.name, name)}
-        if name in of.names and (of.names[name].node or name not in of.imports):
-            return of.names[name]
-        if name in of.imports:
-            target, below = of.imports[name]
-            source = self.module(target)
-            if source is None:
-                return None if target.split(".")[0] in self._folders else EXTERNAL
-            return self._in_module(source, below, seen) if below else source
-        for star in of.stars:
-            source = self.module(star)
-            found = self._in_module(source, name, seen) if source else UNKNOWN
-            if found is not None:
-                return found
-        return self.module(f"{of.name}.{name}")
-
-    def _in_class(self, of: Definition, name: str, inherited: bool):
-        for base in list(self.bases(of))[int(inherited) :]:
-            if base is not UNKNOWN and name in base.members:
-                return base.members[name]
-        return None
-
-    def bases(self, of: Definition, seen: frozenset = frozenset()) -> Iterator:
-        """Yield the class and its bases, nearest first; UNKNOWN for a base outside the tree."""
-        yield of
-        for expression in of.node.bases:
-            base = self.evaluate(of.module, expression)
-            if is_class(base) and id(base.node) not in seen:
-                yield from self.bases(base, seen | {id(base.node)})
-            else:
-                yield UNKNOWN
-
-    def value_of(self, of: Definition):
-        """Return the object that a value, a property, or a call of a function gives."""
-        annotation = getattr(of.node, "returns", of.type_name)
-        return self.instance_of(of.module, annotation)
-
-    def evaluate(self, module: Module, expression: ast.expr):
-        """Return the definition that a dotted name has in ``module``."""
-        if isinstance(expression, ast.Subscript):  # Generic[T]
-            return self.evaluate(module, expression.value)
-        if isinstance(expression, ast.Attribute):
-            return self.member(self.evaluate(module, expression.value), expression.attr)
-        if isinstance(expression, ast.Name):
-            return self._in_module(module, expression.id, frozenset()) or UNKNOWN
-        return UNKNOWN
-
-    def instance_of(self, module: Module, annotation: ast.expr | None):
-        """Return the object for an annotation: ``C``, ``"C"``, ``C | None`` or ``Optional[C]``."""
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        A name that upstream imports from another package is the import itself.
+        """
+        found = self._tree
+        for part in name.split(".")[1:]:
             try:
-                annotation = ast.parse(annotation.value, mode="eval").body
-            except SyntaxError:
-                return UNKNOWN
-        if isinstance(annotation, ast.BinOp):
-            annotation = annotation.left
-        if isinstance(annotation, ast.Subscript):
-            if last_name(annotation.value) != "Optional":
-                return UNKNOWN
-            return self.instance_of(module, annotation.slice)
-        found = UNKNOWN if annotation is None else self.evaluate(module, annotation)
-        return Instance(found) if is_class(found) else UNKNOWN
-
-    def signature(self, of) -> Signature | None:
-        """Return the signature of a function, method, class or module object; None if unknown."""
-        if isinstance(of, Instance):
-            return self.signature(self.member(of, "forward"))
-        if not isinstance(of, Definition) or of.node is None:
-            return None
-        decorators = {last_name(decorator) for decorator in of.node.decorator_list}
-        if isinstance(of.node, ast.ClassDef):
-            init = self._in_class(of, "__init__", False)
-            return self.signature(init) if init else self._of_fields(of)
-        if decorators - _PLAIN_DECORATORS:
-            return None
-        bound = of.owner is not None and "staticmethod" not in decorators
-        return Signature.of(of.node.args, bound)
-
-    def _of_fields(self, of: Definition) -> Signature | None:
-        """Return the signature of the constructor that a dataclass or NamedTuple gets."""
-        names: dict[str, bool] = {}
-        bases = list(self.bases(of))
-        named_tuple = any(last_name(b) == "NamedTuple" for b in of.node.bases)
-        if not named_tuple:
-            if UNKNOWN in bases or not all(_is_dataclass(base.node) for base in bases):
+                found = found.members.get(part) or found[part]
+                found = found.final_target if found.is_alias else found
+            except KeyError:
                 return None
-        for base in reversed([base for base in bases if base is not UNKNOWN]):
-            for node in base.node.body:
-                if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.dump(node.annotation):
-                    if "init=False" not in (ast.unparse(node.value) if node.value else ""):
-                        names[node.target.id] = node.value is None
-        required = frozenset(name for name, needed in names.items() if needed)
-        return Signature(tuple(names), frozenset(), required)
+            except griffe.AliasResolutionError as error:
+                return None if error.alias.target_path.startswith("megatron.") else found
+        return found
+
+    def signature(self, name: str) -> inspect.Signature | None:
+        """Return the signature of a function or of a class's constructor, without the object that
+        a method is called on; None for other names."""
+        found = self.find(name)
+        if found is None or found.is_alias or not (found.is_function or found.is_class):
+            return None
+        of_object = found.parent.is_class and "staticmethod" not in found.labels
+        parameters = []
+        for one in list(found.parameters)[int(found.is_class or of_object) :]:
+            kind = getattr(inspect.Parameter, one.kind.name.upper())
+            optional = not one.required and "VAR" not in one.kind.name.upper()
+            default = _DEFAULT if optional else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(one.name, kind, default=default))
+        return inspect.Signature(parameters, __validate_parameters__=False)
+
+    def declared(self, module: str) -> dict[str, str]:
+        """Return the signatures of a module's functions, classes and methods, by full name."""
+        names, found = [module], {}
+        while names and (owner := self.find(names.pop())):
+            for member in owner.members.values():
+                if not member.is_alias and (member.is_function or member.is_class):
+                    found[member.path] = str(self.signature(member.path))
+                    names += [member.path] * member.is_class
+        return found
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module or class, including those inside if, try, with and for."""
-    for node in body:
-        yield node
-        if not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
-            for part in ("body", "orelse", "finalbody", "handlers"):
-                yield from _statements(getattr(node, part, []))
+def compare(
+    ours: dict[str, bytes], replaced: Iterable[str], pin: Version, other: Version
+) -> dict[Finding, list[str]]:
+    """Return upstream's names that are gone or do not fit any more, with their places in our files.
+
+    Args:
+        ours: our files, which both versions get; path to source.
+        replaced: upstream's functions that our code replaces at run time.
+    """
+    modules = {module_name(path) for path in ours}
+    uses = {path: list(_uses(ast.parse(source), path)) for path, source in ours.items()}
+    members = _members({name for found in uses.values() for _, name, _ in found}, modules, pin)
+    uses["patches/runtime.toml"] = [(1, name, ast.FunctionDef(name)) for name in replaced]
+    findings: dict[Finding, list[str]] = defaultdict(list)
+    for path, found in uses.items():
+        for line, used, node in found:
+            if not used.startswith((".", "megatron.")) or modules & prefixes(used):
+                continue
+            known = not used.startswith(".") and pin.find(used) is not None
+            for name in [used] if known else members.get(used.rpartition(".")[2], ()):
+                for kind, *finding in _check(name, node, pin, other):
+                    places = findings[kind if known else f"perhaps {kind}", *finding]
+                    places += [f"{path}:{line}"] * (f"{path}:{line}" not in places)
+    return findings
 
 
-def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None, ast.expr | None]]:
-    """Yield the names that statements bind: name, class or function, annotation."""
-    for node in _statements(body):
-        if isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
-            yield node.name, node, None
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, None, node.annotation
-        elif isinstance(node, ast.Assign):
-            names = (n for target in node.targets for n in ast.walk(target))
-            yield from ((n.id, None, None) for n in names if isinstance(n, ast.Name))
+def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]]:
+    """Return the members, by name, of the classes in upstream's modules that we import.
+
+    They are the candidates for an attribute of an object whose class is unknown.
+    """
+    names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
+    found = defaultdict(set)
+    for module in filter(None, map(pin.find, names - ours)):
+        for owner in module.classes.values() if module.is_module else ():
+            for name, member in {} if owner.is_alias else owner.all_members.items():
+                found[name].add(member.path)
+    return found
 
 
-def _set_on(
-    receiver: str | None, node: ast.AST, hints: dict
-) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield the attributes that a statement sets on ``receiver``, each with its type if known."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+def _check(name: str, node: ast.AST | None, pin: Version, other: Version) -> Iterator[Finding]:
+    label = pin.find(name).path
+    if other.find(name) is None:
+        while other.find(owner := name.rpartition(".")[0]) is None:
+            name = label = owner
+        yield "gone", label, ""
         return
-    annotation = getattr(node, "annotation", None)
-    if isinstance(node.value, ast.Name):
-        annotation = annotation or hints.get(node.value.id)
-    elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        annotation = annotation or node.value.func  # perhaps a class
-    for target in targets:
-        for part in target.elts if isinstance(target, ast.Tuple) else [target]:
-            if isinstance(part, ast.Attribute) and getattr(part.value, "id", None) == receiver:
-                yield part.attr, annotation if part is target else None
+    was, now = pin.signature(name), other.signature(name)
+    if was is None or now is None or str(was) == str(now):
+        return
+    if isinstance(node, ast.FunctionDef):
+        what = f"overridden or replaced by ours; was {was}, now {now}"
+        yield "signature", label, what
+    elif isinstance(node, ast.Call) and _misfit(node, was) is None:
+        pairs = zip(node.args, was.parameters, now.parameters, strict=False)
+        moved = [f"passes {old} where {new} is now" for _, old, new in pairs if old != new]
+        if problem := _misfit(node, now) or ", ".join(moved):
+            yield "signature", label, f"{problem}; now {now}"
 
 
-def imports_of(node: ast.AST, package: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the names that an import statement binds: (name, module, name in that module)."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            top = alias.name.partition(".")[0]
-            yield alias.asname or top, alias.name if alias.asname else top, None
-    elif isinstance(node, ast.ImportFrom):
-        parts = package.split(".")
-        base = parts[: len(parts) + 1 - node.level] if node.level else []
-        module = ".".join([*base, *([node.module] if node.module else [])])
-        for alias in node.names:
-            yield alias.asname or alias.name, module, alias.name
+def _misfit(call: ast.Call, signature: inspect.Signature) -> str | None:
+    """Return why a call does not fit a signature, or None."""
+    positional = [None for argument in call.args if not isinstance(argument, ast.Starred)]
+    keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+    whole = len(positional) == len(call.args) and len(keywords) == len(call.keywords)
+    try:
+        (signature.bind if whole else signature.bind_partial)(*positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
-def is_class(found) -> bool:
-    return isinstance(found, Definition) and isinstance(found.node, ast.ClassDef)
-
-
-def last_name(expression: ast.expr) -> str:
-    """Return ``c`` for ``a.b.c`` and for ``a.b.c(…)``."""
-    if isinstance(expression, ast.Call):
-        return last_name(expression.func)
-    return getattr(expression, "attr", getattr(expression, "id", ""))
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any(last_name(decorator) == "dataclass" for decorator in node.decorator_list)
+def _uses(tree: ast.Module, path: str) -> Iterator[Use]:
+    """Yield what a file uses of upstream's, and attributes of objects of unknown classes."""
+    package = module_name(path).rpartition(".")[0]
+    nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+    names = {name: full for node in nodes for name, full in imports_of(node, package)}
+    for node in nodes:
+        line = node.lineno
+        for _, full in imports_of(node, package):
+            yield line, full.removesuffix(".*"), None
+        if isinstance(node, ast.Attribute):
+            yield line, dotted(node, names) or f".{node.attr}", None
+        elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
+            yield line, node.value, None
+        elif isinstance(node, ast.ClassDef):
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            for base in node.bases:
+                owner = dotted(base, names)
+                yield from ((one.lineno, f"{owner}.{one.name}", one) for one in methods if owner)
+        elif isinstance(node, ast.Call):
+            yield line, dotted(node.func, names) or f".{last_name(node)}", node
+            for name in node.args[1:2]:  # getattr(owner, "name"), setattr, …
+                if isinstance(name, ast.Constant) and str(name.value).isidentifier():
+                    yield line, f"{dotted(node.args[0], names)}.{name.value}", None
+            if last_name(node) == "replace":  # dataclasses.replace
+                yield from ((line, f".{keyword.arg}", None) for keyword in node.keywords)

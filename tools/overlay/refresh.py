@@ -7,14 +7,12 @@ given checkout; without one, the patches of such files and their part of the loc
 """
 
 from dataclasses import replace
-from pathlib import Path
 
-from overlay import git, header, replacements, series
-from overlay.checkout import Checkout, digest, regular, sha256
+from overlay import git, series
+from overlay.checkout import Checkout, digest, sha256
 from overlay.errors import FAILED, OverlayError
 from overlay.fetch import upstream
-from overlay.lock import BY_OVERLAY, LockedFile, check_version
-from overlay.patchset import PatchSet
+from overlay.patchset import BY_OVERLAY, LockedFile, PatchSet, check_version
 from overlay.series import Original, Step
 from overlay.store import Manifest, Store
 
@@ -31,16 +29,14 @@ def refresh(
     """
     lines: list[str] = []
     patches, lock, old_pin = patchset.series(), patchset.lock, patchset.lock.pin
-    kept = _kept(patchset, checkout)
-    steps = series.build(
-        {name: patch for name, patch in patches.items() if name not in kept},
-        _originals(patchset, lock.pin, checkout),
-    )
+    original = _originals(patchset, lock.pin, checkout)
+    kept = _kept(patchset, patches, original)
+    steps = series.build({n: p for n, p in patches.items() if n not in kept}, original)
     if checkout:
         steps, lines = _take_edits(patchset, checkout, steps, into)
-    texts = series.render(steps, _originals(patchset, lock.pin, checkout))
+    texts = {step.name: step.text() for step in steps}
     for name in [name for name, text in texts.items() if not text]:
-        if not header.split(patches[name])[1]:
+        if not series.split(patches[name])[1]:
             raise OverlayError(FAILED, f"patches/{name} changes nothing: fill or delete it")
         del texts[name]
         lines.append(f"dropped patches/{name}: it changes nothing any more")
@@ -61,39 +57,23 @@ def _originals(patchset: PatchSet, version: str, checkout: Checkout | None) -> O
         return sdist.get
     store = Store(checkout)
     manifest = store.manifest() or Manifest("", {})
-
-    def original(path: str) -> bytes | None:
-        if path in sdist:
-            return sdist[path]
-        state = manifest.files.get(path, [checkout.look(path)])[0]
-        if digest(state) is None:
-            return None
-        return store.original(path, manifest) if path in manifest.files else checkout.read(path)
-
-    return original
+    return lambda path: sdist[path] if path in sdist else store.original(path, manifest)
 
 
-def _kept(patchset: PatchSet, checkout: Checkout | None) -> Texts:
-    """Return the patches of git-only files if the checkout lacks some of these, else none.
+def _kept(patchset: PatchSet, patches: Texts, original: Original) -> Texts:
+    """Return the patches of git-only files that are not at hand.
 
     Raises:
         OverlayError: such a patch was edited.
     """
-    lock, patches = patchset.lock, patchset.series()
-    original = _originals(patchset, lock.pin, checkout)
-    if all(original(path) is not None for path in lock.git_only()):
-        return {}
     kept = {}
-    for path, entry in lock.git_only().items():
-        if not any(name in patches for name in entry.by):
-            continue  # they were deleted
-        for name in entry.by:
-            if sha256(patches.get(name, b"")) != lock.patches[name]:
-                message = (
-                    f"patches/{name} was edited: refresh with a git checkout, which has {path}"
-                )
-                raise OverlayError(FAILED, message)
-            kept[name] = patches[name]
+    for path, entry in patchset.lock.git_only().items():
+        for name in entry.by if original(path) is None else ():
+            if name in patches:  # else it was deleted
+                kept[name] = patches[name]
+                if sha256(patches[name]) != patchset.lock.patches[name]:
+                    what = f"patches/{name} was edited: refresh with a git checkout, which has"
+                    raise OverlayError(FAILED, f"{what} {path}")
     return kept
 
 
@@ -111,45 +91,30 @@ def _take_edits(
     if manifest is None or manifest.version != lock.pin:
         raise OverlayError(FAILED, f"{checkout.root} has not the patches for {lock.pin} applied")
     if version != lock.pin:
-        steps, conflicts = series.port(steps, _originals(patchset, lock.pin, checkout), original)
+        steps, conflicts = series.port(steps, original)
         lock.pin = version
-    applied = series.last_tree(steps)
+    sdist, applied = upstream(lock, version, patchset.root), series.last_tree(steps)
     for path, data in applied.items():
         entry = manifest.files.get(path)
-        if entry is None and path not in upstream(lock, version, patchset.root):
+        if entry is None and path not in sdist:
             continue  # its patch is new, or was left out
         if entry is None or digest(entry[0]) != sha256(original(path)):
             raise OverlayError(FAILED, f"{path}: its original is not that of {version}")
         if version == manifest.version and digest(entry[-1]) != sha256(data):
-            raise OverlayError(
-                FAILED, f"{checkout.root} has not the present patches applied (see {path})"
-            )
-    edits = _edits(patchset, checkout, applied, manifest)
+            what = f"{checkout.root} has not the present patches applied (see {path})"
+            raise OverlayError(FAILED, what)
+    # A git checkout has other files than the sdist. They count only where a patch is applied.
+    paths = [path for path in sdist if path.startswith("megatron/") and path.endswith(".py")]
+    paths += [path for path in applied if path not in sdist and path in manifest.files]
+    edits = {path: checkout.read(path) for path in paths if path not in patchset.overlay}
+    before = {path: applied.get(path, original(path)) for path in edits}
+    edits = {path: data for path, data in edits.items() if data not in (None, before[path])}
+    if unresolved := [path for path, data in edits.items() if b"\n<<<<<<< " in data]:
+        raise OverlayError(FAILED, f"{unresolved[0]} has conflict markers left: resolve them")
     owners = {path: _owner(steps, path, conflicts.get(path), into) for path in edits}
     for path, edited in edits.items():
-        before = applied.get(path, original(path))
-        series.carry(steps, owners[path], path, before, edited, original)
+        series.carry(steps, owners[path], path, before[path], edited, original)
     return steps, [f"{len(edits)} edited", *edits]
-
-
-def _edits(
-    patchset: PatchSet, checkout: Checkout, applied: dict[str, bytes], manifest: Manifest
-) -> dict[str, bytes]:
-    """Return upstream's Python files that differ from what the patches make of them."""
-    edits = {}
-    sdist = upstream(patchset.lock, patchset.lock.pin, patchset.root)
-    beside = [path for path in applied if path not in sdist and path in manifest.files]
-    for path, data in (sdist | dict.fromkeys(beside, b"")).items():
-        if path not in beside and not (path.startswith("megatron/") and path.endswith(".py")):
-            continue  # a git checkout has other such files than the sdist
-        state = checkout.look(path)
-        if path in patchset.overlay or state is None:
-            continue
-        if digest(state) != sha256(applied.get(path, data)):
-            edits[path] = checkout.path(path).read_bytes()
-            if b"\n<<<<<<< " in edits[path]:
-                raise OverlayError(FAILED, f"{path} has conflict markers left: resolve them")
-    return edits
 
 
 def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: list[str]) -> int:
@@ -164,7 +129,7 @@ def _owner(steps: list[Step], path: str, conflicting: list[int] | None, into: li
         if not found:
             raise OverlayError(FAILED, f"--into {named[-1]}: no patches/{named[-1]}-*.patch")
         return found[0]
-    found = conflicting or [i for i, step in enumerate(steps) if path in step.paths]
+    found = conflicting or [i for i, step in enumerate(steps) if path in step.files]
     if len(found) != 1:
         names = ", ".join(steps[index].name for index in found) or "no patch"
         raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
@@ -175,31 +140,32 @@ def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkou
     """Update the lock's tables by applying the patches to every version in it."""
     lock, files = patchset.lock, {}
     for path, entry in lock.git_only().items():
-        if not kept.keys() & set(entry.by):
-            continue
-        sides = (next(iter(side.values())) for side in (entry.before, entry.after))
-        before, after = (dict.fromkeys(lock.versions, side) for side in sides)
-        files[path] = replace(entry, before=before, after=after)
+        if kept.keys() & set(entry.by):
+            before, after = (
+                dict.fromkeys(lock.versions, next(iter(side.values())))
+                for side in (entry.before, entry.after)
+            )
+            files[path] = replace(entry, before=before, after=after)
     for version in lock.versions:
-        files_of = upstream(lock, version, patchset.root)
+        sdist = upstream(lock, version, patchset.root)
         original = _originals(patchset, version, checkout)
         try:
             steps = series.build(texts, original)
         except OverlayError as error:
             raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
-        after = dict(series.last_tree(steps))
-        by = {path: tuple(s.name for s in steps if path in s.paths) for path in after}
         for step in steps:
-            if step.paths - files_of.keys() and step.paths & files_of.keys():
+            if step.files.keys() - sdist.keys() and step.files.keys() & sdist.keys():
                 what = "changes files of the sdist and others: make two patches of it"
                 raise OverlayError(FAILED, f"patches/{step.name} {what}")
-        for path, source in patchset.overlay.items():
+        after = series.last_tree(steps)
+        by = {path: tuple(step.name for step in steps if path in step.files) for path in after}
+        for path, ours in patchset.overlay.items():
             if path in after:
                 raise OverlayError(FAILED, f"{path} is both an overlay file and patched")
-            if path in files_of:
-                after[path], by[path] = source.path.read_bytes(), (BY_OVERLAY,)
+            if path in sdist:
+                after[path], by[path] = ours.read_bytes(), (BY_OVERLAY,)
         for path, data in after.items():
-            entry = files.setdefault(path, LockedFile(by[path], {}, {}, path not in files_of))
+            entry = files.setdefault(path, LockedFile(by[path], {}, {}, path not in sdist))
             entry.before[version], entry.after[version] = sha256(original(path)), sha256(data)
     lock.locked = list(lock.versions)
     lock.patches = {name: sha256(text) for name, text in sorted((texts | kept).items())}
@@ -207,16 +173,16 @@ def _lock_files(patchset: PatchSet, texts: Texts, kept: Texts, checkout: Checkou
 
 
 def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:
-    files = dict(texts)
-    files["upstream.toml"] = patchset.lock.text().encode()
-    stale = [name for name, text in files.items() if _read(patchset.patch_dir / name) != text]
+    folder, files = patchset.patch_dir, texts | {"upstream.toml": patchset.lock.text().encode()}
+    present = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    stale = [name for name, text in files.items() if present.get(name) != text]
     gone = [name for name in patches if name not in texts]
     if only_check and stale + gone:
         lines = [f"patches/{name} is stale: run `make lock`" for name in stale + gone]
         raise OverlayError(FAILED, *lines)
-    git.write_files(patchset.patch_dir, {name: files[name] for name in stale})
+    git.write_files(folder, {name: files[name] for name in stale})
     for name in gone:
-        (patchset.patch_dir / name).unlink()
+        (folder / name).unlink()
     return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
 
 
@@ -225,40 +191,14 @@ def _adopt(patchset: PatchSet, checkout: Checkout) -> None:
     store, lock = Store(checkout), patchset.lock
     original = _originals(patchset, lock.pin, checkout)
     with store.locked():
-        manifest = store.manifest() or Manifest(lock.pin, {})
+        manifest = store.manifest() or Manifest("", {})
         files = {p: states for p, states in manifest.files.items() if p in patchset.overlay}
         for path in filter(lock.is_patched, lock.changed_in(lock.pin)):
             if (data := original(path)) is None:
                 continue  # this tree has no git-only files
             store.keep(data)
             now = checkout.look(path)
-            known = manifest.files.get(path, [regular(now, sha256(data))])
+            mode = now.partition(" ")[0]
+            known = manifest.files.get(path, [f"{mode} {sha256(data)}"])
             files[path] = [known[0], now]
         store.write(Manifest(lock.pin, files))
-
-
-def check_headers(patchset: PatchSet) -> list[str]:
-    """Check the header and size of every patch, the size of all, and replacements at run time.
-
-    Raises:
-        OverlayError: there are errors; it has a line for each.
-    """
-    wrong, total, patches = [], 0, patchset.series()
-    for name, patch in patches.items():
-        diff = header.split(patch)[1]
-        changed = sum(git.touched(f"patches/{name}", diff).values()) if diff else 0
-        wrong += header.problems(name, patch, changed)
-        total += changed
-    wrong += header.problems_of_all(len(patches), total)
-    wrong += replacements.problems(patchset)
-    if wrong:
-        raise OverlayError(FAILED, *wrong)
-    at_run_time = len(replacements.declared(patchset.root))
-    return [
-        f"{len(patches)} patch headers are in order, {total} changed lines; "
-        f"{at_run_time} replacements at run time are declared"
-    ]
-
-
-def _read(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None

@@ -1,13 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The series of patches: the files after each of them, on the pin or another version."""
+"""The series of patches, each as the files that it changes, before and after."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from overlay import git, header
+from overlay import git
 from overlay.checkout import check_relative
 from overlay.errors import FAILED, OverlayError
 
@@ -16,12 +16,24 @@ Original = Callable[[str], bytes | None]  # returns upstream's file at a path, o
 
 @dataclass
 class Step:
-    """One patch: the files that it touches, and all patched files after it."""
+    """One patch: its header, and each file that it changes, before and after it."""
 
     name: str
     header: bytes
-    paths: set[str]
-    tree: dict[str, bytes]
+    files: dict[str, tuple[bytes, bytes]]
+
+    def text(self) -> bytes:
+        """Return the patch in its canonical form; empty if it changes nothing."""
+        before, after = ({p: sides[i] for p, sides in self.files.items()} for i in (0, 1))
+        lines = [line.rstrip() for line in self.header.strip().splitlines()]
+        diff = git.diff(before, after)
+        return diff and b"\n".join(lines) + b"\n\n" + diff
+
+
+def split(patch: bytes) -> tuple[bytes, bytes]:
+    """Split a patch file into header and diff; either may be empty."""
+    header, start, diff = (b"\n" + patch).partition(b"\ndiff --git ")
+    return header[1:] + b"\n" * bool(start), start[1:] + diff
 
 
 def build(patches: dict[str, bytes], original: Original, scratch: Path | None = None) -> list[Step]:
@@ -32,61 +44,59 @@ def build(patches: dict[str, bytes], original: Original, scratch: Path | None = 
     """
     steps, tree = [], {}
     for name, patch in patches.items():
-        head, diff = header.split(patch)
-        files = {}
-        for path in git.touched(f"patches/{name}", diff) if diff else ():
+        header, diff = split(patch)
+        before = {}
+        for path in git.touched(f"patches/{name}", diff):
             check_relative(path, f"patches/{name}")
-            data = tree.get(path, original(path))
-            if data is None:
+            before[path] = tree.get(path, original(path))
+            if before[path] is None:
                 raise OverlayError(FAILED, f"patches/{name}: upstream has no {path}")
-            files[path] = data
-        if diff:
-            tree = tree | git.apply(f"patches/{name}", diff, files, scratch)[0]
-        steps.append(Step(name, head, set(files), tree))
+        after = git.apply(f"patches/{name}", diff, before, scratch)[0] if diff else {}
+        tree |= after
+        steps.append(Step(name, header, {path: (before[path], after[path]) for path in before}))
     return steps
 
 
-def last_tree(steps: list[Step]) -> dict[str, bytes]:
+def last_tree(steps: Iterable[Step]) -> dict[str, bytes]:
     """Return all patched files after the last patch."""
-    return steps[-1].tree if steps else {}
+    return {path: after for step in steps for path, (_, after) in step.files.items()}
 
 
-def render(steps: list[Step], original: Original) -> dict[str, bytes]:
-    """Return the canonical text of each patch: its changes to the files before it."""
-    texts, before = {}, {}
-    for step in steps:
-        old = {path: before.get(path, original(path)) for path in step.paths}
-        diff = git.diff(old, {path: step.tree[path] for path in step.paths})
-        texts[step.name] = header.join(step.header, diff) if diff else b""
-        before = step.tree
-    return texts
+def merge(step: Step, original: Original) -> tuple[Step, list[str]]:
+    """Port a patch to other files by three-way merges.
 
-
-def port(
-    steps: list[Step], old: Original, new: Original
-) -> tuple[list[Step], dict[str, list[int]]]:
-    """Port the steps to the originals of another version, each patch by a three-way merge.
-
-    Conflicting changes are left out. Also return the steps that conflict in each file.
+    Conflicting changes are left out. Also return the paths in which there are any.
     """
-    ported, tree, before, conflicts = [], {}, {}, defaultdict(list)
+    files, conflicts = {}, []
+    for path, sides in step.files.items():
+        if (ours := original(path)) is None:
+            conflicts.append(path)
+            continue
+        merged, clean = git.merge(ours, *sides)
+        if not clean:
+            conflicts.append(path)
+            merged, _ = git.merge(ours, *sides, "--ours")
+        if merged != ours:
+            files[path] = ours, merged
+    return Step(step.name, step.header, files), conflicts
+
+
+def port(steps: list[Step], original: Original) -> tuple[list[Step], dict[str, list[int]]]:
+    """Port all patches to other originals.
+
+    Also return the indices of the steps that conflict in each file.
+    """
+    ported, conflicts, tree = [], defaultdict(list), {}
+
+    def present(path: str) -> bytes | None:
+        return tree.get(path, original(path))
+
     for index, step in enumerate(steps):
-        paths = set()
-        for path in step.paths:
-            ours = tree.get(path, new(path))
-            if ours is None:
-                conflicts[path].append(index)
-                continue
-            change = before.get(path, old(path)), step.tree[path]
-            merged, clean = git.merge(ours, *change)
-            if not clean:
-                conflicts[path].append(index)
-                merged, _ = git.merge(ours, *change, "--ours")
-            if merged != ours:
-                paths.add(path)
-            tree = tree | {path: merged}
-        before = step.tree
-        ported.append(Step(step.name, step.header, paths, tree))
+        one, paths = merge(step, present)
+        for path in paths:
+            conflicts[path].append(index)
+        tree.update(last_tree([one]))
+        ported.append(one)
     return ported, dict(conflicts)
 
 
@@ -99,9 +109,13 @@ def carry(
     Raises:
         OverlayError: the edit conflicts with a later patch.
     """
+    before = last_tree(steps[:owner]).get(path, original(path))
     for step in steps[owner:]:
-        merged, clean = git.merge(step.tree.get(path, original(path)), applied, edited)
-        if not clean:
-            raise OverlayError(FAILED, f"{path}: the edit meets lines of patches after {step.name}")
-        step.tree = step.tree | {path: merged}
-    steps[owner].paths.add(path)
+        if path in step.files or step is steps[owner]:
+            _, after = step.files.get(path, (before, before))
+            merged, clean = git.merge(after, applied, edited)
+            if not clean:
+                what = f"{path}: the edit meets lines of patches after {step.name}"
+                raise OverlayError(FAILED, what)
+            step.files[path] = before, merged
+            before = merged

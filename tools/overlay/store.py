@@ -78,9 +78,12 @@ class Store:
             message = f"{self._applied} is damaged: restore it or fetch anew"
             raise OverlayError(FAILED, message) from None
 
-    def original(self, path: str, manifest: Manifest) -> bytes:
-        """Return the original content of ``path``, which must have been a regular file."""
-        wanted = digest(manifest.files[path][0])
+    def original(self, path: str, manifest: Manifest) -> bytes | None:
+        """Return the content of ``path`` before the overlay, None if it was no regular file."""
+        if path not in manifest.files:
+            return self.checkout.read(path)
+        if (wanted := digest(manifest.files[path][0])) is None:
+            return None
         kept = self._originals / Path(wanted).name
         data = kept.read_bytes() if kept.is_file() else b""
         if sha256(data) != wanted:
@@ -94,16 +97,22 @@ class Store:
             self._replace(self.root / ".gitignore", b"*\n")
         return self.root
 
-    def move(self, new: Manifest | None, ends: States, contents: dict[str, bytes]) -> None:
+    def ends(self, new: Manifest | None) -> States:
+        """Return the state that each path gets when ``new`` replaces the present manifest."""
+        old = self.manifest()
+        originals = {path: states[0] for path, states in old.files.items()} if old else {}
+        return originals | {path: states[-1] for path, states in (new.files if new else {}).items()}
+
+    def move(self, new: Manifest | None, contents: dict[str, bytes]) -> None:
         """Bring every path to its final state, then write the manifest ``new`` (None: nothing
         applied).
 
         Raises:
             OverlayError: the operating system refused a step; all changes are undone.
         """
-        old = self.manifest() or Manifest("", {})
+        old, ends = self.manifest() or Manifest("", {}), self.ends(new)
         now = {path: self.checkout.look(path) for path in ends}
-        undo = {p: self.checkout.path(p).read_bytes() for p, state in now.items() if digest(state)}
+        undo = {path: self.checkout.read(path) for path in ends if digest(now[path])}
         files = dict(old.files)
         for path, (before, *ours) in new.files.items() if new else ():
             if path not in old.files and digest(before):
@@ -131,19 +140,17 @@ class Store:
             self._replace(self.scratch() / "applied.json", data)
 
     def _go(self, ends: States, contents: dict[str, bytes]) -> None:
-        for path, state in sorted(ends.items()):
-            if not same(self.checkout.look(path), state):
-                self._put(self.checkout.path(path), state, contents.get(path))
+        changes = {p: end for p, end in ends.items() if not same(self.checkout.look(p), end)}
+        for relative, end in sorted(changes.items()):
+            path = self.checkout.path(relative)
+            if end is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                mode, _, target = end.partition(" ")
+                self._replace(path, target if mode == "link" else contents[relative], mode)
         for path in [path for path, state in ends.items() if state is None]:
             self._remove_empty_folders(path)
-
-    def _put(self, path: Path, state: str | None, data: bytes | None) -> None:
-        if state is None:
-            path.unlink(missing_ok=True)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mode, _, target = state.partition(" ")
-        self._replace(path, target if mode == "link" else data, mode)
 
     def _replace(self, path: Path, content: bytes | str, mode: str = "644") -> None:
         """Write a file, or a symlink if ``content`` is a text, atomically."""
@@ -167,9 +174,10 @@ class Store:
 
     def _tidy(self) -> None:
         """Remove what the manifest does not need; without a manifest, the private folder itself."""
-        manifest = self.manifest()
-        used = {".gitignore", "applied.json", "originals"} if manifest else set()
-        used |= {digest(states[0]) for states in manifest.files.values()} if manifest else set()
+        used: set[str | None] = set()
+        if manifest := self.manifest():
+            used = {digest(states[0]) for states in manifest.files.values()}
+            used |= {".gitignore", "applied.json", "originals"}
         for folder in (self._originals, self.root):
             for path in folder.iterdir() if folder.exists() else ():
                 if path.name not in used:

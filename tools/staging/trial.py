@@ -7,13 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 from overlay.cli import REPOSITORY
-from staging.description import commands, setting
-from staging.features import Feature, Features
-from upstream_tests.comparison import Run, compare
+from staging.features import TESTS, Feature, Features
+from staging.stage import Staging
+from upstream_tests.comparison import Comparison, compare
 from upstream_tests.outcomes import Outcomes, passing
 from upstream_tests.selection import Selection
 from upstream_tests.worlds import World
@@ -21,88 +20,80 @@ from upstream_tests.worlds import World
 HEAD = """\
 | feature | ranks | its tests | upstream's on the pristine tree | on the staged | lost |
 |---|---:|---|---:|---:|---:|"""
-_OUTCOME = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
+_OUTCOME = re.compile(r"\d+ (?:passed|failed|errors?|skipped)\b")
 _SELECTION = REPOSITORY / "tools/upstream_tests/selection.toml"
 _RUNTIME = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """Results of one feature's tests on a number of ranks."""
-
-    feature: str
-    ranks: int
-    ours_pass: bool  # False also if all of them are skipped
-    outcomes: str  # what pytest counted
-    pristine: int  # upstream's tests that pass without the feature
-    staged: int
-    lost: list[str]
-
-    @property
-    def passed(self) -> bool:
-        return self.ours_pass and not self.lost
-
-    def row(self) -> str:
-        """Return a row of the table, with the lost tests below it."""
-        counts = f"{self.pristine} | {self.staged} | {len(self.lost)}"
-        ours = self.outcomes if self.ours_pass else f"**{self.outcomes or 'no tests'}**"
-        row = f"| {self.feature} | {self.ranks} | {ours} | {counts} |"
-        return "\n".join([row, *(f"lost: {test}" for test in self.lost)])
-
-
-def try_feature(
-    features: Features, feature: Feature, ranks: int, pristine: Path, tree: Path, out: Path
-) -> Trial:
-    """Run a feature's tests in its staged tree as its description says, and upstream's in both
-    trees.
+def try_each(staging: Staging, wanted: list[Feature], worlds: list[int] | None, out: Path) -> bool:
+    """Stage each feature on those it needs, run its tests and upstream's there, and print a row of
+    a table for each; return whether all passed.
 
     Args:
-        pristine: upstream's tree without the feature.
+        worlds: numbers of ranks; None for those that the feature's tests need.
         out: folder for the logs.
+
+    Raises:
+        OverlayError: a feature cannot be staged.
     """
-    log = out / f"{feature.name}-{ranks}.log"
-    ours_pass, outcomes = True, "none"
-    command = commands(features, feature).get(ranks)
-    if command:
-        code = _shell([*setting(features, feature), command], tree, log)
-        counts = Counter({name: int(n) for n, name in _OUTCOME.findall(_last_line(log))})
-        ours_pass = code == 0 and counts["passed"] > 0
-        outcomes = ", ".join(f"{n} {name}" for name, n in counts.items())
-    everything = Selection.read(_SELECTION)
-    theirs = dataclasses.replace(
-        everything, paths=[path.removeprefix("tests/unit_tests/") for path in feature.upstream]
-    )
-    scratch = out / f"{feature.name}-{ranks}-upstream"
-    found = compare(pristine, tree, theirs.files(pristine, ranks), _runner(ranks, scratch, theirs))
-    before, after = len(passing(found.pristine)), len(passing(found.applied))
-    return Trial(feature.name, ranks, ours_pass, outcomes, before, after, found.lost)
+    features, passed = staging.features, True
+    out.mkdir(parents=True, exist_ok=True)
+    print(HEAD, flush=True)
+    with staging.worktree() as pristine:
+        for feature in wanted:
+            with staging.worktree() as tree:
+                for one in features.stack(feature.name):
+                    staging.commit(one, tree)
+                for ranks in worlds or features.ranks_of(feature):
+                    log = out / f"{feature.name}-{ranks}"
+                    works, ours = _own_tests(features, feature, ranks, tree, log)
+                    theirs = _upstreams_tests(feature, ranks, pristine, tree, log)
+                    counts = (len(passing(theirs.pristine)), len(passing(theirs.applied)))
+                    row = f"| {feature.name} | {ranks} | {ours if works else f'**{ours}**'}"
+                    print(f"{row} | {counts[0]} | {counts[1]} | {len(theirs.lost)} |")
+                    print(*(f"lost: {test}\n" for test in theirs.lost), sep="", end="", flush=True)
+                    passed = passed and works and not theirs.lost
+    return passed
 
 
-def _shell(lines: list[str], tree: Path, log: Path) -> int:
-    """Run shell lines of a description in a tree, without this repository on the path."""
+def _own_tests(
+    features: Features, feature: Feature, ranks: int, tree: Path, log: Path
+) -> tuple[bool, str]:
+    """Run a feature's tests as its description says, without this repository on the path.
+
+    Return whether a test passed and none failed, and what pytest counted.
+    """
+    command = features.commands(feature).get(ranks)
+    if command is None:
+        return True, "none"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    with log.open("w") as output:
+    lines = "\n".join([*features.setting(feature), command])
+    with log.with_suffix(".log").open("w+", errors="replace") as output:
         done = subprocess.run(
-            ["bash", "-ec", "\n".join(lines)],
+            ["bash", "-ec", lines],
             cwd=tree,
             env=kept | {"PATH": path},
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=output,
         )
-    return done.returncode
+        output.seek(0)
+        counts = [_OUTCOME.findall(line) for line in output if " in " in line]
+    outcome = ", ".join(next(filter(None, reversed(counts)), ["no tests"]))
+    return done.returncode == 0 and "passed" in outcome, outcome
 
 
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if " in " in line]
-    return next((line for line in reversed(lines) if _OUTCOME.search(line)), "")
+def _upstreams_tests(
+    feature: Feature, ranks: int, pristine: Path, tree: Path, log: Path
+) -> Comparison:
+    """Run upstream's tests of the files that a feature changes, in both trees."""
+    paths = [path.removeprefix(f"{TESTS}/") for path in feature.upstream]
+    selection = dataclasses.replace(Selection.read(_SELECTION), paths=paths)
 
-
-def _runner(ranks: int, scratch: Path, selection: Selection) -> Run:
     def run(name: str, tree: Path, files: list[str]) -> Outcomes:
         if not files:
             return {}
-        world = World(tree, ranks, _RUNTIME, scratch / name)
+        world = World(tree, ranks, _RUNTIME, log.with_name(f"{log.name}-upstream") / name)
         return world.run(files, list(selection.excluded), lambda line: None)
 
-    return run
+    return compare(pristine, tree, selection.files(pristine, ranks), run)

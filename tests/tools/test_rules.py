@@ -1,0 +1,100 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Headers and sizes of patches, and replacements of upstream's attributes at run time."""
+
+import pytest
+
+from mini import HEADER, edit, write_tree
+from overlay.rules import MOST_LINES, MOST_PATCHES, MOST_REPLACEMENTS, in_source
+
+A = "megatron/core/a.py"
+LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")
+HUGE = LARGE.replace("+line\n", "+line\n" * 11).replace("+2,43", f"+2,{41 * 11 + 2}")
+WHY = HEADER.strip() + "\nWhy-Not-A-Hook: it is\n a test\n\n"
+FIELDS = ("Description", "Feature", "Upstream-Status", "Drop-When")
+
+
+@pytest.mark.parametrize(
+    "header, diff, problem",
+    [
+        (HEADER, edit(A, "a_3", "A"), None),
+        *((HEADER.replace(f"{field}: ", "x "), "", "unknown or repeated header line")
+          for field in FIELDS),
+        (HEADER.replace("Feature", "Colour"), "", "unknown or repeated header line 'Colour'"),
+        (HEADER.strip() + "\nFeature: again\n\n", "", "unknown or repeated header line 'Feature'"),
+        *((HEADER.replace(f"{line}\n", ""), "", f"no {line.partition(':')[0]} in the header")
+          for line in HEADER.splitlines() if line),
+        *((HEADER.replace("pending", status), "", f"Upstream-Status is {status!r}")
+          for status in ("done", "submitted", "landed")),
+        (HEADER, LARGE, "42 changed lines (over 40), no Why-Not-A-Hook"),
+        (WHY, LARGE, None),
+        (WHY, HUGE, f"over {MOST_LINES}"),
+    ],
+)  # fmt: skip
+def test_headers_and_sizes(world, header, diff, problem):
+    world.patch("0001-first", diff or edit(A, "a_3", "A"), header)
+    result = world.run("headers")
+    assert result.code == bool(problem)
+    assert (problem or "2 patch headers are in order") in "\n".join(result.errors + result.out)
+
+
+def test_too_many_patches_are_refused(world):
+    for number in range(MOST_PATCHES):
+        world.patch(f"1{number:03}-more", edit(A, "a_3", "A"))
+    assert f"over {MOST_PATCHES}" in world.run("headers").errors[0]
+
+
+IMPORT = "from megatron.core import a\n"
+NAME = "megatron.core.a.f"
+FILE = "megatron_overlay/megatron/core/new/deep/module.py"
+ENTRY = f'["{NAME}"]\nby = ["{FILE}"]\nWhy-Not-A-Hook = "none fits"\nDrop-When = "one does"\n'
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (IMPORT + "a.f = None", {NAME}),
+        (IMPORT + "kept, a.f = a.f, None", {NAME}),
+        (IMPORT + "a.f += 1", {NAME}),
+        (IMPORT + "del a.f", {NAME}),
+        (IMPORT + "a.f['key'] = 1", {NAME}),
+        ("import megatron.core.a\nmegatron.core.a.f = None", {NAME}),
+        ("import megatron.core.a as b\ndef g():\n  b.f = None", {NAME}),
+        ("from .. import a\na.f = None", {NAME}),
+        (IMPORT + "a.C.method = None", {"megatron.core.a.C.method"}),
+        (IMPORT + "setattr(a, 'f', None)", {NAME}),
+        (IMPORT + "setattr(a, name, None)", {"megatron.core.a.*"}),
+        (IMPORT + "with replaced(a, f=1, g=2): ...", {NAME, "megatron.core.a.g"}),
+        (IMPORT + "with replaced(a, **them): ...", {"megatron.core.a.*"}),
+        (IMPORT + "mock.patch.object(a, 'f')", {NAME}),
+        ("mock.patch('megatron.core.a.f')", {NAME}),
+        # objects, PyTorch, reading
+        (IMPORT + "def g(x):\n  x.f = a.f\n  a.f(1)", set()),
+        ("import torch\ntorch.compile = None", set()),
+    ],
+)
+def test_what_a_file_replaces(source, expected):
+    assert in_source(source, "megatron.core.new") == expected
+
+
+MANY = [f"f{number}" for number in range(MOST_REPLACEMENTS + 1)]
+ASSIGN = IMPORT + "a.f = None"
+
+
+@pytest.mark.parametrize(
+    "declared, source, problem",
+    [
+        (ENTRY, ASSIGN, None),
+        ("", "from megatron.core.new.deep import module\nmodule.f = None", None),  # ours
+        ("", ASSIGN, f"{FILE} replaces {NAME}: not in patches/runtime.toml"),
+        (ENTRY, "", f"patches/runtime.toml: {FILE} does not replace {NAME}"),
+        (ENTRY.replace("one does", ""), ASSIGN, f"patches/runtime.toml: {NAME} has no Drop-When"),
+        ("".join(ENTRY.replace("a.f", f"a.{name}") for name in MANY),
+         IMPORT + "".join(f"a.{name} = None\n" for name in MANY),
+         f"patches/runtime.toml: {len(MANY)} replacements, over {MOST_REPLACEMENTS}"),
+    ],
+)  # fmt: skip
+def test_the_declaration_is_what_the_source_does(world, declared, source, problem):
+    write_tree(world.root, {"patches/runtime.toml": declared, FILE: source})
+    result = world.run("headers")
+    assert result.errors == ([f"error: {problem}"] if problem else [])

@@ -1,0 +1,133 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for what changes upstream: headers and sizes of patches, replacements at run time."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from email import message_from_bytes
+from pathlib import Path
+
+from overlay import git
+from overlay.errors import FAILED, OverlayError
+from overlay.patchset import PatchSet
+from overlay.series import split
+from overlay.source import dotted, imports_of, last_name, module_name, prefixes
+
+EXPLANATION = "Why-Not-A-Hook"
+REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
+HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
+MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 25, 450, 9  # limits of the whole set
+DECLARED = "patches/runtime.toml"
+_STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+|")
+_SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner, name; mock's object
+_BESIDE = "tools/checkpoint"  # product code that is not in the overlay
+
+
+def check(patchset: PatchSet) -> str:
+    """Check every patch, the sizes of the set, and the declared replacements; return their counts.
+
+    Raises:
+        OverlayError: there are errors; it has a line for each.
+    """
+    wrong, total, patches = [], 0, patchset.series()
+    replaced = declared(patchset.root)
+    for name, patch in patches.items():
+        header, diff = split(patch)
+        changed = sum(git.touched(f"patches/{name}", diff).values())
+        total += changed
+        wrong += [f"patches/{name}: {problem}" for problem in _header(header, changed)]
+    for number, most, what in (
+        (len(patches), MOST_PATCHES, "patches: {} patches, over {}"),
+        (total, MOST_LINES, "patches: {} changed lines, over {}"),
+        (len(replaced), MOST_REPLACEMENTS, DECLARED + ": {} replacements, over {}"),
+    ):
+        wrong += [what.format(number, most)] if number > most else []
+    wrong += _replacements(replaced, set(_in_product(patchset)))
+    if wrong:
+        raise OverlayError(FAILED, *wrong)
+    return (
+        f"{len(patches)} patch headers are in order, {total} changed lines; "
+        f"{len(replaced)} replacements at run time are declared"
+    )
+
+
+def _header(header: bytes, changed_lines: int) -> Iterator[str]:
+    """Yield the errors in the header of a patch that changes ``changed_lines`` lines.
+
+    It has the form of a mail's header: a line that begins with a blank continues the one above.
+    """
+    mail = message_from_bytes(header.strip())
+    if rest := mail.get_payload().strip():
+        yield f"unknown or repeated header line {rest.splitlines()[0]!r}"
+    known = (*REQUIRED, EXPLANATION)
+    names = mail.keys()
+    yield from (
+        f"unknown or repeated header line {name!r}"
+        for name in dict.fromkeys(names)
+        if name not in known or names.count(name) > 1
+    )
+    yield from (f"no {name} in the header" for name in REQUIRED if not mail.get(name))
+    if not _STATUS.fullmatch(status := mail.get("Upstream-Status", "")):
+        form = "pending, submitted PR#N or landed in X"
+        yield f"Upstream-Status is {status!r}, not {form}"
+    if changed_lines > HOOK_LINES and not mail.get(EXPLANATION):
+        yield f"{changed_lines} changed lines (over {HOOK_LINES}), no {EXPLANATION}"
+
+
+def declared(root: Path) -> dict[str, dict]:
+    """Return the declared replacements by upstream's dotted name; none without the file."""
+    path = root / DECLARED
+    return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+def _replacements(known: dict[str, dict], found: set[tuple[str, str]]) -> Iterator[str]:
+    """Yield fields that the declaration lacks, and its differences from the source."""
+    for name, entry in known.items():
+        missing = [field for field in ("by", EXPLANATION, "Drop-When") if not entry.get(field)]
+        yield from (f"{DECLARED}: {name} has no {field}" for field in missing)
+    listed = {(name, path) for name, entry in known.items() for path in entry.get("by", [])}
+    for name, path in sorted(found - listed):
+        yield f"{path} replaces {name}: not in {DECLARED}"
+    for name, path in sorted(listed - found):
+        yield f"{DECLARED}: {path} does not replace {name}"
+
+
+def _in_product(patchset: PatchSet) -> Iterator[tuple[str, str]]:
+    """Yield each replacement of upstream's in product code: upstream's name, path of our file."""
+    ours = {module_name(path) for path in patchset.overlay}
+    sources = [(source, path) for path, source in patchset.overlay.items()]
+    sources += [(source, "") for source in (patchset.root / _BESIDE).rglob("*.py")]
+    for source, path in sources:
+        if source.suffix == ".py":
+            package = ".".join(Path(path).parts[:-1])
+            for name in in_source(source.read_text(), package):
+                if not ours & prefixes(name):
+                    yield name, source.relative_to(patchset.root).as_posix()
+
+
+def in_source(text: str, package: str = "") -> set[str]:
+    """Return the attributes below ``megatron`` that a file sets; ``*`` stands for a computed name.
+
+    Set means assigned, deleted, or named in a call of setattr, ``replaced`` or mock's ``patch``.
+    """
+    nodes = list(ast.walk(ast.parse(text)))
+    names = {name: full for node in nodes for name, full in imports_of(node, package)}
+    found = {f"{dotted(owner, names)}.{name}" for node in nodes for owner, name in _set(node)}
+    return {name.removesuffix(".") for name in found if name.startswith("megatron.")}
+
+
+def _set(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the owner and the name of each attribute that an expression may set."""
+    if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            yield node.value, getattr(node, "attr", "")
+    elif isinstance(node, ast.Call) and node.args:
+        called, (owner, *rest) = last_name(node), node.args
+        if called == "replaced":
+            yield from ((owner, keyword.arg or "*") for keyword in node.keywords)
+        elif called == "patch":
+            yield owner, ""
+        elif called in _SETTERS and rest:
+            yield owner, rest[0].value if isinstance(rest[0], ast.Constant) else "*"
