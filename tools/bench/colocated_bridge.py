@@ -17,14 +17,9 @@ from ranks import seconds, start
 
 from megatron.core.context_parallel_layout import pad_lengths, zigzag_layout
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.models.mimo.bridge.plan import plan_block
-from megatron.core.models.mimo.bridge.sample_rows import SampleRows
-from megatron.core.models.mimo.bridge.topology import (
-    BridgeDirection,
-    BridgeTopology,
-    bridge_topology,
-)
-from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+from megatron.core.models.mimo.bridge.bridge import Bridge
+from megatron.core.models.mimo.bridge.plan import AtomRows, plan_block
+from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
 
 SAMPLE_ROWS = 256
 SAMPLES = 8
@@ -63,18 +58,23 @@ LAYOUTS = {
 }
 
 
-def balanced(samples: int, cp: int) -> SampleRows:
-    """Return samples whose tokens are all embeddings, with their owners in the zigzag layout."""
+def balanced(atoms: int, samples: int, cp: int) -> AtomRows:
+    """Return atoms of so many samples, all embeddings, with owners in the zigzag layout."""
     layout = zigzag_layout(pad_lengths([SAMPLE_ROWS], cp), cp)
     owner = (layout.places // layout.shard_size).numpy()
-    return SampleRows([SAMPLE_ROWS] * samples, np.tile(owner, samples))
+    return AtomRows([samples * SAMPLE_ROWS] * atoms, np.tile(owner, atoms * samples))
 
 
-def known(topology: BridgeTopology, rank: int) -> tuple[SampleRows, SampleRows]:
-    """Return the rows of samples that a rank encodes, and of those that its DP index consumes."""
-    each = SAMPLES // topology.scale
+def scale_of(topology: BridgeTopology) -> int:
+    """Return the number of atoms of a DP index of the side with fewer DP ranks."""
+    return topology.atoms // min(topology.src_dp, topology.dest_dp)
+
+
+def known(topology: BridgeTopology, rank: int) -> tuple[AtomRows, AtomRows]:
+    """Return the rows of atoms that a rank encodes, and of those that its DP index consumes."""
+    each = SAMPLES // scale_of(topology)
     runs = (topology.encodes(rank), topology.consumes(rank))
-    encoded, consumed = (balanced(len(run) * each, topology.dest_cp) for run in runs)
+    encoded, consumed = (balanced(len(run), each, topology.dest_cp) for run in runs)
     return encoded, consumed
 
 
@@ -95,10 +95,10 @@ def all_reduced_rows(topology: BridgeTopology, rows: int) -> tuple[float, float]
     PP. An all-gather over k ranks receives (k-1)/k of its result, a ring all-reduce over n 2(n-1)/n
     of it.
     """
-    gathered = (topology.scale - 1) / topology.scale * rows
-    fan_in = topology.direction is BridgeDirection.FAN_IN
-    fan_out = topology.direction is BridgeDirection.FAN_OUT
-    consumed = rows / topology.scale if fan_out else rows
+    scale = scale_of(topology)
+    gathered = (scale - 1) / scale * rows
+    fan_in, fan_out = topology.src_dp > topology.dest_dp, topology.src_dp < topology.dest_dp
+    consumed = rows / scale if fan_out else rows
     sizes = (topology.dest_cp, topology.dest_pp)
     summed = sum(2 * (size - 1) / size * consumed for size in sizes)
     return gathered * fan_in, summed + gathered * fan_out
@@ -115,17 +115,12 @@ def print_volumes(world: int) -> None:
         members = topology.blocks[0]
         rows = SAMPLES * SAMPLE_ROWS
         plan = plan_block(topology, members)
-        routes = []
-        for member, rank in enumerate(members):
-            encoded, consumed = known(topology, rank)
-            atoms = (len(topology.encodes(rank)), len(topology.consumes(rank)))
-            routes.append(
-                plan.routes(member, encoded.in_atoms(atoms[0]), consumed.in_atoms(atoms[1]))
-            )
+        routes = [
+            plan.routes(member, *known(topology, rank)) for member, rank in enumerate(members)
+        ]
         exact = [[sum(route.recv_splits) for route in way] for way in zip(*routes, strict=True)]
-        least = zip(
-            *(least_rows(topology, rank, rows // topology.scale) for rank in members), strict=True
-        )
+        each = rows // scale_of(topology)
+        least = zip(*(least_rows(topology, rank, each) for rank in members), strict=True)
         plain = all_reduced_rows(topology, rows)
         for way, there, bound, summed in zip(
             ("forward", "backward"), exact, least, plain, strict=True
@@ -151,7 +146,7 @@ def print_times() -> None:
         )
     for name, layout in LAYOUTS.items():
         source, destination = layout.grids(world)
-        bridge = ColocatedBridgeCommunicator(source, destination, dim_mapping={"b": 0, "h": 1})
+        bridge = Bridge(source, destination, dim_mapping={"b": 0, "h": 1})
         exact, planning = _times(bridge, device)
         if rank == 0:
             print(f"| {name} | {1e3 * exact:.1f} | {planning / exact:.2f} |", flush=True)
@@ -161,11 +156,11 @@ def print_times() -> None:
     dist.destroy_process_group()
 
 
-def _times(bridge: ColocatedBridgeCommunicator, device: torch.device) -> list[float]:
+def _times(bridge: Bridge, device: torch.device) -> list[float]:
     topology = bridge.topology
     block_rows = SAMPLES * SAMPLE_ROWS
-    per_slot = block_rows // bridge.scale
-    produced = per_slot if bridge.is_fan_in() else block_rows
+    fan_in = topology.src_dp > topology.dest_dp
+    produced = block_rows // scale_of(topology) if fan_in else block_rows
     told = known(topology, dist.get_rank())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.ones(produced, HIDDEN, device=device, dtype=dtype, requires_grad=True)

@@ -57,16 +57,18 @@ from examples.mimo.nemotron_vlm.model.presets import (
 )
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.mimo import colocated_schedule
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.forward.encoding import encode
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.macro_batches import MacroBatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule import encoder_in_bubbles
-from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES, Costs, bubble_plan
+from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
 from megatron.core.models.mimo.schedule.encoder_in_bubbles import (
     EncoderInBubbles,
-    encode_in_bubbles,
+    prepare_bubbles,
 )
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
@@ -153,7 +155,7 @@ class Bench:
         self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
         self.tile_sleep_s /= micro * dp * self.tiles / world
         if wanted.cp == 1:  # with CP, microbatches would have to tell who owns which row
-            encode_in_bubbles([self.model], EQUAL_SHARES)
+            prepare_bubbles([self.model])
 
     def _inputs(self, samples: int) -> dict[str, object]:
         size = preset().encoder.tile
@@ -201,33 +203,33 @@ class Bench:
 
     def three_phases(self, recompute: int | None = None) -> None:
         """Run the schedule in three phases."""
-        self.model.recompute_encoder_shares, self.model.bubble_costs = recompute, None
+        self.model.mimo_config.encoder_schedule = EncoderSchedule(recompute=recompute)
         self._colocated()
 
-    def bubbles(self, costs: Costs) -> None:
+    def bubbles(self, share: float) -> None:
         """Run the encoder where the pipeline's stages would wait, one microbatch at a time."""
-        self.model.recompute_encoder_shares, self.model.bubble_costs = None, costs
+        self.model.mimo_config.encoder_schedule = EncoderSchedule(in_bubbles=True, share=share)
         self._colocated()
 
     def _colocated(self) -> None:
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
-        told = self._host_tokens(len(share[0]))
+        plan = self._plan(len(share[0]))
         colocated_schedule.colocated_forward_backward_with_pp(
-            data_iterator=iter([self.tokens | told | {"modality_inputs": i} for i in inputs]),
+            data_iterator=iter([self.tokens | plan | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
             **self._common(),
         )
 
-    def _host_tokens(self, tiles: int) -> dict[str, HostTokens]:
-        """Return a microbatch's tokens for the bridge, ``tiles`` encoded here; empty with CP."""
+    def _plan(self, tiles: int) -> dict[str, BatchPlan]:
+        """Return a microbatch's plan for the bridge, ``tiles`` encoded here; empty with CP."""
         if self.layouts.language.cp > 1:
             return {}
         rows = tiles * preset().encoder.tokens_per_tile
         atoms = self.layouts.encoder.dp // self.layouts.language.dp
-        ids = list(self.tokens["input_ids"].cpu())
-        return {"host_tokens": HostTokens({IMAGES: []}, ids, {IMAGES: ([rows], [rows] * atoms)})}
+        encoded, consumed = AtomRows([rows]), AtomRows([rows] * atoms)
+        return {"batch_plan": BatchPlan({IMAGES: encoded}, {IMAGES: consumed})}
 
     def encoder_in_first_stage(self) -> None:
         """Run the usual alternative: the first stage's ranks encode the images that they read."""
@@ -301,7 +303,7 @@ class Bench:
             return result
 
         encoding = self.recorder.recorded("encoder forward", self._encode)
-        bridge = self.recorder.recorded("bridge", macro_batches.communicate)
+        bridge = self.recorder.recorded("bridge", MacroBatch.receive)
         piece = EncoderInBubbles._backward
 
         def backward_piece(*args):
@@ -311,7 +313,7 @@ class Bench:
         with (
             mock.patch.object(schedules, "backward_step", backward),
             mock.patch.object(self, "_encode", encoding),
-            mock.patch.object(macro_batches, "communicate", bridge),
+            mock.patch.object(MacroBatch, "receive", bridge),
             mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
         ):
             yield
@@ -338,7 +340,6 @@ class Bench:
         with (
             mock.patch.object(schedules, "backward_step", backward),
             mock.patch.object(macro_batches, "encode", lambda *args: self._encode(*args)),
-            mock.patch.object(encoder_in_bubbles, "encode", lambda *args: self._encode(*args)),
         ):
             yield
 
@@ -413,12 +414,12 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
     stages, number = bench.layouts.language.pp, bench.microbatches
     wait = length * (stages - 1) / number
     model, bound = e + length + wait, length + max(e, wait)
-    costs = Costs.of_share(e / (e + length))
+    share = e / (e + length)
     runs = {"three phases": bench.three_phases}
     if not bench.sleep_s:
         runs["encoder in the first stage"] = bench.encoder_in_first_stage
     if bench.layouts.language.cp == 1:
-        runs["encoder in the bubbles"] = partial(bench.bubbles, costs)
+        runs["encoder in the bubbles"] = partial(bench.bubbles, share)
     times = dict(zip(runs, take_turns(list(runs.values()), bench, TURNS), strict=True))
     step = times.pop("three phases")
     ratios = [
@@ -426,7 +427,9 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
         for name in ("encoder in the first stage", "encoder in the bubbles")
     ]
     # The plan's unit is a stage's forward of a microbatch.
-    planned = bubble_plan(stages, number, 1, costs=costs).seconds * length / (3 * number)
+    planned = (
+        bubble_plan(stages, number, 1, costs=Costs.of_share(share)).seconds * length / (3 * number)
+    )
     if dist.get_rank() == 0:
         print(
             f"| {language} | {number} | {1e3 * e:.1f} | {1e3 * length:.1f} "

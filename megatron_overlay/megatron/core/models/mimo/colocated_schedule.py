@@ -11,7 +11,7 @@
 Where the language model is a pipeline (1F1B, interleaved with virtual stages), the macro-batch is
 the whole batch, so a step has three phases. With p stages, m microbatches, and ideal times E of the
 encoders and L of the language model, a step takes about E + L·(1 + (p − 1)/m). Without a pipeline,
-a macro-batch has ``encoder_macro_batch`` microbatches, one by default.
+a macro-batch has as many microbatches as the model's ``EncoderSchedule`` says, one by default.
 
 Where gradient reductions overlap the backward, the language model's start in its last backward and
 continue during the last third phase, in which the encoders' start. Gradients are final after it.
@@ -28,7 +28,7 @@ import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.forward.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles, loads_kernels
 from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
@@ -94,7 +94,8 @@ def colocated_forward_backward_with_pp(
             ``modality_inputs`` of a macro-batch's i-th microbatch are the i-th part of what this
             rank *encodes* of the macro-batch. A DP rank encodes and consumes consecutive samples,
             so rows lie in the order of the microbatches on both sides. If each microbatch brings
-            ``host_tokens`` (a :class:`HostTokens`), nothing here waits for the device.
+            a ``batch_plan`` (a :class:`BatchPlan`), nothing here waits for the device; without it
+            every sample must have as many rows as any other.
         model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
         num_microbatches: microbatches of a step; with virtual stages a multiple of the pipeline's
             size.
@@ -111,14 +112,12 @@ def colocated_forward_backward_with_pp(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
     pipelined = pg_collection.pp.size() > 1
-    in_bubbles = pipelined and getattr(stages[0], "bubble_costs", None) is not None
-    size = getattr(stages[0], "encoder_macro_batch", 1)
-    if pipelined and not in_bubbles:
-        size = num_microbatches
+    settings = stages[0].mimo_config.encoder_schedule
+    size = settings.at_once(pg_collection.pp.size(), num_microbatches)
     communicator = P2PCommunicator(pg_collection.pp, config)
-    fills_bubbles = in_bubbles and not forward_only
+    fills_bubbles = pipelined and settings.in_bubbles and not forward_only
     # The first step in bubbles on GPUs runs in another order than later steps.
-    recorded = not (fills_bubbles and stages[0].has_kernels_to_load)
+    recorded = not (fills_bubbles and loads_kernels(stages[0]))
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
         if fills_bubbles:

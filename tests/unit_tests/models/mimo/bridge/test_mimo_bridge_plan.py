@@ -14,8 +14,11 @@ from scipy.optimize import linear_sum_assignment
 
 from megatron.core.context_parallel_layout import Route
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, planned_rows
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
+from megatron.core.models.mimo.comm.colocated_communicator import divides, gather_groups
+from tests.unit_tests.models.mimo.sample_rows import rows_of_samples
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
 ORDERS = list(itertools.permutations(PRODUCTION))
@@ -152,12 +155,9 @@ class TestGroups:
     def test_every_rank_is_in_one_block_and_in_one_gather_group(self, world):
         for topology in topologies(world, every=1 + world // 8):
             assert sorted(itertools.chain(*topology.blocks)) == list(range(world))
-            groups = topology.gather_groups
-            if topology.divides and topology.scale > 1:
+            groups = gather_groups(topology)
+            if divides(topology) and topology.src_dp != topology.dest_dp:
                 assert sorted(itertools.chain(*groups)) == list(range(world))
-                assert all(
-                    [topology.slot(r) for r in g] == list(range(topology.scale)) for g in groups
-                )
             else:
                 assert groups == []
 
@@ -264,7 +264,8 @@ class TestVolume:
         members, cp = topology.blocks[0], topology.dest_cp
         batch = Batch(topology, [8] * topology.atoms, balanced=True)
         _, backward = batch.routes(plan_block(topology, members), members)
-        all_reduced = 2 * (cp - 1) / cp * 8 * topology.scale
+        scale = topology.atoms // topology.dest_dp
+        all_reduced = 2 * (cp - 1) / cp * 8 * scale
         assert max(sum(route.recv_splits) for route in backward) * times_less <= all_reduced
 
     def test_replicas_share_the_sending(self):
@@ -313,3 +314,33 @@ class TestVolume:
         for peer, count in enumerate(mine.recv_splits):
             if count:
                 assert plan.routes(peer, *known(peer))[1].send_splits[last] == count
+
+
+class TestBatchPlan:
+    """Rows of whole samples: encoder dp=2, language model cp=2·dp=1, of 4 tokens each."""
+
+    IS_ROW = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
+
+    def rows(self, places: list[int], run: range) -> AtomRows:
+        topology = topology_of(1, 2, 1, 2, 1, 1)
+        return rows_of_samples(
+            topology, run, places, 4, list(self.IS_ROW[places]), [4] * len(places)
+        )
+
+    def test_rows_are_counted_by_atom_and_owned_in_zigzag_order(self):
+        one, other = self.rows([0, 1], range(2)), self.rows([2, 3], range(2))
+        assert (one.counts.tolist(), one.owners.tolist()) == ([4, 0], [0, 0, 1, 1])
+        assert (other.counts.tolist(), other.owners.tolist()) == ([0, 4], [0, 1, 1, 0])
+        encoded = self.rows([2], range(1, 2)), self.rows([3], range(1, 2))
+        plans = [
+            BatchPlan({"images": made}, {"images": used})
+            for made, used in zip(encoded, (one, other), strict=True)
+        ]
+        found = planned_rows(plans, "images")
+        assert found.by_microbatch == [4, 4]
+        assert (found.encoded.counts.tolist(), found.encoded.owners.tolist()) == ([4], [0, 1, 1, 0])
+        assert found.consumed.counts.tolist() == [4, 4]
+
+    def test_samples_that_atoms_do_not_divide_are_refused(self):
+        with pytest.raises(ValueError, match="3 samples are not divisible by 2"):
+            rows_of_samples(topology_of(1, 2, 1, 2, 1, 1), range(1), [0], 3, [self.IS_ROW[0]], [4])
