@@ -215,7 +215,7 @@ class Bench:
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
         plan = self._plan(len(share[0]))
-        colocated_schedule.colocated_forward_backward_with_pp(
+        colocated_schedule.colocated_forward_backward(
             data_iterator=iter([self.tokens | plan | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
