@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.context_parallel_layout import pad_lengths
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
-from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -31,7 +29,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, TOKEN_IDS, Module, build
 from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, batch
-from tests.unit_tests.models.mimo.sample_rows import rows_of_samples
+from tests.unit_tests.models.mimo.sample_plan import plan_of
 from tests.unit_tests.test_utilities import Utils
 
 ADAM = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
@@ -113,23 +111,18 @@ def _batches(job: Job, modules: dict[str, Module], planned: bool) -> list[dict[s
         index = dp.rank() if name == LANGUAGE else encoder_part(modules, name)
         return _share(_share(at_once_with(number), index, dp.size()), number % at_once, at_once)
 
-    def rows(name: str, side: str, number: int) -> AtomRows:
-        topology = bridge_topology(modules[name].grid, language.grid)
-        run = getattr(topology, "encodes" if side == name else "consumes")(dist.get_rank())
-        own, total = part(side, number), at_once_with(number)
-        ids = [job.samples[place].ids.numpy() for place in own]
-        padded = [pad_lengths((len(tokens),), topology.dest_cp).total for tokens in ids]
-        is_row = [tokens == TOKEN_IDS[name] for tokens in ids]
-        places = [place - total.start for place in own]
-        return rows_of_samples(topology, run, places, len(total), is_row, padded)
-
     def plan(number: int) -> BatchPlan:
-        lengths = tuple(len(job.samples[place].ids) for place in part(LANGUAGE, number))
-        encoded, consumed = (
-            {name: rows(name, side or name, number) for name in job.modalities}
-            for side in (None, LANGUAGE)
-        )
-        return BatchPlan(encoded, consumed, lengths if job.packed else None)
+        total = at_once_with(number)
+
+        def within(name: str) -> range:
+            own = part(name, number)
+            return range(own.start - total.start, own.stop - total.start)
+
+        ids = [sample.ids.numpy() for sample in samples(total)]
+        padded = [pad_lengths((len(tokens),), language.groups.cp.size()).total for tokens in ids]
+        topologies = {n: bridge_topology(modules[n].grid, language.grid) for n in job.modalities}
+        encoded = {name: within(name) for name in job.modalities}
+        return plan_of(ids, padded, TOKEN_IDS, topologies, encoded, within(LANGUAGE))
 
     def samples(places: range) -> Sequence[Sample]:
         return job.samples[places.start : places.stop]

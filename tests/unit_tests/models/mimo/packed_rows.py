@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data import SampleSource
@@ -18,12 +17,10 @@ from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.training.sample_slices import SampleSlices
 from megatron.core.context_parallel_layout import pad_lengths
-from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
-from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.module_groups import Modules
-from tests.unit_tests.models.mimo.sample_rows import rows_of_samples
+from tests.unit_tests.models.mimo.sample_plan import plan_of
 from tests.unit_tests.test_utilities import Utils
 
 SAMPLES_A_ROW = 4
@@ -87,7 +84,7 @@ class PackedSlices:
 
     def __init__(self, loading: Loading, modules: Modules) -> None:
         self._args, self._source = loading.args, loading.reader.source
-        self._topology = bridge_topology(modules[IMAGES].grid, modules[LANGUAGE].grid)
+        self._bridges = {IMAGES: bridge_topology(modules[IMAGES].grid, modules[LANGUAGE].grid)}
         plan = loading.plan
         self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
 
@@ -98,14 +95,19 @@ class PackedSlices:
         count = self._args.global_batch_size // (micro_size * dp)
         for number in range(count):
             share, own = self._slices.indices(number, count, micro_size)
-            at_once = range(number * micro_size * dp, (number + 1) * micro_size * dp)
             row, packing = pack([self._source.text("train", i) for i in own])
-            rank = dist.get_rank()
-            plan = BatchPlan(
-                {IMAGES: self._rows(self._topology.encodes(rank), share, at_once)},
-                {IMAGES: self._rows(self._topology.consumes(rank), own, at_once)},
-                tuple(len(self._source.text("train", i).input_ids) for i in own),
+            at_once = range(number * micro_size * dp, (number + 1) * micro_size * dp)
+            encoded, consumed = (
+                range(part.start - at_once.start, part.stop - at_once.start)
+                for part in (share, own)
             )
+            ids = [self._source.text("train", i).input_ids.numpy() for i in at_once]
+            padded = [
+                length
+                for first in range(0, len(ids), micro_size)
+                for length in self._padded([len(i) for i in ids[first : first + micro_size]])
+            ]
+            plan = plan_of(ids, padded, {IMAGES: IMAGE}, self._bridges, {IMAGES: encoded}, consumed)
             positions = torch.arange(row["input_ids"].shape[1], device=Utils.device)[None]
             tiles = torch.cat([self._source.tiles("train", i) for i in share]).to(Utils.device)
             batch = row | {
@@ -117,22 +119,8 @@ class PackedSlices:
             }
             yield batch | ({"packing_kwargs": packing} if len(own) > 1 else {})
 
-    def _rows(self, run: range, places: range, at_once: range) -> AtomRows:
-        language, size = self._slices.layouts.language, self._args.micro_batch_size
-        sp = language.tp if language.sequence_parallel else 1
-
-        def padded(sample: int) -> int:
-            first = sample // size * size
-            row = range(first, first + size)
-            lengths = [len(self._source.text("train", i).input_ids) for i in row]
-            return pad_lengths(lengths, language.cp, sp).padded[sample - first]
-
-        ids = [self._source.text("train", i).input_ids.numpy() for i in places]
-        return rows_of_samples(
-            self._topology,
-            run,
-            [i - at_once.start for i in places],
-            len(at_once),
-            [tokens == IMAGE for tokens in ids],
-            [padded(i) for i in places],
-        )
+    def _padded(self, row: list[int]) -> tuple[int, ...]:
+        language = self._slices.layouts.language
+        return pad_lengths(
+            row, language.cp, language.tp if language.sequence_parallel else 1
+        ).padded

@@ -18,7 +18,6 @@ from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, planned_rows
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import divides, gather_groups
-from tests.unit_tests.models.mimo.sample_rows import rows_of_samples
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
 ORDERS = list(itertools.permutations(PRODUCTION))
@@ -316,31 +315,13 @@ class TestVolume:
                 assert plan.routes(peer, *known(peer))[1].send_splits[last] == count
 
 
-class TestBatchPlan:
-    """Rows of whole samples: encoder dp=2, language model cp=2·dp=1, of 4 tokens each."""
-
-    IS_ROW = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
-
-    def rows(self, places: list[int], run: range) -> AtomRows:
-        topology = topology_of(1, 2, 1, 2, 1, 1)
-        return rows_of_samples(
-            topology, run, places, 4, list(self.IS_ROW[places]), [4] * len(places)
-        )
-
-    def test_rows_are_counted_by_atom_and_owned_in_zigzag_order(self):
-        one, other = self.rows([0, 1], range(2)), self.rows([2, 3], range(2))
-        assert (one.counts.tolist(), one.owners.tolist()) == ([4, 0], [0, 0, 1, 1])
-        assert (other.counts.tolist(), other.owners.tolist()) == ([0, 4], [0, 1, 1, 0])
-        encoded = self.rows([2], range(1, 2)), self.rows([3], range(1, 2))
-        plans = [
-            BatchPlan({"images": made}, {"images": used})
-            for made, used in zip(encoded, (one, other), strict=True)
-        ]
-        found = planned_rows(plans, "images")
-        assert found.by_microbatch == [4, 4]
-        assert (found.encoded.counts.tolist(), found.encoded.owners.tolist()) == ([4], [0, 1, 1, 0])
-        assert found.consumed.counts.tolist() == [4, 4]
-
-    def test_samples_that_atoms_do_not_divide_are_refused(self):
-        with pytest.raises(ValueError, match="3 samples are not divisible by 2"):
-            rows_of_samples(topology_of(1, 2, 1, 2, 1, 1), range(1), [0], 3, [self.IS_ROW[0]], [4])
+def test_rows_of_microbatches_that_cross_the_bridge_at_once_are_joined():
+    one, other = AtomRows(np.array([4, 0]), np.array([0, 0, 1, 1])), AtomRows(np.array([1, 2]))
+    plans = [
+        BatchPlan({"images": AtomRows([number], np.array([number]))}, {"images": rows})
+        for number, rows in enumerate((one, one, other))
+    ]
+    found = planned_rows(plans, "images")
+    assert (found.encoded.counts, found.encoded.owners.tolist()) == ([3], [0, 1, 2])
+    assert found.by_microbatch == [4, 4, 3]
+    assert found.consumed.counts.tolist() == [9, 2] and found.consumed.owners is None
