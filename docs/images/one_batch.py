@@ -27,13 +27,13 @@ NOTHING = "#ffffff"
 
 COLUMNS = ("encodes", "after the bridge", "tokens under CP", "loss")
 FORWARD = (
-    "bridge\ncolocated_communicator.py",
+    "bridge\nbridge.py",
     "merge, zigzag\nembedding_merge.py, partition/adapter.py",
     "pipeline\nMegatron's schedules.py",
 )
 BACKWARD = (
     "gradient of encoded rows\nbridge/plan.py: backward",
-    "gradient of own tokens\ncolocated_schedule.py: leaves",
+    "gradient of own tokens\nmacro_batches.py: leaves",
     "pipeline\nMegatron's schedules.py",
 )
 WIDTH, GAP, HEIGHT = 4.0, 3.4, 1.0

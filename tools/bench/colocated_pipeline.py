@@ -75,12 +75,12 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
     stages, number = bench.layouts.language.pp, bench.microbatches
     wait = length * (stages - 1) / number
     model, bound = e + length + wait, length + max(e, wait)
-    costs = Costs.of_share(e / (e + length))
+    share = e / (e + length)
     runs = {"three phases": bench.three_phases}
     if not bench.sleep_s:
         runs["encoder in the first stage"] = bench.encoder_in_first_stage
     if bench.layouts.language.cp == 1:
-        runs["encoder in the bubbles"] = partial(bench.bubbles, costs)
+        runs["encoder in the bubbles"] = partial(bench.bubbles, share)
     times = dict(zip(runs, seconds(list(runs.values()), bench, TURNS), strict=True))
     step = times.pop("three phases")
     ratios = [
@@ -88,7 +88,8 @@ def measure(bench: Bench, language: str) -> tuple[dict[str, list[list[Span]]], f
         for name in ("encoder in the first stage", "encoder in the bubbles")
     ]
     # The plan's unit is a stage's forward of a microbatch.
-    planned = bubble_plan(stages, number, 1, costs=costs).seconds * length / (3 * number)
+    plan = bubble_plan(stages, number, 1, costs=Costs.of_share(share))
+    planned = plan.seconds * length / (3 * number)
     if dist.get_rank() == 0:
         print(
             f"| {language} | {number} | {1e3 * e:.1f} | {1e3 * length:.1f} "

@@ -20,16 +20,16 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.model.model import IMAGES, build_vlm
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, nano_vl_30b_a3b, tiny
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from megatron.core.models.mimo import colocated_schedule, encoder_in_bubbles, macro_batches
+from megatron.core.models.mimo import colocated_schedule
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.forward.encoding import encode
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.forward.macro_batches import MacroBatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES, Costs
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import (
-    EncoderInBubbles,
-    encode_in_bubbles,
-)
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles, prepare_bubbles
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -103,7 +103,7 @@ class Bench:
         self.tile_sleep_s = self.sleep_s * args.share / (1 - args.share)
         self.tile_sleep_s /= micro * dp * self.tiles / world
         if wanted.cp == 1:  # with CP, microbatches would have to tell who owns which row
-            encode_in_bubbles([self.model], EQUAL_SHARES)
+            prepare_bubbles([self.model])
 
     def _inputs(self, samples: int) -> dict[str, object]:
         size = preset().encoder.tile
@@ -151,33 +151,33 @@ class Bench:
 
     def three_phases(self) -> None:
         """Run the schedule in three phases."""
-        self.model.bubble_costs = None
+        self.model.mimo_config.encoder_schedule = EncoderSchedule()
         self._colocated()
 
-    def bubbles(self, costs: Costs) -> None:
+    def bubbles(self, share: float) -> None:
         """Run the encoder where the pipeline's stages would wait, one microbatch at a time."""
-        self.model.bubble_costs = costs
+        self.model.mimo_config.encoder_schedule = EncoderSchedule(in_bubbles=True, share=share)
         self._colocated()
 
     def _colocated(self) -> None:
         share = self.inputs[IMAGES]["radio"]["tiles"].tensor_split(self.microbatches)
         inputs = [{IMAGES: {"radio": {"tiles": tiles}}} if len(tiles) else None for tiles in share]
-        told = self._host_tokens(len(share[0]))
-        colocated_schedule.colocated_forward_backward_with_pp(
-            data_iterator=iter([self.tokens | told | {"modality_inputs": i} for i in inputs]),
+        plan = self._plan(len(share[0]))
+        colocated_schedule.colocated_forward_backward(
+            data_iterator=iter([self.tokens | plan | {"modality_inputs": i} for i in inputs]),
             forward_step_func=self._forward_step,
             model=self.model,
             **self._common(),
         )
 
-    def _host_tokens(self, tiles: int) -> dict[str, HostTokens]:
-        """Return a microbatch's tokens for the bridge, ``tiles`` encoded here; empty with CP."""
+    def _plan(self, tiles: int) -> dict[str, BatchPlan]:
+        """Return a microbatch's plan for the bridge, ``tiles`` encoded here; empty with CP."""
         if self.layouts.language.cp > 1:
             return {}
         rows = tiles * preset().encoder.tokens_per_tile
         atoms = self.layouts.encoder.dp // self.layouts.language.dp
-        ids = list(self.tokens["input_ids"].cpu())
-        return {"host_tokens": HostTokens({IMAGES: []}, ids, {IMAGES: ([rows], [rows] * atoms)})}
+        encoded, consumed = AtomRows([rows]), AtomRows([rows] * atoms)
+        return {"batch_plan": BatchPlan({IMAGES: encoded}, {IMAGES: consumed})}
 
     def encoder_in_first_stage(self) -> None:
         """Run the usual alternative: the first stage's ranks encode the images that they read."""
@@ -241,7 +241,7 @@ class Bench:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Make the schedules' operations sleep inside the block, and record them if asked to."""
-        backward_step, communicate = schedules.backward_step, macro_batches.communicate
+        backward_step, receive = schedules.backward_step, MacroBatch.receive
         piece = EncoderInBubbles._backward
 
         def backward(*args, **kwargs):
@@ -255,7 +255,7 @@ class Bench:
 
         def exchange(*args, **kwargs):
             with self._span("bridge"):
-                return communicate(*args, **kwargs)
+                return receive(*args, **kwargs)
 
         def backward_piece(*args):
             piece(*args)
@@ -264,8 +264,7 @@ class Bench:
         with (
             mock.patch.object(schedules, "backward_step", backward),
             mock.patch.object(macro_batches, "encode", self._encode),
-            mock.patch.object(macro_batches, "communicate", exchange),
-            mock.patch.object(encoder_in_bubbles, "encode", self._encode),
+            mock.patch.object(MacroBatch, "receive", exchange),
             mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
         ):
             yield

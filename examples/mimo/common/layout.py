@@ -13,6 +13,9 @@ from examples.mimo.common.errors import UserError
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
 """Both modules on all ranks; or the encoder on the first ranks, the language model on the rest."""
 
+THREE_PHASES, BUBBLES = "three-phases", "bubbles"
+"""Colocated with a pipeline: the encoder before and after it; or where its stages would wait."""
+
 TOKEN_MULTIPLE = "tp, times 2·cp with context parallelism"
 
 

@@ -34,7 +34,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import run_microbatch
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.initialization import initialize_weights
@@ -139,17 +138,17 @@ def _slices_violation(layouts: Layouts) -> str | None:
 class MockLoading:
     """A rank's samples of the mock data, whose global batches do not depend on the layout.
 
+    All have as many image tokens, so that the bridge needs no plan.
+
     Args:
         args: Megatron's arguments.
         slices: this rank's slices of the batches.
         source: data loader of each split.
-        encoder_name: name of the encoder module.
     """
 
     args: argparse.Namespace
     slices: SampleSlices
     source: Mapping[str, DataLoader]
-    encoder_name: str
 
     def training(self) -> Iterator[Microbatch]:
         """Yield microbatches without end, from the first sample that the run has not consumed."""
@@ -179,9 +178,7 @@ class MockLoading:
                 [dataset[(first + index) % len(dataset)] for index in part] for part in (share, own)
             )
             inputs = collate(encoded)["modality_inputs"] if encoded else None
-            batch = move_batch_to_cuda(collate(consumed) | {"modality_inputs": inputs})
-            ids = [[sample["input_ids"] for sample in part] for part in (encoded, consumed)]
-            yield batch | {"host_tokens": HostTokens({self.encoder_name: ids[0]}, ids[1])}
+            yield move_batch_to_cuda(collate(consumed) | {"modality_inputs": inputs})
 
 
 def forward_step(microbatches: Iterator[Microbatch], model: MimoModel):
@@ -272,7 +269,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     stages = stages_of(build.post_wrap_hooks, limit)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
-        data_provider(MockLoading(args, slices, source, name)),
+        data_provider(MockLoading(args, slices, source)),
         ModelType.encoder_or_decoder,
         forward_step,
         skip_model_parallel_init=True,

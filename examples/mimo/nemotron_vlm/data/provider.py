@@ -25,7 +25,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -56,15 +56,13 @@ class Loading:
         language = modules[LANGUAGE].groups
         self.waited_s = 0.0
         self.args, self.layouts, self._dp = args, layouts, layouts.language.dp
-        in_bubbles = args.encoder_schedule == BUBBLES
-        self._all_at_once = encodes_all_at_once(layouts.language, in_bubbles)
         self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
         self.plan = StepPlan(
             layouts,
             encoder_part=encoder_part(modules, IMAGES),
             language_dp=language and language.dp.rank(),
             row_cost=partial(row_cost, args.pack) if args.balance else None,
-            macro_batch=None if self._all_at_once else args.encoder_macro_batch,
+            schedule=schedule_of(args),
         )
         self.reader = Reader(
             source,
@@ -75,7 +73,8 @@ class Loading:
             seq_length=args.seq_length,
             packing=self.packing,
             reads_labels=bool(language) and language.pp.rank() == language.pp.size() - 1,
-            needs_owners=layouts.language.cp > 1,
+            cp=layouts.language.cp,
+            sp=layouts.language.tp if layouts.language.sequence_parallel else 1,
         )
 
     def rows(self, split: str) -> Rows:
@@ -99,10 +98,10 @@ class Loading:
     def _reading_ahead(self) -> dict[str, object]:
         """Return the DataLoader's arguments for loading processes."""
         args, language = self.args, self.layouts.language
-        count = args.encoder_macro_batch
-        if self._all_at_once and not self.layouts.non_colocated:
-            # The schedule draws all microbatches of a step at its beginning.
-            count = args.global_batch_size // (args.micro_batch_size * language.dp)
+        count = 1
+        if not self.layouts.non_colocated:  # the schedule draws so many at a time
+            step = args.global_batch_size // (args.micro_batch_size * language.dp)
+            count = self.plan.schedule.at_once(language.pp, step)
         # Loading processes ignore the signal that tells all processes of a run to save and end.
         ignored = partial(signal.signal, args.exit_signal, signal.SIG_IGN)
         return {
@@ -123,7 +122,7 @@ class Loading:
             pin_memory=on_gpu,
             **self._reading_ahead() if self.args.num_workers else {},
         )
-        batches = map(received, loader)
+        batches = map(read, loader)
         # Without GPUs, the CPU runtime stands in for Tensor.cuda.
         on_device = partial(_moved, move=torch.Tensor.cuda)
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
@@ -144,18 +143,14 @@ def row_cost(packed: bool, tokens: list[int]) -> float:
     return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
 
 
-def received(batch: Microbatch | str) -> Microbatch:
-    """Return what a `Reader` has read, with its arrays as tensors.
+def read(batch: Microbatch | str) -> Microbatch:
+    """Return what a `Reader` has read.
 
     Raises:
         UserError: the `Reader` could not read it; the message is the reader's.
     """
     if isinstance(batch, str):
         raise UserError(f"--data: {batch}", dist.get_rank() if dist.is_initialized() else None)
-    if host := batch.get("host_tokens"):
-        encoded = {name: list(map(torch.from_numpy, ids)) for name, ids in host.encoded.items()}
-        consumed = list(map(torch.from_numpy, host.consumed))
-        batch["host_tokens"] = host._replace(encoded=encoded, consumed=consumed)
     return batch
 
 
@@ -183,7 +178,7 @@ def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
 
 
 def _moved(batch: dict, move: Callable[[torch.Tensor], torch.Tensor]) -> dict:
-    """Apply ``move`` to all tensors of a batch but those in its ``host_tokens``."""
+    """Apply ``move`` to all tensors of a batch."""
 
     def moved(value):
         if isinstance(value, dict):

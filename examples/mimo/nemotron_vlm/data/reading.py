@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -16,7 +17,9 @@ from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
 from examples.mimo.nemotron_vlm.data.text import Text
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
+from megatron.core.token_layout import pad_lengths, zigzag_owners
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Reader(Dataset):
         packing: how several samples are packed into a row, which then is a microbatch; None puts
             one sample into a row.
         reads_labels: whether the rank computes a loss.
-        needs_owners: whether the bridge needs to know which CP rank holds each token.
+        cp, sp: CP ranks that a sample is split over, and TP ranks that split it further.
     """
 
     source: SampleSource
@@ -43,7 +46,8 @@ class Reader(Dataset):
     seq_length: int
     packing: Packing | None
     reads_labels: bool
-    needs_owners: bool
+    cp: int
+    sp: int
 
     def __getitem__(self, take: Take) -> Microbatch | str:
         """Return the microbatch on the host, or a line saying why it cannot be read.
@@ -52,9 +56,8 @@ class Reader(Dataset):
             ``input_ids``, ``position_ids``, ``sample_places`` [b, S] int64; on ranks with a loss,
             ``labels`` [b, S] int64 and ``loss_mask`` [b, S] float32; ``modality_inputs`` with the
             tiles [n, 3, H, W] uint8; ``samples``, the sample numbers; with packing,
-            ``packing_kwargs``; if modules are colocated, ``host_tokens`` with arrays instead of
-            tensors, because each tensor from another process takes a file descriptor.
-            ``sample_places`` is the index into ``samples`` of each token's sample.
+            ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the bridge
+            routes. ``sample_places`` is the index into ``samples`` of each token's sample.
         """
         try:
             return self._read(take)
@@ -62,25 +65,49 @@ class Reader(Dataset):
             return " ".join(str(error).split())
 
     def _read(self, take: Take) -> Microbatch:
-        own = take.pieces if take.atoms is not None and self.needs_owners else []
-        numbers = {number for row in take.rows for number in row} | {p.sample for p in own}
+        numbers = {number for row in take.rows for number in row}
+        if take.atoms is not None and self.cp > 1:
+            numbers |= {piece.sample for piece in take.pieces}
         texts = {number: self._text(take.split, number) for number in numbers}
         padded = [self._padded([texts[number] for number in row]) for row in take.rows]
         batch = self._stacked(padded)
         batch["samples"] = [number for row in take.rows for number in row]
+        lengths = None
         if self.packing:
-            lengths = [len(sample.input_ids) for sample in padded[0]]
+            lengths = tuple(len(sample.input_ids) for sample in padded[0])
             batch["packing_kwargs"] = _bounds(lengths, batch["sample_places"])
         images = None
         if take.pieces is not None:
             images = {self.encoder: {"tiles": self._tiles(take.split, take.pieces)}}
         batch["modality_inputs"] = {self.modality: images}
         if take.atoms is not None:
-            encoded = {self.modality: [self._only(texts[p.sample], p).numpy() for p in own]}
-            consumed = [sample.input_ids.numpy() for row in padded for sample in row]
-            counts = tuple([n * self.tokens_per_tile for n in part] for part in take.atoms)
-            batch["host_tokens"] = HostTokens(encoded, consumed, {self.modality: counts})
+            batch["batch_plan"] = self._plan(take, texts, lengths)
         return batch
+
+    def _plan(self, take: Take, texts: dict[int, Text], lengths: tuple | None) -> BatchPlan:
+        encoded, consumed = (np.array(tiles) * self.tokens_per_tile for tiles in take.atoms)
+        made = used = None
+        if self.cp > 1:
+            owners = {number: self._owners(text) for number, text in texts.items()}
+            tile, none = self.tokens_per_tile, np.zeros(0, dtype=np.int64)
+            parts = [owners[p.sample][p.first * tile : p.end * tile] for p in take.pieces]
+            made = np.concatenate([none, *parts])
+            used = np.concatenate([none, *(owners[n] for row in take.rows for n in row)])
+        return BatchPlan(
+            {self.modality: AtomRows(encoded, made)},
+            {self.modality: AtomRows(consumed, used)},
+            lengths,
+        )
+
+    def _owners(self, text: Text) -> np.ndarray:
+        """Return the CP rank of each image token of a sample, int64 [rows]."""
+        places = np.flatnonzero(text.input_ids.numpy() == self.source.image_token)
+        lengths = pad_lengths((self._length_of(text),), self.cp, self.sp)
+        return zigzag_owners(lengths, self.cp)[places]
+
+    def _length_of(self, text: Text) -> int:
+        """Return the tokens of a sample with its padding."""
+        return self.packing.padded(len(text.input_ids)) if self.packing else self.seq_length
 
     def _text(self, split: str, number: int) -> Text:
         text = self.source.text(split, number)
@@ -96,9 +123,7 @@ class Reader(Dataset):
 
     def _padded(self, row: Sequence[Text]) -> list[Text]:
         """Pad the samples of a row so that they fill it."""
-        if self.packing is None:
-            return [self._longer(text, self.seq_length) for text in row]
-        padded = [self._longer(t, self.packing.padded(len(t.input_ids))) for t in row]
+        padded = [self._longer(text, self._length_of(text)) for text in row]
         room = self.seq_length - sum(len(t.input_ids) for t in padded)
         nothing = Text(torch.empty(0, dtype=torch.int64), torch.empty(0).long(), torch.empty(0))
         return [*padded, self._longer(nothing, room)] if room else padded
@@ -135,16 +160,8 @@ class Reader(Dataset):
                     raise ValueError(f"sample {sample} of {split} has fewer tiles than it said")
         return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *parts])
 
-    def _only(self, text: Text, piece: Piece) -> torch.Tensor:
-        """Return the padded sample's ids with image tokens only for the piece's tiles."""
-        ids = self._padded([text])[0].input_ids.clone()
-        places = (ids == self.source.image_token).nonzero()[:, 0]
-        first, end = (tile * self.tokens_per_tile for tile in (piece.first, piece.end))
-        ids[torch.cat([places[:first], places[end:]])] = self.source.pad_token
-        return ids
 
-
-def _bounds(lengths: list[int], places: torch.Tensor) -> dict[str, object]:
+def _bounds(lengths: tuple[int, ...], places: torch.Tensor) -> dict[str, object]:
     """Return PackedSeqParams' arguments; given ``seq_idx``, the device need not compute it."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return {

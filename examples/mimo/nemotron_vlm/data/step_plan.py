@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,8 @@ import numpy as np
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
 from examples.mimo.nemotron_vlm.data.rows import Rows
+from megatron.core.models.mimo.bridge.topology import atoms_of
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 RowCost = Callable[[Sequence[int]], float]
 """Cost for the language model of a row, from the tokens of each of its samples, in any unit."""
@@ -62,14 +63,14 @@ class StepPlan:
             encoder.
         language_dp: this rank's DP coordinate in the language model's grid; None outside of it.
         row_cost: cost of a row, by which rows are balanced; None leaves them in the stream's order.
-        macro_batch: microbatches that colocated modules encode at once; None for all of a step.
+        schedule: when colocated modules encode.
     """
 
     layouts: Layouts
     encoder_part: int | None
     language_dp: int | None
     row_cost: RowCost | None = None
-    macro_batch: int | None = 1
+    schedule: EncoderSchedule = EncoderSchedule()
 
     def takes(self, rows: Rows, first: int, count: int, micro_size: int) -> Iterator[Take]:
         """Yield what this rank reads of one step, microbatch by microbatch.
@@ -87,7 +88,7 @@ class StepPlan:
         if self.layouts.non_colocated:
             yield from self._whole_rows(rows.split, samples, costs, placed)
             return
-        size = self.macro_batch or count
+        size = self.schedule.at_once(self.layouts.language.pp, count)
         for number in range(0, count, size):
             yield from self._colocated(rows.split, samples, costs, placed[number : number + size])
 
@@ -111,11 +112,9 @@ class StepPlan:
     def _colocated(self, split, samples, costs, placed) -> Iterator[Take]:
         """Yield the takes of the microbatches of one macro-batch."""
         dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
-        atoms = lcm(dp, parts)
-        a_run, a_part = atoms // dp, atoms // parts
-        own_atoms = range(self.encoder_part * a_part, (self.encoder_part + 1) * a_part)
+        a_run = len(atoms_of(0, dp, parts))
         encoded, counts = [], []
-        for atom in own_atoms:
+        for atom in atoms_of(self.encoder_part, parts, dp):
             run, place = divmod(atom, a_run)
             pieces = [p for row in placed[:, run].flat for p in _pieces(samples[row], costs[row])]
             bounds = cut_evenly(sum(p.end - p.first for p in pieces), a_run)

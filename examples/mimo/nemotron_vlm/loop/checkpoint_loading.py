@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -24,7 +25,8 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -42,9 +44,12 @@ STREAM = (
 """Arguments that may change which sample has which number, for the refusal's text; whether it has
 changed is decided by the fingerprint of the data."""
 
-torch.serialization.add_safe_globals([Call, Caller, HostTokens])
-"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result,
-and the tokens in its microbatch."""
+ARRAY = (np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.int64)))
+"""What a pickle of an int64 array names."""
+
+torch.serialization.add_safe_globals([Call, Caller, BatchPlan, AtomRows, *ARRAY])
+"""What may be unpickled: classes of the record that Megatron saves of a non-finite result, and of
+the plan in its microbatch."""
 
 
 @contextmanager

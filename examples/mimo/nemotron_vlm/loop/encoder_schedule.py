@@ -8,22 +8,30 @@ import os
 from argparse import Namespace
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout, Layouts
-
-THREE_PHASES, BUBBLES = "three-phases", "bubbles"
+from examples.mimo.common.layout import (
+    BUBBLES,
+    COLOCATED,
+    NON_COLOCATED,
+    THREE_PHASES,
+    Layout,
+    Layouts,
+)
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 FASTEST = 2
 """Microbatches encoded at once on GPUs: one alone has too little work for its kernels."""
 
 
-def encodes_all_at_once(language: Layout, in_bubbles: bool) -> bool:
-    """Return whether colocated modules encode all microbatches of a step at its beginning."""
-    return language.pp > 1 and not in_bubbles
+def schedule_of(args: Namespace) -> EncoderSchedule:
+    """Return the settings of the encoder's schedule that the options give."""
+    in_bubbles = args.encoder_schedule == BUBBLES
+    return EncoderSchedule(args.encoder_macro_batch, in_bubbles, args.recompute_encoder or None)
 
 
 def fastest_macro_batch(layouts: Layouts, in_bubbles: bool) -> int:
     """Return how many microbatches GPUs encode at once by default; in bubbles, at most half."""
-    if layouts.non_colocated or encodes_all_at_once(layouts.language, in_bubbles):
+    encodes_all = EncoderSchedule(in_bubbles=in_bubbles).encodes_all(layouts.language.pp)
+    if layouts.non_colocated or encodes_all:
         return 1
     number = layouts.num_microbatches
     return min(FASTEST, max(1, number // 2) if in_bubbles else number)
@@ -81,7 +89,7 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
         UserError: such an option is set.
     """
     apart, in_bubbles = args.placement == NON_COLOCATED, args.encoder_schedule == BUBBLES
-    if args.encoder_macro_batch > 1 and (apart or encodes_all_at_once(language, in_bubbles)):
+    if args.encoder_macro_batch > 1 and (apart or schedule_of(args).encodes_all(language.pp)):
         raise UserError(
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "

@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.model import build_vlm
 from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_overrides
 from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.bubble_plan import Costs
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import prepare_bubbles
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.initialization import initialize_weights
 from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process
@@ -65,17 +64,17 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
-        stages[0].optimizer_overrides = part_overrides(args)
-        prepare_for_training(
-            stages, modules, ddp_config, args.recompute_encoder or None, args.encoder_macro_batch
-        )
-        if args.encoder_schedule == BUBBLES:
-            # The plan of the bubbles weighs encoder and language model by floating-point
-            # operations.
-            share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
-            encode_in_bubbles(stages, Costs.of_share(share, options.layouts.language.vpp))
+        prepare_for_training(stages, modules, ddp_config)
+        if stages[0].mimo_config.encoder_schedule.in_bubbles:
+            prepare_bubbles(stages)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)
 
     def _build(self) -> list[MimoModel]:
         options, modules = self._model_config._options, self._model_config._modules
-        return build_vlm(options.args, options.preset, options.configs, modules)
+        args, schedule = options.args, schedule_of(options.args)
+        if schedule.in_bubbles:
+            # Encoder and language model are weighed by floating-point operations.
+            share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
+            schedule = replace(schedule, share=share)
+        overrides = part_overrides(args)
+        return build_vlm(args, options.preset, options.configs, modules, schedule, overrides)

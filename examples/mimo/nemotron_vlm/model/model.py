@@ -20,9 +20,12 @@ from examples.mimo.nemotron_vlm.model.vision import (
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.module_groups import Modules
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -165,7 +168,12 @@ def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
 
 
 def build_vlm(
-    args: Namespace, preset: VLMPreset, configs: VLMConfigs, modules: Modules
+    args: Namespace,
+    preset: VLMPreset,
+    configs: VLMConfigs,
+    modules: Modules,
+    schedule: EncoderSchedule | None = None,
+    overrides: dict[ParamKey, ParamGroupOverride] | None = None,
 ) -> list[MimoModel]:
     """Build the bare model on this rank; its weights are not initialized.
 
@@ -174,6 +182,8 @@ def build_vlm(
         preset: sizes of the encoder.
         configs: configurations of the parts.
         modules: grid and groups of IMAGES and LANGUAGE.
+        schedule: when colocated modules encode; the default is that of no options.
+        overrides: settings of single parameters, for the optimizer.
 
     Returns:
         One MimoModel for each virtual pipeline stage; the first holds the encoder.
@@ -189,6 +199,8 @@ def build_vlm(
             modality_submodules_spec={} if vp_stage else {IMAGES: vision},
             special_token_ids={IMAGES: args.image_token_id},
             module_to_grid_map={name: module.grid for name, module in held.items()},
+            encoder_schedule=schedule or EncoderSchedule(),
+            optimizer_overrides=overrides,
         )
         stage = MimoModel(config)
         stage.model_type = ModelType.encoder_or_decoder

@@ -11,8 +11,7 @@ import argparse
 import os
 from pathlib import Path
 
-from examples.mimo.common.layout import SIZES, asked_layout
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+from examples.mimo.common.layout import BUBBLES, SIZES, asked_layout
 
 
 def uses_gpus(argv: list[str]) -> bool:
@@ -46,7 +45,7 @@ def at_start(argv: list[str]) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(kernels / "inductor"),
     }
     if ahead:
-        # Loading a kernel later may wait for another rank, see encode_in_bubbles.
+        # Loading a kernel later may wait for another rank, see loads_kernels.
         found["CUDA_MODULE_LOADING"] = "EAGER"
     return {name: value for name, value in found.items() if name not in os.environ}
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
+from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.presets import PRESETS
 from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -76,13 +75,12 @@ class OwnOptions:
     """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
     or of 2·cp·tp with context parallelism"""
     balance: bool = True
-    """assign rows to ranks and microbatches by their cost (default); --no-balance takes the
-    stream's order"""
+    """take rows in the stream's order, instead of assigning them to ranks and microbatches by their
+    cost"""
     max_tiles: int = 12
     """most tiles of an image, not counting its thumbnail"""
     thumbnail: bool = True
-    """add a thumbnail of the whole image if it has several tiles (default);
-    --no-thumbnail adds none"""
+    """leave out the thumbnail of the whole image that an image of several tiles gets"""
     bad_samples: Literal["skip", "refuse"] = "skip"
     """skip samples that cannot be used, or refuse a data set that has any"""
     prompt: str = "Describe the image."

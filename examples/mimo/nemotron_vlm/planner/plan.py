@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, encodes_all_at_once
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.planner.layers import Rows
 from examples.mimo.nemotron_vlm.planner.machine import Machine
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
 
 if TYPE_CHECKING:  # Megatron's parser is slow to import
@@ -79,8 +80,8 @@ class Plan:
         """Microbatches whose images are encoded at once: all of a step in three phases."""
         if self.layouts.non_colocated:
             return 1
-        all_at_once = encodes_all_at_once(self.layouts.language, self.in_bubbles)
-        return self.layouts.num_microbatches if all_at_once else self.macro_batch
+        schedule = EncoderSchedule(self.macro_batch, self.in_bubbles)
+        return schedule.at_once(self.layouts.language.pp, self.layouts.num_microbatches)
 
     @property
     def encoded_and_kept(self) -> int:

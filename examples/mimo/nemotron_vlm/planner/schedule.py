@@ -20,8 +20,8 @@ from operator import add
 from typing import NamedTuple
 
 from examples.mimo.common.layout import Layouts
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import encodes_all_at_once
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import BACKWARD as BACKWARD_PIECE
 from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, RETURN, Costs, Piece, bubble_plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
@@ -145,7 +145,7 @@ def unit_work(layouts: Layouts, share: float, in_bubbles: bool, macro_batch: int
     if layouts.non_colocated:
         chunk = encoder.times(world / layouts.encoder.size / number)
         return Work(stages, (chunk,) * layouts.encoder.pp + chunks, number)
-    at_once = number if encodes_all_at_once(lay, in_bubbles) else macro_batch
+    at_once = EncoderSchedule(macro_batch, in_bubbles).at_once(lay.pp, number)
     return Work(stages, chunks, number, encoder.times(at_once / number), at_once, in_bubbles)
 
 

@@ -111,7 +111,7 @@ def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     return TokenLayout("zigzag", lengths, torch.stack(rows))
 
 
-def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
+def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> np.ndarray:
     """Rank that holds each real token of :func:`zigzag_layout`, int64 ``[sum(lengths.real)]``.
 
     Raises:
@@ -121,7 +121,7 @@ def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> Tensor:
     real, padded = (np.asarray(n, dtype=np.int64) for n in (lengths.real, lengths.padded))
     within, halves = np.arange(real.sum()) - np.repeat(real.cumsum() - real, real), 2 * cp_size
     half_chunk = within * halves // np.repeat(padded, real)
-    return torch.from_numpy(np.minimum(half_chunk, halves - 1 - half_chunk))
+    return np.minimum(half_chunk, halves - 1 - half_chunk)
 
 
 def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:

@@ -17,6 +17,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
@@ -141,12 +142,15 @@ def _gpt(module: Module, vp_stage: int | None, tied: bool) -> ModuleSpec:
     )
 
 
-def build(modules: dict[str, Module], tied: bool = False) -> list[MimoModel]:
+def build(
+    modules: dict[str, Module], tied: bool = False, schedule: EncoderSchedule | None = None
+) -> list[MimoModel]:
     """The model's virtual stages on this rank; weights depend on the parameters' names only.
 
     Args:
         modules: the language model's, and one for each modality.
         tied: whether the GPT's output layer has the embeddings' weight.
+        schedule: when the encoders run.
     """
     language = modules[LANGUAGE]
     stages = []
@@ -161,6 +165,7 @@ def build(modules: dict[str, Module], tied: bool = False) -> list[MimoModel]:
                 },
                 special_token_ids={name: TOKEN_IDS[name] for name in modules if name != LANGUAGE},
                 module_to_grid_map={name: module.grid for name, module in held.items()},
+                encoder_schedule=schedule or EncoderSchedule(),
             )
         ).to(Utils.device)
         if stage.language_model is not None:  # Megatron makes the weights of its norms in fp32

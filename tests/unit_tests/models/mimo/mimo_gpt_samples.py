@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from tests.unit_tests.models.mimo.mimo_gpt import PIXELS, TOKEN_IDS, TOKENS
 from tests.unit_tests.test_utilities import Utils
 
@@ -43,7 +43,10 @@ def draw(patches: dict[str, int], seed: int, length: int = TOKENS) -> Sample:
 
 
 def batch(
-    encoded: dict[str, Sequence[Sample]], read: Sequence[Sample], packed: bool, told: bool = False
+    encoded: dict[str, Sequence[Sample]],
+    read: Sequence[Sample],
+    packed: bool,
+    plan: BatchPlan | None = None,
 ) -> dict[str, object]:
     """MimoModel's keyword arguments.
 
@@ -51,7 +54,7 @@ def batch(
         encoded: per modality, the samples whose patches its encoder takes on this rank.
         read: the samples that the language model takes; of one length, unless packed.
         packed: lay them end to end, as one row.
-        told: bring the ids in host memory as well.
+        plan: brought along, if any.
     """
     join = (lambda parts: torch.cat(parts)[None]) if packed else torch.stack
     lengths = [len(sample.ids) for sample in read]
@@ -71,11 +74,7 @@ def batch(
         patches = [s.patches[name] for s in samples if len(s.patches[name])]
         hidden = {"hidden_states": torch.cat(patches).to(Utils.device)} if patches else None
         inputs[name] = {"patches": hidden} if patches else None
-    host = {}
-    if told:
-        ids = {name: [sample.ids for sample in samples] for name, samples in encoded.items()}
-        host["host_tokens"] = HostTokens(ids, [sample.ids for sample in read])
-    return host | {
+    return ({"batch_plan": plan} if plan else {}) | {
         "input_ids": joined([s.ids for s in read]),
         "position_ids": joined([torch.arange(length) for length in lengths]),
         "labels": joined([s.labels for s in read]),

@@ -13,19 +13,23 @@ from functools import partial
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import run_microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.bubble_plan import EQUAL_SHARES
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import encode_in_bubbles
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import prepare_bubbles
 from megatron.core.models.mimo.schedule.grad_finalization import global_token_count
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.module_groups import encoder_part, schedule_collection
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module, build
+from megatron.core.token_layout import pad_lengths
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, TOKEN_IDS, Module, build
 from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, batch
+from tests.unit_tests.models.mimo.sample_plan import plan_of
 from tests.unit_tests.test_utilities import Utils
 
 ADAM = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
@@ -66,13 +70,18 @@ class Job:
         return Job(self.samples, packed=self.packed, tied=self.tied, frozen=self.frozen)
 
     @property
+    def schedule(self) -> EncoderSchedule:
+        """When the encoders run."""
+        return EncoderSchedule(self.macro_batch, self.in_bubbles)
+
+    @property
     def modalities(self) -> list[str]:
         """Names of the modalities."""
         return list(self.samples[0].patches)
 
     def model(self, modules: dict[str, Module]) -> list[MimoModel]:
         """Build the model on this rank, without anything yet that trains it."""
-        stages = build(modules, self.tied)
+        stages = build(modules, self.tied, self.schedule)
         for name, stage in itertools.product(self.frozen, stages):
             if name == LANGUAGE:
                 stage.language_model.requires_grad_(False)
@@ -81,32 +90,49 @@ class Job:
         return stages
 
 
-def _share(samples: Sequence[Sample], number: int, count: int) -> Sequence[Sample]:
+def _share(places: range, number: int, count: int) -> range:
     """Part ``number`` of ``count``, as even as can be."""
-    first, end = (len(samples) * i // count for i in (number, number + 1))
-    return samples[first:end]
+    first, end = (len(places) * i // count for i in (number, number + 1))
+    return places[first:end]
 
 
-def _batches(job: Job, modules: dict[str, Module], told: bool = False) -> list[dict[str, object]]:
+def _batches(job: Job, modules: dict[str, Module], planned: bool) -> list[dict[str, object]]:
     """This rank's microbatches: consecutive samples of each macro-batch (of all, in a pipeline)."""
 
     language = modules[LANGUAGE]
-    all_at_once = language.groups.pp.size() > 1 and not job.in_bubbles
-    at_once = job.microbatches if all_at_once else job.macro_batch
+    at_once = job.schedule.at_once(language.groups.pp.size(), job.microbatches)
 
-    def part(name: str, number: int) -> Sequence[Sample]:
+    def at_once_with(number: int) -> range:
+        everything = range(len(job.samples))
+        return _share(everything, number // at_once, job.microbatches // at_once)
+
+    def part(name: str, number: int) -> range:
         dp = modules[name].groups.dp
         index = dp.rank() if name == LANGUAGE else encoder_part(modules, name)
-        macro_batch, place = divmod(number, at_once)
-        samples = _share(job.samples, macro_batch, job.microbatches // at_once)
-        return _share(_share(samples, index, dp.size()), place, at_once)
+        return _share(_share(at_once_with(number), index, dp.size()), number % at_once, at_once)
+
+    def plan(number: int) -> BatchPlan:
+        total = at_once_with(number)
+
+        def within(name: str) -> range:
+            own = part(name, number)
+            return range(own.start - total.start, own.stop - total.start)
+
+        ids = [sample.ids.numpy() for sample in samples(total)]
+        padded = [pad_lengths((len(tokens),), language.groups.cp.size()).total for tokens in ids]
+        topologies = {n: bridge_topology(modules[n].grid, language.grid) for n in job.modalities}
+        encoded = {name: within(name) for name in job.modalities}
+        return plan_of(ids, padded, TOKEN_IDS, topologies, encoded, within(LANGUAGE))
+
+    def samples(places: range) -> Sequence[Sample]:
+        return job.samples[places.start : places.stop]
 
     return [
         batch(
-            {name: part(name, number) for name in job.modalities},
-            part(LANGUAGE, number),
+            {name: samples(part(name, number)) for name in job.modalities},
+            samples(part(LANGUAGE, number)),
             job.packed,
-            told,
+            plan(number) if planned else None,
         )
         for number in range(job.microbatches)
     ]
@@ -130,22 +156,22 @@ def _prepare(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> N
         encoders = [e for m in stage.modality_submodules.values() for e in m.encoders.values()]
         for part in (stage, *encoders):
             part.config.calculate_per_token_loss = job.per_token
-    prepare_for_training(stages, modules, ddp_config, encoder_macro_batch=job.macro_batch)
+    prepare_for_training(stages, modules, ddp_config)
     if job.in_bubbles:
-        encode_in_bubbles(stages, EQUAL_SHARES)
+        prepare_bubbles(stages)
 
 
 def train(
     job: Job,
     modules: dict[str, Module],
     steps: int,
-    told: bool = False,
+    planned: bool = True,
     around: Callable[[int], AbstractContextManager] = lambda _: nullcontext(),
 ) -> Steps:
     """Train with Megatron's schedules, DDP and distributed optimizer.
 
     Args:
-        told: whether batches bring their tokens in host memory too.
+        planned: whether microbatches bring a plan; without it all samples have as many patches.
         around: makes the context in which a step's forward and backward run.
     """
     stages = job.model(modules)
@@ -170,7 +196,7 @@ def train(
         for stage in stages:
             stage.zero_grad_buffer()
         optimizer.zero_grad()
-        batches = _batches(job, modules, told)
+        batches = _batches(job, modules, planned)
         batch_size, seq_length = batches[0]["input_ids"].shape
         with around(step):
             reports = schedule(
@@ -197,7 +223,7 @@ def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.T
     stages = job.model(modules)
     collection = schedule_collection(modules)
     schedule = get_forward_backward_func(schedule_pg_collection=collection)
-    batches = _batches(job, modules)
+    batches = _batches(job, modules, planned=True)
     encoder = stages[0].modality_submodules[IMAGES]
     for inputs in (microbatch["modality_inputs"][IMAGES] for microbatch in batches):
         if inputs:
@@ -231,7 +257,7 @@ def train_plainly(job: Job, modules: dict[str, Module], steps: int) -> Steps:
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        outputs = [model(**microbatch) for microbatch in _batches(job, modules)]
+        outputs = [model(**microbatch) for microbatch in _batches(job, modules, planned=False)]
         tokens = sum(loss_mask.sum() for _, loss_mask in outputs)
         loss = sum((output * loss_mask).sum() for output, loss_mask in outputs) / tokens
         loss.backward()

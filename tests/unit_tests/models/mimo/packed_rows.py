@@ -16,7 +16,11 @@ from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.training.sample_slices import SampleSlices
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.setup.module_groups import Modules
+from megatron.core.token_layout import pad_lengths
+from tests.unit_tests.models.mimo.sample_plan import plan_of
 from tests.unit_tests.test_utilities import Utils
 
 SAMPLES_A_ROW = 4
@@ -75,10 +79,12 @@ class PackedSlices:
 
     Args:
         loading: the program's own.
+        modules: grids of the modules.
     """
 
-    def __init__(self, loading: Loading) -> None:
+    def __init__(self, loading: Loading, modules: Modules) -> None:
         self._args, self._source = loading.args, loading.reader.source
+        self._bridges = {IMAGES: bridge_topology(modules[IMAGES].grid, modules[LANGUAGE].grid)}
         plan = loading.plan
         self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
 
@@ -88,19 +94,33 @@ class PackedSlices:
         dp = self._slices.layouts.language.dp
         count = self._args.global_batch_size // (micro_size * dp)
         for number in range(count):
-            encoder, language = (
-                [(self._source.text("train", i), self._source.tiles("train", i)) for i in part]
-                for part in self._slices.indices(number, count, micro_size)
+            share, own = self._slices.indices(number, count, micro_size)
+            row, packing = pack([self._source.text("train", i) for i in own])
+            at_once = range(number * micro_size * dp, (number + 1) * micro_size * dp)
+            encoded, consumed = (
+                range(part.start - at_once.start, part.stop - at_once.start)
+                for part in (share, own)
             )
-            row, packing = pack([text for text, _ in language])
-            ids = {IMAGES: [text.input_ids for text, _ in encoder]}
+            ids = [self._source.text("train", i).input_ids.numpy() for i in at_once]
+            padded = [
+                length
+                for first in range(0, len(ids), micro_size)
+                for length in self._padded([len(i) for i in ids[first : first + micro_size]])
+            ]
+            plan = plan_of(ids, padded, {IMAGES: IMAGE}, self._bridges, {IMAGES: encoded}, consumed)
             positions = torch.arange(row["input_ids"].shape[1], device=Utils.device)[None]
-            tiles = torch.cat([tiles for _, tiles in encoder]).to(Utils.device)
+            tiles = torch.cat([self._source.tiles("train", i) for i in share]).to(Utils.device)
             batch = row | {
                 "position_ids": positions,
                 "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
-                "host_tokens": HostTokens(ids, [text.input_ids for text, _ in language]),
+                "batch_plan": plan,
                 "samples": [],
                 "sample_places": None,
             }
-            yield batch | ({"packing_kwargs": packing} if len(language) > 1 else {})
+            yield batch | ({"packing_kwargs": packing} if len(own) > 1 else {})
+
+    def _padded(self, row: list[int]) -> tuple[int, ...]:
+        language = self._slices.layouts.language
+        return pad_lengths(
+            row, language.cp, language.tp if language.sequence_parallel else 1
+        ).padded

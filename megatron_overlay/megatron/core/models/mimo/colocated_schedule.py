@@ -11,7 +11,7 @@
 Where the language model is a pipeline (1F1B, interleaved with virtual stages), the macro-batch is
 the whole batch, so a step has three phases. With p stages, m microbatches, and ideal times E of the
 encoders and L of the language model, a step takes about E + L·(1 + (p − 1)/m). Without a pipeline,
-a macro-batch has ``encoder_macro_batch`` microbatches, one by default.
+a macro-batch has as many microbatches as the model's ``EncoderSchedule`` says, one by default.
 
 Where gradient reductions overlap the backward, the language model's start in its last backward and
 continue during the last third phase, in which the encoders' start. Gradients are final after it.
@@ -25,10 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.forward.macro_batches import MacroBatches, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles, loads_kernels
 from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
@@ -42,44 +45,21 @@ from megatron.core.utils import get_model_config
 
 def colocated_forward_backward(
     *,
-    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]],
-    model: MimoModel | list[MimoModel],
-    pg_collection: MultiModuleProcessGroupCollection,
-    p2p_communicator: P2PCommunicator | None = None,
-    adjust_tensor_shapes_fn: Callable | None = None,
-    decoder_seq_length: int | None = None,
-    **arguments,
-) -> list:
-    """Run :func:`colocated_forward_backward_with_pp` with the arguments of Megatron's loop.
-
-    Args:
-        data_iterator: yields microbatches; of a list with one for each virtual stage, only the
-            first is read.
-        model, arguments: as in Megatron's schedules.
-        pg_collection: groups of this rank's modules.
-        p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
-    """
-    if isinstance(data_iterator, list):
-        data_iterator = data_iterator[0]
-    groups = pg_collection.get_language_model_collection()
-    return colocated_forward_backward_with_pp(
-        data_iterator=data_iterator, model=model, pg_collection=groups, **arguments
-    )
-
-
-def colocated_forward_backward_with_pp(
-    *,
     forward_step_func: Callable,
-    data_iterator: Iterator[Microbatch],
+    data_iterator: Iterator[Microbatch] | list[Iterator[Microbatch]],
     model: MimoModel | list[MimoModel],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
-    pg_collection: ProcessGroupCollection,
+    pg_collection: ProcessGroupCollection | MultiModuleProcessGroupCollection,
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     force_all_reduce: bool = False,
+    p2p_communicator: P2PCommunicator | None = None,
+    adjust_tensor_shapes_fn: Callable | None = None,
+    decoder_seq_length: int | None = None,
+    at_once: int | None = None,
 ) -> list:
     """Run forward and backward over one batch; gradients are final on return.
 
@@ -94,31 +74,37 @@ def colocated_forward_backward_with_pp(
             ``modality_inputs`` of a macro-batch's i-th microbatch are the i-th part of what this
             rank *encodes* of the macro-batch. A DP rank encodes and consumes consecutive samples,
             so rows lie in the order of the microbatches on both sides. If each microbatch brings
-            ``host_tokens`` (a :class:`HostTokens`), nothing here waits for the device.
+            a ``batch_plan`` (a :class:`BatchPlan`), nothing here waits for the device; without it
+            every sample must have as many rows as any other. Of a list with an iterator for each
+            virtual stage, only the first is read.
         model: one MimoModel, or one for each virtual stage, of which the first holds the encoders.
         num_microbatches: microbatches of a step; with virtual stages a multiple of the pipeline's
             size.
         seq_length: tokens of a sequence, padded to what CP and SP divide.
         micro_batch_size: sequences of a microbatch.
-        pg_collection: the language model's groups.
+        pg_collection: the language model's groups, or those of all this rank's modules.
+        p2p_communicator, adjust_tensor_shapes_fn, decoder_seq_length: not used.
+        at_once: microbatches that are encoded at once, in place of what the model's settings say.
 
     Returns:
         The loss function's report of each microbatch on the last stage; empty on other stages.
     """
+    if isinstance(pg_collection, MultiModuleProcessGroupCollection):
+        pg_collection = pg_collection.get_language_model_collection()
+    if isinstance(data_iterator, list):
+        data_iterator = data_iterator[0]
     stages = model if isinstance(model, list) else [model]
     config = get_model_config(stages[0])
     schedule = schedules.get_forward_backward_func(
         pp_size=pg_collection.pp.size(), vp_size=config.virtual_pipeline_model_parallel_size
     )
     pipelined = pg_collection.pp.size() > 1
-    in_bubbles = pipelined and getattr(stages[0], "bubble_costs", None) is not None
-    size = getattr(stages[0], "encoder_macro_batch", 1)
-    if pipelined and not in_bubbles:
-        size = num_microbatches
+    settings = stages[0].mimo_config.encoder_schedule
+    size = at_once or settings.at_once(pg_collection.pp.size(), num_microbatches)
     communicator = P2PCommunicator(pg_collection.pp, config)
-    fills_bubbles = in_bubbles and not forward_only
+    fills_bubbles = pipelined and settings.in_bubbles and not forward_only
     # The first step in bubbles on GPUs runs in another order than later steps.
-    recorded = not (fills_bubbles and stages[0].has_kernels_to_load)
+    recorded = not (fills_bubbles and loads_kernels(stages[0]))
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
         if fills_bubbles:
@@ -158,6 +144,63 @@ def colocated_forward_backward_with_pp(
     if config.cuda_graph_impl == "local" and recorded:
         schedules.create_cudagraphs()
     return reports
+
+
+def colocated_forward_backward_with_pp(
+    mimo_model: MimoModel,
+    data_iterator: Iterator[Microbatch],
+    num_microbatches: int,
+    encoder_grid: HyperCommGrid | None = None,
+    llm_grid: HyperCommGrid | None = None,
+    encoder_name: str = "images",
+    forward_only: bool = False,
+    **schedule_kwargs,
+) -> list:
+    """Run :func:`colocated_forward_backward` over batches of equal samples, which it shares out.
+
+    The interface is that of upstream's PR 4784.
+
+    Args:
+        mimo_model: the model; one with virtual stages is not taken.
+        data_iterator: yields, on all ranks of a DP index of the module with fewer DP ranks, the
+            samples that the index takes: dicts of MimoModel's keyword arguments. The encoder's
+            tensors are ``[seq, batch, hidden]``, or have the batch in front if they have not three
+            dims.
+        num_microbatches: microbatches of the step.
+        encoder_grid, llm_grid: grids of the encoder and the language model; without them every rank
+            keeps what its iterator yields.
+        encoder_name: the encoder's modality.
+        forward_only: run no backward.
+        schedule_kwargs: as :func:`colocated_forward_backward` takes them: ``pg_collection``,
+            ``seq_length``, ``micro_batch_size``, …
+
+    Raises:
+        ValueError: a rank encodes samples of another DP index, or packed samples would have to be
+            shared out.
+    """
+    batches = [dict(next(data_iterator)) for _ in range(num_microbatches)]
+    if encoder_grid is not None and llm_grid is not None:
+        topology = bridge_topology(encoder_grid, llm_grid)
+        batches = shared_out(batches, topology, encoder_name)
+    return colocated_forward_backward(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=mimo_model,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        at_once=num_microbatches,
+        **schedule_kwargs,
+    )
+
+
+def _forward_step(microbatches: Iterator[Microbatch], model: MimoModel) -> tuple:
+    output, loss_mask = model(**next(microbatches))
+
+    def loss(output: torch.Tensor) -> tuple:
+        total = (output.float() * loss_mask.float()).sum()
+        return total, loss_mask.sum().int(), {"loss_reduced": total.detach()}
+
+    return output, loss
 
 
 @dataclass

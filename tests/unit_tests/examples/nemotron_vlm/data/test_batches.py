@@ -20,7 +20,9 @@ from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, StepPlan, Take
 from examples.mimo.nemotron_vlm.data.text import Text
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
+from megatron.core.token_layout import PaddedLengths, zigzag_layout
 from tests.unit_tests.no_host_sync import no_host_sync
 
 SEQ_LENGTH = 32
@@ -54,7 +56,9 @@ def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1
     else:
         ranks = [(part, part * dp // parts) for part in range(parts)]
         ranks += [(rank * parts // dp, rank) for rank in range(dp)]
-    plans = {rank: StepPlan(layouts, *rank, row_cost, macro_batch) for rank in ranks}
+    in_bubbles = macro_batch is not None  # else a pipeline encodes a step at once
+    schedule = EncoderSchedule(macro_batch or count, in_bubbles)
+    plans = {rank: StepPlan(layouts, *rank, row_cost, schedule) for rank in ranks}
     return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
 
 
@@ -227,7 +231,7 @@ class WrongCount(DigitStrips):
 def reader(source, packing=None, seq_length=SEQ_LENGTH) -> Reader:
     sizes = {"tile": 16, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": seq_length}
     names = {"modality": "images", "encoder": "radio"}
-    return Reader(source, **names, **sizes, packing=packing, reads_labels=True, needs_owners=True)
+    return Reader(source, **names, **sizes, packing=packing, reads_labels=True, cp=2, sp=1)
 
 
 class TestReader:
@@ -250,7 +254,7 @@ class TestReader:
         texts = [self.SOURCE.text("train", n) for n in (3, 5)]
         bounds = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
         with no_host_sync():
-            packed_parameters(batch["packing_kwargs"], batch["host_tokens"])
+            packed_parameters(batch["packing_kwargs"], batch["batch_plan"].lengths)
         assert bounds[-1] == 64 and all(bound % 8 == 0 for bound in bounds)
         for text, first, end in zip(texts, bounds, bounds[1:], strict=False):
             length = len(text.input_ids)
@@ -261,10 +265,13 @@ class TestReader:
 
     def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
         number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
-        batch = reader(self.SOURCE)[Take("train", [[number]], [Piece(number, 1, 2)], ([1], [1]))]
+        batch = reader(self.SOURCE)[Take("train", [[number]], [Piece(number, 1, 2)], ([1], [3]))]
+        plan = batch["batch_plan"]
         tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]
         assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])
-        (ids,) = batch["host_tokens"].encoded["images"]
         places = (self.SOURCE.text("train", number).input_ids == IMAGE).nonzero()[:, 0]
-        own = places[TOKENS_PER_TILE : 2 * TOKENS_PER_TILE]
-        assert np.flatnonzero(ids == IMAGE).tolist() == own.tolist()
+        owners = zigzag_layout(PaddedLengths((SEQ_LENGTH,), (SEQ_LENGTH,)), 2).owners[places]
+        encoded, consumed = (side["images"] for side in (plan.encoded, plan.consumed))
+        own = slice(TOKENS_PER_TILE, 2 * TOKENS_PER_TILE)
+        assert (encoded.counts, encoded.owners.tolist()) == ([4], owners[own].tolist())
+        assert (consumed.counts, consumed.owners.tolist()) == ([12], owners.tolist())

@@ -20,6 +20,7 @@ from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.energon import BaseWebdatasetFactory
 from tests.unit_tests.examples.nemotron_vlm.energon.counted_files import ShardReads
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
@@ -47,7 +48,7 @@ def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, i
 
 def reader_of(opened: EnergonSource, packing: Packing | None = None) -> Reader:
     sizes = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH}
-    flags = {"packing": packing, "reads_labels": True, "needs_owners": True}
+    flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
     return Reader(opened, "images", "radio", **sizes, **flags)
 
 
@@ -71,7 +72,8 @@ class TestAStepOfOneReplica:
         counts = ShardReads(digits, monkeypatch)
         wanted, texts = Counter(), 0
         for part, dp in ranks_of(encoder_layout, placement):
-            plan = StepPlan(layouts, part, dp, row_cost=sum, macro_batch=None)
+            schedule = EncoderSchedule(macro_batch=ROWS)
+            plan = StepPlan(layouts, part, dp, row_cost=sum, schedule=schedule)
             reader = reader_of(opened, packing)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):

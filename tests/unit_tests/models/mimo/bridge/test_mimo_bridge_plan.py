@@ -13,8 +13,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, planned_rows
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
+from megatron.core.models.mimo.comm.colocated_communicator import divides, gather_groups
 from megatron.core.token_layout import Route
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
@@ -152,12 +154,9 @@ class TestGroups:
     def test_every_rank_is_in_one_block_and_in_one_gather_group(self, world):
         for topology in topologies(world, every=1 + world // 8):
             assert sorted(itertools.chain(*topology.blocks)) == list(range(world))
-            groups = topology.gather_groups
-            if topology.divides and topology.scale > 1:
+            groups = gather_groups(topology)
+            if divides(topology) and topology.src_dp != topology.dest_dp:
                 assert sorted(itertools.chain(*groups)) == list(range(world))
-                assert all(
-                    [topology.slot(r) for r in g] == list(range(topology.scale)) for g in groups
-                )
             else:
                 assert groups == []
 
@@ -264,7 +263,8 @@ class TestVolume:
         members, cp = topology.blocks[0], topology.dest_cp
         batch = Batch(topology, [8] * topology.atoms, balanced=True)
         _, backward = batch.routes(plan_block(topology, members), members)
-        all_reduced = 2 * (cp - 1) / cp * 8 * topology.scale
+        scale = topology.atoms // topology.dest_dp
+        all_reduced = 2 * (cp - 1) / cp * 8 * scale
         assert max(sum(route.recv_splits) for route in backward) * times_less <= all_reduced
 
     def test_replicas_share_the_sending(self):
@@ -313,3 +313,15 @@ class TestVolume:
         for peer, count in enumerate(mine.recv_splits):
             if count:
                 assert plan.routes(peer, *known(peer))[1].send_splits[last] == count
+
+
+def test_rows_of_microbatches_that_cross_the_bridge_at_once_are_joined():
+    one, other = AtomRows(np.array([4, 0]), np.array([0, 0, 1, 1])), AtomRows(np.array([1, 2]))
+    plans = [
+        BatchPlan({"images": AtomRows([number], np.array([number]))}, {"images": rows})
+        for number, rows in enumerate((one, one, other))
+    ]
+    found = planned_rows(plans, "images")
+    assert (found.encoded.counts, found.encoded.owners.tolist()) == ([3], [0, 1, 2])
+    assert found.by_microbatch == [4, 4, 3]
+    assert found.consumed.counts.tolist() == [9, 2] and found.consumed.owners is None

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import (
     ColocatedBridgeCommunicator,
-    SampleRows,
     SliceInfo,
+    gather_groups,
 )
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -69,8 +70,6 @@ class TestRankMaps:
         with patch.object(dist, "get_rank", return_value=0), _no_groups():
             bridge = ColocatedBridgeCommunicator(grid_of(**source), grid_of(**destination))
         assert bridge.rank_to_dest_pos == canonical
-        at_cp_0 = {rank: (dp, tp, 0) for rank, (dp, tp) in canonical.items()}
-        assert bridge.rank_to_dest_coords == at_cp_0 | coordinates
         tp = source["tp"]
         assert bridge.rank_to_src_pos == {rank: divmod(rank, tp) for rank in range(8)}
 
@@ -88,16 +87,24 @@ class TestRankMaps:
         ids=str,
     )
     def test_gather_groups_cover_the_world_once(self, source, destination, groups):
-        found = bridge_topology(grid_of(**source), grid_of(**destination)).gather_groups
+        found = gather_groups(bridge_topology(grid_of(**source), grid_of(**destination)))
         assert found == groups
         assert sorted(itertools.chain(*found)) == list(range(8))
+
+    def test_a_view_of_the_experts_changes_nothing(self):
+        plain, with_experts = (grid_of(tp=2, cp=2, dp=2) for _ in range(2))
+        view = ["expt_tp", "ep", "expt_dp", "pp"]
+        with_experts.register_view("expert", [1, 4, 2, 1], view, shared_dims=["pp"])
+        with patch.object(dist, "get_rank", return_value=0), _no_groups():
+            bridge = ColocatedBridgeCommunicator(grid_of(tp=2, dp=4), with_experts)
+        assert bridge.topology == bridge_topology(grid_of(tp=2, dp=4), plain)
 
     def test_rank_offset_shifts_every_rank(self, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "12")
         source = HyperCommGrid([2, 4], ["tp", "dp"], rank_offset=4)
         destination = HyperCommGrid([4, 2], ["tp", "dp"], rank_offset=4)
         topology = bridge_topology(source, destination)
-        assert topology.gather_groups[0] == [4, 6]
+        assert gather_groups(topology)[0] == [4, 6]
         assert topology.src[11][:2] == (3, 1)
 
 
@@ -187,14 +194,14 @@ class Case:
 
         bounds = [0, *itertools.accumulate(counts)]
 
-        def part(number: int, parts: int) -> tuple[slice, SampleRows]:
-            first, end = (24 // parts * n for n in (number, number + 1))
-            rows = slice(bounds[first], bounds[end])
-            return rows, SampleRows(counts[first:end], owner[rows].numpy())
+        def part(atoms: range) -> tuple[slice, AtomRows]:
+            each = 24 // topology.atoms
+            ends = [bounds[each * atom] for atom in (*atoms, atoms.stop)]
+            rows = slice(ends[0], ends[-1])
+            return rows, AtomRows(np.diff(ends), owner[rows].numpy())
 
-        src_dp = topology.src[rank].dp
-        mine, self.encoded = part(topology.parts[src_dp], topology.src_dp)
-        consumed, self.consumed = part(dest.dp, topology.dest_dp)
+        mine, self.encoded = part(topology.encodes(rank))
+        consumed, self.consumed = part(topology.consumes(rank))
         present = consumed if dest.pp == 0 else slice(0, 0)
 
         self.input = embeddings[mine].to(Utils.device).requires_grad_()
@@ -245,24 +252,13 @@ def receive_zeros(received: torch.Tensor, *_, **__) -> None:
 @requires_world_size(8)
 @pytest.mark.parametrize("bridge", LAYOUTS, indirect=True, scope="class")
 class TestValues:
-    @pytest.mark.parametrize("known", ["samples", "samples-without-owners", "sums"])
-    def test_rows_arrive_and_their_owners_gradients_return(self, bridge, known):
+    def test_rows_arrive_and_their_owners_gradients_return(self, bridge):
         """Wherever a CP rank's gradient should be zero it is NaN: it must not be moved at all."""
         if bridge is None:
             return
         for rows in ROWS:
             case = Case(bridge, rows)
-            encoded = {
-                "samples": case.encoded,
-                "samples-without-owners": SampleRows(case.encoded.counts),
-                "sums": None,
-            }[known]
-            arguments = (case.input, encoded, case.consumed)
-            if known != "samples" and not bridge.topology.divides:
-                with pytest.raises(ValueError, match="need to be told the rows of each sample"):
-                    bridge.communicate(*arguments)
-                continue
-            out = bridge.communicate(*arguments)
+            out = bridge.communicate(case.input, case.encoded, case.consumed)
             assert torch.equal(out, case.output), rows
             out.backward(case.cp_grad.where(case.owned, torch.nan))
             assert torch.equal(case.input.grad, case.grad_of_owners), rows
@@ -272,7 +268,7 @@ class TestValues:
         products = torch.zeros(2, dtype=torch.float64, device=Utils.device)
         if bridge is not None:
             case = Case(bridge, UNEVEN)
-            rows = (SampleRows(rows.counts) for rows in (case.encoded, case.consumed))
+            rows = (AtomRows(rows.counts) for rows in (case.encoded, case.consumed))
             out = bridge.communicate(case.input, *rows)
             out.backward(case.cp_grad)
             assert torch.equal(case.input.grad, case.sum_of_cp_grads)
@@ -345,37 +341,30 @@ class TestInterface:
         size = 6 // bridge.scale
         assert bridge.get_slice_info(6) == SliceInfo(slots[dist.get_rank()] * size, size)
 
-    def test_counts_that_do_not_fit_are_refused_on_every_rank(self, make_bridge):
+    def test_rows_that_do_not_fit_are_refused(self, make_bridge):
         fan_out = make_bridge(dict(tp=4, dp=2), dict(cp=2, dp=4), dim_mapping=FLAT)
-        rows, two = torch.ones(3, HIDDEN, device=Utils.device), SampleRows([2])
+        rows, two = torch.ones(3, HIDDEN, device=Utils.device), AtomRows([2])
         with pytest.raises(ValueError, match="3 rows are not divisible by fan_out: 2 equal"):
             fan_out.communicate(rows)
-        with pytest.raises(ValueError, match="3 samples are not divisible by 2"):
-            fan_out.communicate(rows, SampleRows([1, 1, 1]), two)
+        with pytest.raises(ValueError, match="rows of 2 atoms are needed, got 3"):
+            fan_out.communicate(rows, AtomRows([1, 1, 1]), two)
         with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
-            fan_out.communicate(rows, SampleRows([2, 2]), two)
+            fan_out.communicate(rows, AtomRows([2, 2]), two)
         with pytest.raises(ValueError, match=r"below 2 for each of 3 rows .* got shape \(5,\)"):
-            fan_out.communicate(rows, SampleRows([2, 1], np.zeros(5, int)), two)
+            fan_out.communicate(rows, AtomRows([2, 1], np.zeros(5, int)), two)
         with pytest.raises(ValueError, match=r"with values 2…2"):
-            fan_out.communicate(rows, SampleRows([2, 1]), SampleRows([2], np.full(2, 2)))
-        with pytest.raises(ValueError, match=r"make \[3\] rows, .* consumes \[2, 2\]"):
-            fan_out.communicate(rows, consumed=two)
-
-    def test_counts_that_do_not_fit_on_some_ranks_are_refused_on_all(self, make_bridge):
-        """Ranks of the other DP index have nothing to do with the counts, and would go on alone."""
-        fan_in = make_bridge(dict(dp=8), dict(cp=4, dp=2), dim_mapping=FLAT)
-        rows = torch.ones(3, HIDDEN, device=Utils.device)
-        right = dist.get_rank() < 4
-        with pytest.raises(ValueError, match=r"\[3, 3, 3, 3\] rows, .* \[11\].* 4 to 7") as found:
-            fan_in.communicate(rows, consumed=SampleRows([12 if right else 11]))
-        texts = [None] * 8
-        dist.all_gather_object(texts, str(found.value))
-        assert len(set(texts)) == 1
-
-    def test_counts_that_do_not_fit_are_refused_where_nothing_is_exchanged(self, make_bridge):
+            fan_out.communicate(rows, AtomRows([2, 1]), AtomRows([2], np.full(2, 2)))
         same = make_bridge(dict(tp=2, dp=4), dict(tp=2, dp=4), dim_mapping=FLAT)
         with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
-            same.communicate(torch.ones(3, HIDDEN), consumed=SampleRows([4]))
+            same.check_equal(3, 4, Utils.device)
+
+    def test_unequal_rows_on_some_ranks_are_refused_on_all(self, make_bridge):
+        """Ranks of the other DP index have nothing to do with the rows, and would go on alone."""
+        fan_in = make_bridge(dict(dp=8), dict(cp=4, dp=2), dim_mapping=FLAT)
+        fan_in.check_equal(3, 12, Utils.device)
+        right = dist.get_rank() < 4
+        with pytest.raises(ValueError, match="each of 8 equal parts .* they have 2.75 to 3[.]"):
+            fan_in.check_equal(3, 12 if right else 11, Utils.device)
 
     def test_only_its_own_groups_are_freed(self):
         Utils.initialize_distributed()

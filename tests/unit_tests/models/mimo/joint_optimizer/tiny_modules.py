@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.optimizer import MimoOptimizer, get_mimo_optimizer
 from megatron.core.optimizer import OptimizerConfig
@@ -166,7 +167,11 @@ def model_of(places: dict[str, Place], frozen: tuple[str, ...] = ()) -> Iterator
             pg_collection=collections[name],
         )
     yield Model(
-        SimpleNamespace(module_to_grid_map=grids),
+        SimpleNamespace(
+            module_to_grid_map=grids,
+            encoder_schedule=EncoderSchedule(),
+            optimizer_overrides=None,
+        ),
         {name: module for name, module in modules.items() if name != LANGUAGE},
         modules.get(LANGUAGE),
         modules,

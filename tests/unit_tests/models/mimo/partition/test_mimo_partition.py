@@ -10,21 +10,13 @@ import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.mimo.forward.modality_rows import (
-    HostTokens,
-    Tokens,
-    consumed_rows,
-    encoded_rows,
-    row_counts,
-)
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.token_layout import PaddedLengths
+from megatron.core.token_layout import PaddedLengths, zigzag_owners
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-IMAGE = 3
 ROW = (5, 7, 1, 13)
 """Lengths of packed samples: none fits any CP size."""
 
@@ -143,7 +135,7 @@ class TestEveryTokenHasOnePlace:
 
     def test_owners_are_the_ranks_that_receive_the_tokens(self, batch, samples, cp, tp):
         params = packed(samples) if samples else None
-        owners = adapter_of(cp, tp).owners(batch.tokens, params)
+        owners = zigzag_owners(adapter_of(cp, tp).lengths(batch.tokens, params), cp)
         for cp_rank, shard in enumerate(batch.shards(cp, tp, samples)[::tp]):
             mine = batch.labels[0][owners == cp_rank].tolist()
             assert mine == sorted(filter(None, shard[1][0].tolist()))
@@ -188,51 +180,13 @@ class TestZigzag:
         adapter = adapter_of(2, 1)
         lengths = adapter.lengths(12, params)
         assert lengths == PaddedLengths((4, 8), (4, 8))
-        assert adapter.owners(12, params).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
+        assert zigzag_owners(lengths, 2).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 
 
-class TestModalityRows:
-    IDS = torch.tensor([[IMAGE, 9, 9, IMAGE, 9, IMAGE, IMAGE, 9], [9, 9, IMAGE, 9, 9, 9, 9, 9]])
-    ROW = torch.tensor([[IMAGE] * 5 + [9, IMAGE, 9, 9, 9, 9, 9, IMAGE]])
-
-    @pytest.fixture(params=[False, True], ids=["read-back", "told"])
-    def tokens(self, request):
-        """Two rows, the second of which this rank encodes."""
-        return Tokens(
-            self.IDS,
-            None,
-            HostTokens({"images": self.IDS[1:]}, self.IDS) if request.param else None,
-        )
-
-    def test_rows_of_all_sequences_in_order(self, tokens):
-        rows = consumed_rows([tokens, tokens], "images", IMAGE, adapter_of(2, 1))
-        assert rows.counts == [4, 1, 4, 1] and row_counts([tokens, tokens], IMAGE) == [5, 5]
-        assert rows.owners.tolist() == 2 * [0, 1, 1, 0, 1]
-
-    def test_rows_of_encoded_samples_where_the_batch_tells(self, tokens):
-        rows = encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1))
-        assert (rows is None) == (tokens.host is None)
-        if rows is not None:
-            assert (rows.counts, rows.owners.tolist()) == ([1], [1])
-
-    def test_rows_of_packed_samples_in_order(self):
-        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
-        for known, counts in ((None, [7]), (host, [5, 1, 1])):
-            tokens = Tokens(self.ROW, packed((5, 7, 1)), known)
-            rows = consumed_rows([tokens], "images", IMAGE, adapter_of(2, 1))
-            assert rows.counts == counts
-            assert rows.owners.tolist() == [0, 0, 1, 1, 1, 0, 0]
-        assert encoded_rows([tokens], "images", IMAGE, adapter_of(2, 1)).owners is None
-
-    def test_no_owners_without_context_parallelism(self, tokens):
-        assert consumed_rows([tokens], "images", IMAGE, None).owners is None
-        assert consumed_rows([tokens], "images", IMAGE, adapter_of(1, 2)).owners is None
-
-    def test_told_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
+class TestPackedParameters:
+    def test_known_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
         bounds = torch.tensor([0, 5, 12, 13])
-        packing = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
-        host = HostTokens({"images": []}, self.ROW[0].split([5, 7, 1]))
-        params = packed_parameters(packing, host)
+        params = packed_parameters({"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}, (5, 7, 1))
         with no_host_sync():
             assert adapter_of(2, 1).lengths(13, params).real == (5, 7, 1)
         assert packed_parameters(params) is params
@@ -302,7 +256,7 @@ class TestGradients:
         (local * (1 + dist.get_rank(tp_group))).sum().backward()
 
         assert len(local) == lengths.total // 8
-        owners = adapter.owners(26, packed(samples) if samples else None)
+        owners = torch.from_numpy(zigzag_owners(lengths, 4))
         is_mine = (owners == dist.get_rank(cp_group)).to(Utils.device)
         found = embeddings.grad[:, 0, 0]
         assert ((found > 0) == is_mine).all()

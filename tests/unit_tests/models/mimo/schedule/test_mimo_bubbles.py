@@ -58,7 +58,7 @@ TWO_ENCODERS = replace(
 def check_bubbles(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
     """Assert that losses and gradient norms are those of one rank in plain PyTorch."""
     encoders = encoders or {IMAGES: dict(dp=Utils.world_size)}
-    check(job, language | {"variable_lengths": False}, told=True, **encoders)
+    check(job, language | {"variable_lengths": False}, **encoders)
 
 
 @requires_world_size(4)
@@ -152,7 +152,7 @@ def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
         return contextlib.nullcontext()
 
     with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
-        train(UNEVEN, made, 1, told=True, around=around)
+        train(UNEVEN, made, 1, around=around)
     assert used and not new
 
 
@@ -195,12 +195,11 @@ def most_saved(microbatches: int, in_bubbles: bool) -> int:
     saved, parts = Saved(), samples(*({IMAGES: 3} for _ in range(4 * microbatches)))
     job = Job(parts, microbatches=microbatches, in_bubbles=in_bubbles)
     with contextlib.ExitStack() as stack:
-        for owner in (encoder_in_bubbles, macro_batches):
-            counted = saved.counted(owner.encode)
-            stack.enter_context(mock.patch.object(owner, "encode", counted))
+        counted = saved.counted(macro_batches.encode)
+        stack.enter_context(mock.patch.object(macro_batches, "encode", counted))
         language = PP_4 | {"variable_lengths": False}
         made = stack.enter_context(modules(images=dict(dp=4), language=language))
-        train(job, made, 1, told=True)
+        train(job, made, 1)
     assert saved.now == 0
     return saved.most
 
@@ -240,7 +239,7 @@ def test_two_pieces_swapped_end_in_a_message(monkeypatch):
     language = PP_4 | {"variable_lengths": False}
     with modules(images=dict(dp=4), language=language) as made:
         with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
-            train(UNEVEN, made, 1, told=True)
+            train(UNEVEN, made, 1)
 
 
 @requires_world_size(4)
@@ -256,10 +255,10 @@ class TestRefusals:
     def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
         with modules(images=encoder, language=language) as made:
             with pytest.raises(ValueError, match=text):
-                train(UNEVEN, made, 1, told=True)
+                train(UNEVEN, made, 1)
 
-    def test_microbatches_that_tell_nothing(self):
+    def test_microbatches_without_a_plan(self):
         language = PP_2 | {"variable_lengths": False}
         with modules(images=dict(dp=4), language=language) as made:
-            with pytest.raises(ValueError, match="host_tokens"):
-                train(UNEVEN, made, 1)
+            with pytest.raises(ValueError, match="batch_plan"):
+                train(UNEVEN, made, 1, planned=False)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from megatron.core.dist_checkpointing import parallel_manifest
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
 from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
-from megatron.core.models.mimo.forward.modality_rows import HostTokens
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.rerun_state_machine import Call, Caller
 from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
 from tests.unit_tests.models.mimo import small_vlm
@@ -202,10 +204,13 @@ class TestRecords:
     def test_that_of_a_step_which_was_not_finite_can_be_loaded(self, tmp_path):
         """Megatron saves it with the checkpoint from which such a step is run again."""
         caller = Caller("grad norm", 1)
-        record = {"call": Call(caller, 1), "batch": {"host_tokens": HostTokens({"images": []}, [])}}
-        torch.save(record, tmp_path / "record.pt")
+        rows = AtomRows(np.array([2]), np.array([0, 1]))
+        plan = BatchPlan({"images": rows}, {"images": rows}, (3, 4))
+        torch.save({"call": Call(caller, 1), "batch": {"batch_plan": plan}}, tmp_path / "record.pt")
         with no_code_from_checkpoints():
-            assert torch.load(tmp_path / "record.pt", weights_only=False) == record
+            found = torch.load(tmp_path / "record.pt", weights_only=False)
+        assert found["call"] == Call(caller, 1)
+        assert str(found["batch"]["batch_plan"]) == str(plan)
 
 
 @requires_world_size(2)

@@ -41,7 +41,7 @@ LIKE_LENGTHS = Job(
     )
 )
 """The mean of the ranks' means is that of all tokens."""
-TOLD = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)))
+DIVISIBLE = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)))
 """Samples of a length that CP divides."""
 
 TOLERANCE = 1e-5
@@ -72,13 +72,13 @@ def one_rank_trajectory(job: Job) -> Steps:
 
 
 def check(
-    job: Job, language: dict[str, int], told: bool = False, **encoders: dict[str, int]
+    job: Job, language: dict[str, int], planned: bool = True, **encoders: dict[str, int]
 ) -> None:
     """Assert that the loss goes down, step by step as on one rank."""
     expected = one_rank_trajectory(job.on_one_rank())
     expected_losses, expected_norms = zip(*expected, strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
-        losses, norms = zip(*train(job, made, STEPS, told), strict=True)
+        losses, norms = zip(*train(job, made, STEPS, planned), strict=True)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
     assert losses[-1] < 0.995 * losses[0]
@@ -102,14 +102,14 @@ class TestFourRanks:
     @requires_world_size(4)
     @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(cp=2, pp=2)], ids=str)
     @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=["fan-in", "fan-out"])
-    def test_the_host_waits_for_nothing_once_a_batch_tells_its_tokens(self, encoder, language):
+    def test_the_host_waits_for_nothing_once_a_batch_brings_a_plan(self, encoder, language):
         """Encoders, bridge, schedule and MimoModel, backward and reduction of gradients included.
 
         The first step fills caches, of layouts and of attention.
         """
         language = language | {"variable_lengths": False}  # else stages tell each other shapes
         with modules(images=encoder, language=language) as made:
-            train(TOLD, made, 3, told=True, around=lambda n: no_host_sync() if n else nullcontext())
+            train(DIVISIBLE, made, 3, around=lambda n: no_host_sync() if n else nullcontext())
 
 
 @requires_world_size(8)
@@ -138,9 +138,6 @@ CP_2_PP_2, VPP_2 = dict(cp=2, pp=2), dict(pp=2, vpp=2, dp=2)
 LAYOUTS = [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, dict(cp=2, dp=2))]
 """Layouts of the encoder and the language model; pipelines come first."""
 
-LAYOUTS_TOLD = [(*LAYOUTS[0], True), (*LAYOUTS[1], False), (*LAYOUTS[2], True)]
-"""The same, and whether the host is told the tokens of a batch or reads them back."""
-
 
 @requires_world_size(4)
 class TestWhatRealBatchesBring:
@@ -150,17 +147,28 @@ class TestWhatRealBatchesBring:
     def test_a_microbatch_without_images(self, encoder, language):
         check(replace(TEXT_ONLY_PART, microbatches=4), language, images=encoder)
 
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
+    @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+    def test_equal_samples_need_no_plan(self, packed, encoder, language):
+        check(replace(EVEN, packed=packed), language, planned=False, images=encoder)
+
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
+    def test_unequal_samples_without_a_plan_are_refused_on_every_rank(self, encoder, language):
+        with modules(**{LANGUAGE: language, IMAGES: encoder}) as made:
+            with pytest.raises(ValueError, match="equal parts of a batch must have .* batch_plan"):
+                train(UNEVEN, made, 1, planned=False)
+
     @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[::2], ids=str)
     def test_a_batch_without_images(self, encoder, language):
         check(TEXT_ONLY, language, images=encoder)
 
-    @pytest.mark.parametrize(("encoder", "language", "told"), LAYOUTS_TOLD, ids=str)
-    def test_two_encoders_of_different_layouts(self, encoder, language, told):
-        check(TWO_ENCODERS, language, told, images=dict(tp=2, dp=2), sounds=encoder)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
+    def test_two_encoders_of_different_layouts(self, encoder, language):
+        check(TWO_ENCODERS, language, images=dict(tp=2, dp=2), sounds=encoder)
 
-    @pytest.mark.parametrize(("encoder", "language", "told"), LAYOUTS_TOLD[:2], ids=str)
-    def test_packed_samples_of_odd_lengths(self, encoder, language, told):
-        check(PACKED, language, told, images=encoder)
+    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
+    def test_packed_samples_of_odd_lengths(self, encoder, language):
+        check(PACKED, language, images=encoder)
 
     @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
     def test_tied_embeddings(self, encoder, language):

@@ -36,7 +36,7 @@ def packed_trainer(encoder: str, language: str, samples_a_row: int = SAMPLES_A_R
         *("--micro-batch-size", str(samples_a_row)),
     )
     with trainer(*arguments, source=OddSamples()) as run:
-        run.loading = PackedSlices(run.loading)
+        run.loading = PackedSlices(run.loading, run.session.modules)
         yield run
 
 

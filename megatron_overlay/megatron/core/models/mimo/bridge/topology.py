@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +17,8 @@ from megatron.core.models.mimo.bridge.sample_ownership import assign_parts
 
 DIMS = ("tp", "cp", "dp", "pp")
 
-
-class BridgeDirection(StrEnum):
-    """The side of a bridge that has more DP ranks."""
-
-    FAN_IN = "fan_in"
-    """The source: a destination rank needs the rows of several source DP ranks."""
-
-    FAN_OUT = "fan_out"
-    """The destination: a destination rank needs a slice of one source DP rank's rows."""
-
-    EQUAL = "equal"
-    """Neither: a destination rank needs the rows of one source DP rank."""
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes of a grid's dims, the fastest first."""
 
 
 class Coordinates(NamedTuple):
@@ -63,26 +52,9 @@ class BridgeTopology:
     parts: tuple[int, ...]
 
     @property
-    def direction(self) -> BridgeDirection:
-        """The side that has more DP ranks."""
-        if self.src_dp == self.dest_dp:
-            return BridgeDirection.EQUAL
-        return BridgeDirection.FAN_IN if self.src_dp > self.dest_dp else BridgeDirection.FAN_OUT
-
-    @property
     def atoms(self) -> int:
         """Number of atoms that the batch is cut into."""
         return math.lcm(self.src_dp, self.dest_dp)
-
-    @property
-    def scale(self) -> int:
-        """Number of atoms of one DP index of the coarser side, the side with fewer DP ranks."""
-        return self.atoms // min(self.src_dp, self.dest_dp)
-
-    @property
-    def divides(self) -> bool:
-        """Whether one DP size divides the other, so that each finer DP index has one atom."""
-        return self.atoms == max(self.src_dp, self.dest_dp)
 
     @cached_property
     def dest_cp(self) -> int:
@@ -96,11 +68,11 @@ class BridgeTopology:
 
     def encodes(self, rank: int) -> range:
         """Atoms that a rank encodes."""
-        return _run(self.parts[self.src[rank].dp], self.atoms // self.src_dp)
+        return atoms_of(self.parts[self.src[rank].dp], self.src_dp, self.dest_dp)
 
     def consumes(self, rank: int) -> range:
         """Atoms that the destination DP index of a rank consumes, on the first pipeline stage."""
-        return _run(self.dest[rank].dp, self.atoms // self.dest_dp)
+        return atoms_of(self.dest[rank].dp, self.dest_dp, self.src_dp)
 
     @cached_property
     def exchanges(self) -> bool:
@@ -108,11 +80,6 @@ class BridgeTopology:
         return self.dest_cp * self.dest_pp > 1 or any(
             self.encodes(rank) != self.consumes(rank) for rank in self.src
         )
-
-    def slot(self, rank: int) -> int:
-        """Index of this rank's atom on the finer side among its coarser index's ``scale`` atoms."""
-        finer = self.consumes if self.direction is BridgeDirection.FAN_OUT else self.encodes
-        return finer(rank).start % self.scale
 
     @cached_property
     def blocks(self) -> list[list[int]]:
@@ -143,24 +110,6 @@ class BridgeTopology:
             members[root(self.encodes(rank).start)].append(rank)
         return sorted(members.values())
 
-    @cached_property
-    def gather_groups(self) -> list[list[int]]:
-        """Groups that have one rank for every slot of a coarser DP index, in slot order.
-
-        Fan-in: one group per (dest_dp, src_tp). Fan-out: one per (src_dp, dest_tp, cp, pp). Every
-        rank lies in exactly one. There are no groups if the DP sizes are equal, or if neither
-        divides the other, so that a finer index would share samples with two coarser ones.
-        """
-        if self.direction is BridgeDirection.EQUAL or not self.divides:
-            return []
-        fan_out = self.direction is BridgeDirection.FAN_OUT
-        finer, atoms = (self.dest, self.consumes) if fan_out else (self.src, self.encodes)
-        groups = defaultdict(list)
-        for rank in sorted(finer, key=lambda rank: (atoms(rank).start, rank)):
-            at = finer[rank]
-            groups[atoms(rank).start // self.scale, at.tp, at.cp, at.pp].append(rank)
-        return [groups[key] for key in sorted(groups)]
-
 
 def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> BridgeTopology:
     """Read both grids, and decide which source DP index encodes which samples.
@@ -179,24 +128,36 @@ def bridge_topology(src_grid: HyperCommGrid, dest_grid: HyperCommGrid) -> Bridge
             "Grids must have same rank offset, as colocated modules share their ranks: the source "
             f"has {src_grid.rank_offset}, the destination {dest_grid.rank_offset}"
         )
-    src_sizes, dest_sizes = _sizes("source", src_grid), _sizes("destination", dest_grid)
+    src_sizes = _checked_sizes("source", src_grid)
+    _checked_sizes("destination", dest_grid)
     for dim in ("pp", "cp"):
         if src_sizes[dim] != 1:
             raise ValueError(
                 f"src {dim.upper()} must be 1, got {src_sizes[dim]}: the bridge takes rows from "
                 f"ranks that hold whole samples; give those ranks to dp or tp"
             )
-    src, dest = _coordinates(src_grid), _coordinates(dest_grid)
-    sizes = src_sizes["dp"], dest_sizes["dp"]
+    axes = [tuple(zip(grid.dim_names, grid.shape, strict=True)) for grid in (src_grid, dest_grid)]
+    return _topology(*axes, src_grid.rank_offset)
+
+
+@lru_cache(maxsize=8)  # the loader asks for the same topology as the model's bridge
+def _topology(src_axes: Axes, dest_axes: Axes, rank_offset: int) -> BridgeTopology:
+    src, dest = (_coordinates(axes, rank_offset) for axes in (src_axes, dest_axes))
+    sizes = dict(src_axes)["dp"], dict(dest_axes)["dp"]
     ranks = [(src[rank].dp, at.dp, at.pp == 0) for rank, at in dest.items()]
     return BridgeTopology(src, dest, *sizes, assign_parts(*sizes, ranks))
 
 
-def _run(index: int, length: int) -> range:
-    return range(index * length, (index + 1) * length)
+def atoms_of(index: int, dp: int, other_dp: int) -> range:
+    """Atoms of the ``index``-th of ``dp`` equal runs of the batch; the other side has ``other_dp``.
+
+    There are lcm(dp, other_dp) atoms in all.
+    """
+    each = math.lcm(dp, other_dp) // dp
+    return range(index * each, (index + 1) * each)
 
 
-def _sizes(side: str, grid: HyperCommGrid) -> dict[str, int]:
+def _checked_sizes(side: str, grid: HyperCommGrid) -> dict[str, int]:
     sizes = dict.fromkeys(DIMS, 1) | dict(zip(grid.dim_names, grid.shape, strict=True))
     for dim in ("tp", "dp"):
         if dim not in grid.dim_names:
@@ -210,9 +171,11 @@ def _sizes(side: str, grid: HyperCommGrid) -> dict[str, int]:
     return sizes
 
 
-def _coordinates(grid: HyperCommGrid) -> dict[int, Coordinates]:
-    axes = np.unravel_index(np.arange(grid.size), tuple(grid.shape)[::-1])
-    index = dict.fromkeys(DIMS, np.zeros(grid.size, dtype=int))
-    index.update(zip(reversed(grid.dim_names), axes, strict=True))
+def _coordinates(axes: Axes, rank_offset: int) -> dict[int, Coordinates]:
+    names, shape = zip(*axes, strict=True)
+    size = math.prod(shape)
+    places = np.unravel_index(np.arange(size), shape[::-1])
+    index = dict.fromkeys(DIMS, np.zeros(size, dtype=int))
+    index.update(zip(reversed(names), places, strict=True))
     columns = zip(*(index[dim].tolist() for dim in Coordinates._fields), strict=True)
-    return {grid.rank_offset + i: Coordinates(*at) for i, at in enumerate(columns)}
+    return {rank_offset + i: Coordinates(*at) for i, at in enumerate(columns)}

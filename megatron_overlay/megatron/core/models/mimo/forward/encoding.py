@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import tensor_parallel
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, BridgeRows, planned_rows
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.forward.modality_rows import Tokens, consumed_rows, encoded_rows
 from megatron.core.models.mimo.setup.random_states import RandomStates
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
@@ -70,23 +70,60 @@ def encode(
 
 
 def communicate(
-    model: MegatronModule, rows: dict[str, Tensor], microbatches: Sequence[Tokens]
+    model: MegatronModule, rows: dict[str, Tensor], input_ids: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Send rows to the first-stage ranks of the language model that consume them.
+    """Send rows of a batch without a plan to the language model's ranks; differentiable.
 
     Collective over all ranks of the model, including those without a row.
 
     Args:
         model: the MimoModel.
         rows: the result of :func:`encode` for this rank's whole share.
-        microbatches: all microbatches in which this rank's language model consumes such rows, in
-            order. If all bring their ids in host memory, nothing waits for the device.
+        input_ids: as :func:`bridge_rows` takes them.
 
     Returns:
-        Rows ``[rows consumed, H]`` by modality, in the order of ``microbatches``; 0 rows on later
-        stages. Rows of a modality without a bridge are returned as they are.
+        Rows ``[rows consumed, H]`` by modality; 0 rows on later stages. Rows of a modality without
+        a bridge are returned as they are.
     """
-    return {name: _communicate(model, name, tensor, microbatches) for name, tensor in rows.items()}
+    moved = dict(rows)
+    for name, tensor in rows.items():
+        if bridge := model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY)):
+            encoded, consumed, _ = bridge_rows(model, name, tensor, [], input_ids)
+            moved[name] = bridge.communicate(tensor, encoded, consumed)
+    return moved
+
+
+def bridge_rows(
+    model: MegatronModule,
+    name: str,
+    rows: Tensor,
+    plans: Sequence[BatchPlan | None],
+    input_ids: Sequence[Tensor],
+) -> BridgeRows:
+    """Rows of modality ``name`` by which its bridge routes.
+
+    Args:
+        model: the MimoModel.
+        rows: ``[n, H]``, the modality's rows that this rank has encoded.
+        plans: those of all microbatches whose rows cross the bridge at once. Without them every
+            sample must have as many rows as any other, which the ranks tell each other; the
+            gradients of all CP ranks are then added, and the host waits for the device.
+        input_ids: ``[B, S]`` of the same microbatches, read only without plans; without either,
+            nothing is checked.
+
+    Raises:
+        ValueError: without plans, samples have different numbers of rows; on all ranks alike.
+    """
+    if plans and None not in plans:
+        return planned_rows(plans, name)
+    token_id = model.special_token_ids[name]
+    counts = [int((ids == token_id).sum()) for ids in input_ids]
+    bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
+    if bridge is None:
+        return BridgeRows(None, None, counts)
+    if input_ids:
+        bridge.check_equal(len(rows), sum(counts), rows.device)
+    return BridgeRows(*bridge.equal_rows(len(rows)), counts)
 
 
 def run_microbatch(
@@ -103,20 +140,6 @@ def run_microbatch(
             if not rows.requires_grad:
                 rows.requires_grad_()  # the pipeline sends a gradient to a frozen encoder too
     return output, loss_mask
-
-
-def _communicate(
-    model: MegatronModule, name: str, rows: Tensor, microbatches: Sequence[Tokens]
-) -> Tensor:
-    bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
-    if bridge is None:
-        return rows
-    token_id, adapter = model.special_token_ids[name], model.partition_adapter
-    return bridge.communicate(
-        rows,
-        encoded_rows(microbatches, name, token_id, adapter),
-        consumed_rows(microbatches, name, token_id, adapter),
-    )
 
 
 def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractContextManager:

@@ -12,17 +12,18 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.bridge import Bridge
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.forward.encoding import ModalityInputs, communicate, encode
-from megatron.core.models.mimo.forward.modality_rows import Tokens, row_counts
+from megatron.core.models.mimo.forward.encoding import ModalityInputs, bridge_rows, encode
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.models.mimo.schedule.grad_finalization import no_encoder_grad_sync
+from megatron.core.token_layout import Moving, Route
 
 Microbatch = dict[str, object]
 
@@ -46,7 +47,7 @@ class MacroBatches:
     ) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._left, self._size = count, size
-        self._encoded: list[Rows] = []
+        self._encoded: MacroBatch | None = None
         self._ready: list[Microbatch] = []
 
     def __iter__(self) -> MacroBatches:
@@ -59,73 +60,104 @@ class MacroBatches:
             with no_encoder_grad_sync(self._stages):
                 self.finish()
             size = min(self._size, self._left)
-            self._ready = self._encode([dict(next(self._microbatches)) for _ in range(size)])
+            self._ready = [dict(next(self._microbatches)) for _ in range(size)]
+            model = self._stages[0]
+            recompute = model.mimo_config.encoder_schedule.recompute
+            self._encoded = MacroBatch(model, list(self._ready), recompute)
+            self._encoded.receive()
             self._left -= size
         return self._ready.pop(0)
 
     def finish(self) -> None:
         """Run the encoders' backward of the last macro-batch, after that of its microbatches."""
-        trained = [(rows.whole, rows.grad) for rows in self._encoded if rows.grad is not None]
-        self._encoded = []
-        if trained:
-            torch.autograd.backward(*map(list, zip(*trained, strict=True)))
-
-    def _encode(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        model = self._stages[0]
-        shares, tokens = take_inputs(microbatches)
-        recompute = getattr(model, "recompute_encoder_shares", None)
-        rows = communicate(model, encode(model, shares, recompute), tokens)
-        self._encoded = [cut(model, name, whole, tokens) for name, whole in rows.items()]
-        for number, microbatch in enumerate(microbatches):
-            microbatch["encoder_embeddings"] = {
-                rows.name: rows.leaves[number] for rows in self._encoded if rows.leaves
-            }
-        return microbatches
+        if self._encoded is not None:
+            self._encoded.begin_return()
+            self._encoded.backward()
+            self._encoded = None
 
 
-def take_inputs(microbatches: list[Microbatch]) -> tuple[list[ModalityInputs | None], list[Tokens]]:
-    """Remove the encoders' inputs and the host tokens from the microbatches, and return them.
+class MacroBatch:
+    """Encoder outputs of one macro-batch, from their forward to their backward.
 
-    Returns:
-        For each microbatch the encoders' inputs, and the tokens by which the bridge plans.
+    Construction runs the encoders and starts sending their rows over the bridge. It and the methods
+    are collective over all ranks of the model, in this order.
+
+    Args:
+        model: the MimoModel that holds the encoders.
+        microbatches: its microbatches, which are changed.
+        recompute: as :func:`encode` takes it.
     """
-    shares, tokens = [], []
+
+    def __init__(
+        self, model: MimoModel, microbatches: list[Microbatch], recompute: int | None
+    ) -> None:
+        self.microbatches, self._model = microbatches, model
+        shares, plans = take_inputs(microbatches)
+        input_ids = [microbatch["input_ids"] for microbatch in microbatches]
+        self._made = encode(model, shares, recompute)
+        self._counts: dict[str, list[int]] = {}
+        self._routes: dict[str, tuple[Route, Route] | None] = {}
+        self._moving: dict[str, Moving] = {}
+        self._grads: dict[str, Tensor] = {}
+        for name, rows in self._made.items():
+            encoded, consumed, self._counts[name] = bridge_rows(model, name, rows, plans, input_ids)
+            bridge, self._routes[name] = self._bridge(name), None
+            if bridge is not None:
+                routes = bridge.plan_routes(len(rows), encoded, consumed, rows.device)
+                self._routes[name] = routes
+            if self._routes[name] is not None:
+                self._moving[name] = bridge.begin(rows.detach(), routes)
+
+    def receive(self) -> None:
+        """Wait for the rows and give each microbatch its own, on the first stage.
+
+        Views ``[its rows, H]`` are leaves, whose gradients are views of one buffer ``[rows, H]``.
+        """
+        is_first = self._model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY)
+        leaves = [{} for _ in self.microbatches]
+        for name, rows in self._made.items():
+            whole = self._moving.pop(name).finish() if name in self._moving else rows.detach()
+            if rows.requires_grad:
+                self._grads[name] = torch.zeros_like(whole)
+            if not is_first:
+                continue
+            counts = self._counts[name]  # they add up to len(whole)
+            for found, leaf in zip(leaves, whole.split(counts), strict=True):
+                found[name] = leaf
+            if rows.requires_grad:
+                for found, part in zip(leaves, self._grads[name].split(counts), strict=True):
+                    found[name].requires_grad_().grad = part
+        for microbatch, found in zip(self.microbatches, leaves, strict=True):
+            microbatch["encoder_embeddings"] = found
+        self._made = {name: self._made[name] for name in self._grads}
+
+    def begin_return(self) -> None:
+        """Start sending the rows' gradients back, after the backward of all its microbatches."""
+        for name in self._made:
+            if self._routes[name] is not None:
+                gradient, routes = self._grads.pop(name), self._routes[name]
+                self._moving[name] = self._bridge(name).begin_return(gradient, routes)
+
+    def backward(self) -> None:
+        """Wait for the gradients and run the encoders' backward."""
+        arrived = {name: moving.finish() for name, moving in self._moving.items()}
+        gradients = [arrived.get(name, self._grads.get(name)) for name in self._made]
+        self._moving, self._grads = {}, {}
+        if gradients:
+            torch.autograd.backward(list(self._made.values()), gradients)
+
+    def _bridge(self, name: str) -> Bridge | None:
+        return self._model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
+
+
+def take_inputs(
+    microbatches: list[Microbatch],
+) -> tuple[list[ModalityInputs | None], list[BatchPlan | None]]:
+    """Remove the encoders' inputs and the plans from the microbatches, and return both."""
+    shares, plans = [], []
     for microbatch in microbatches:
         shares.append(microbatch.pop("modality_inputs", None))
-        host = microbatch.pop("host_tokens", None)
-        packed = packed_parameters(microbatch.get("packing_kwargs"), host)
-        microbatch["packing_kwargs"] = packed
-        tokens.append(Tokens(microbatch["input_ids"], packed, host))
-    return shares, tokens
-
-
-@dataclass
-class Rows:
-    """One modality's rows of a macro-batch, split by microbatch.
-
-    Attributes:
-        name: name of the modality.
-        whole: all rows ``[rows, H]``, with their autograd history.
-        leaves: for each microbatch a view ``[its rows, H]`` without the history; empty on later
-            stages.
-        grad: buffer ``[rows, H]`` in which the leaves' gradients accumulate; None if the rows need
-            no gradient.
-    """
-
-    name: str
-    whole: Tensor
-    leaves: list[Tensor]
-    grad: Tensor | None
-
-
-def cut(model: MimoModel, name: str, whole: Tensor, microbatches: list[Tokens]) -> Rows:
-    """Split rows ``[rows, H]`` that the bridge has delivered by microbatch."""
-    grad = torch.zeros_like(whole) if whole.requires_grad else None
-    if not model.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
-        return Rows(name, whole, [], grad)
-    counts = row_counts(microbatches, model.special_token_ids[name])  # they add up to len(whole)
-    leaves = list(whole.detach().split(counts))
-    if grad is not None:
-        for leaf, part in zip(leaves, grad.split(counts), strict=True):
-            leaf.requires_grad_().grad = part
-    return Rows(name, whole, leaves, grad)
+        plans.append(microbatch.pop("batch_plan", None))
+        lengths = plans[-1] and plans[-1].lengths
+        microbatch["packing_kwargs"] = packed_parameters(microbatch.get("packing_kwargs"), lengths)
+    return shares, plans

@@ -235,8 +235,8 @@ def get_mimo_optimizer(
         mimo_model: the model, or its list of virtual pipeline stages.
         config: settings of every module that ``module_configs`` does not name.
         module_configs: settings by module name, such as learning rates, weight decay and betas.
-        config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the first
-            stage's ``optimizer_overrides``, if any, take precedence. Parameter names are those
+        config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the
+            model's ``optimizer_overrides``, if any, take precedence. Parameter names are those
             within a module.
 
     Raises:
@@ -245,7 +245,7 @@ def get_mimo_optimizer(
     models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
     grids = models[0].mimo_config.module_to_grid_map
     configs = dict(module_configs or {})
-    if own := getattr(models[0], "optimizer_overrides", None):
+    if own := models[0].mimo_config.optimizer_overrides:
         if config_overrides is None:
             config_overrides = get_standard_config_overrides(config)
         config_overrides = {**config_overrides, **own}

@@ -20,7 +20,6 @@ from megatron.core.token_layout import (
     TokenLayout,
     pad_lengths,
     zigzag_layout,
-    zigzag_owners,
 )
 
 
@@ -82,12 +81,6 @@ class PartitionAdapter(utils.PartitionAdapter):
     def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
         """Zigzag layout of the padded tokens over the CP ranks."""
         return zigzag_layout(lengths, self.cfg.cp_size)
-
-    def owners(
-        self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
-    ) -> torch.Tensor:
-        """CP rank that holds each token of a sequence, int64 ``[S]``."""
-        return zigzag_owners(self.lengths(seq_length, packed_seq_params), self.cfg.cp_size)
 
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,9 +14,6 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.forward.modality_rows import HostTokens
 
 
 def partition_groups(
@@ -37,14 +34,14 @@ def partition_groups(
 
 
 def packed_parameters(
-    packing: dict | PackedSeqParams | None, host: HostTokens | None = None
+    packing: dict | PackedSeqParams | None, lengths: Iterable[int] | None = None
 ) -> PackedSeqParams | None:
     """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
 
     Args:
         packing: keyword arguments of ``PackedSeqParams``, or a finished ``PackedSeqParams``.
-        host: tokens of the packed samples, which give their lengths without reading the boundaries
-            back from the device.
+        lengths: tokens of each packed sample, so that the boundaries need not be read back from the
+            device.
     """
     if packing is None or isinstance(packing, PackedSeqParams):
         return packing
@@ -54,8 +51,8 @@ def packed_parameters(
         if "cu_seqlens" in name and value is not None
     }
     packed = PackedSeqParams(**packing | bounds | {"qkv_format": "thd"})
-    if host is not None and packed.cu_seqlens_q_padded is None:
-        PaddedLengths.note(packed, [len(ids) for ids in host.consumed])
+    if lengths is not None and packed.cu_seqlens_q_padded is None:
+        PaddedLengths.note(packed, lengths)
     return packed
 
 

@@ -8,13 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
-from megatron.core.models.mimo.forward.encoding import encode
-from megatron.core.models.mimo.forward.macro_batches import Microbatch, Rows, cut, take_inputs
-from megatron.core.models.mimo.forward.modality_rows import Tokens, consumed_rows, encoded_rows
+from megatron.core.models.mimo.forward.macro_batches import MacroBatch, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.bubble_plan import (
     Costs,
@@ -26,20 +20,16 @@ from megatron.core.models.mimo.schedule.graph_capture import capture_each_use
 from megatron.core.pipeline_parallel.filled_waits import open_links
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.token_layout import Moving, Route
 from megatron.core.utils import get_model_config, unwrap_model
 
 
-def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
-    """Make the schedule encode where pipeline stages would wait, instead of in a phase before it.
+def prepare_bubbles(stages: list[MimoModel]) -> None:
+    """Prepare a model to encode where pipeline stages would wait, as its settings ask for.
 
-    Collective over the world, as it makes process groups. On GPUs, the first step runs all pieces
-    before and after the pipeline: loading a kernel may make CUDA wait for all work on the device,
-    and so for another rank that waits for this one.
+    Collective over the world, as it makes process groups.
 
     Args:
         stages: one MimoModel for each virtual stage, ready for training.
-        costs: costs from which the plans are made.
 
     Raises:
         ValueError: the model or its layout does not allow encoding in bubbles.
@@ -64,11 +54,19 @@ def encode_in_bubbles(stages: list[MimoModel], costs: Costs) -> None:
     for bridge in stages[0].colocated_comms.values():
         bridge.make_return_group()
     open_links(pp_group, config)
-    for stage in stages:
-        stage.bubble_costs = costs
     for encoders in stages[0].modality_submodules.values():
         capture_each_use(encoders)
-    stages[0].has_kernels_to_load = _is_on_gpu(stages[0])
+
+
+def loads_kernels(model: MimoModel) -> bool:
+    """Whether a step in bubbles is the model's first, on a GPU.
+
+    It runs all pieces before and after the pipeline: loading a kernel may make CUDA wait for all
+    work on the device, and so for another rank that waits for this one.
+    """
+    return _is_on_gpu(model) and not any(
+        bridge.ran_in_bubbles for bridge in model.colocated_comms.values()
+    )
 
 
 def _is_on_gpu(model: MimoModel) -> bool:
@@ -80,7 +78,7 @@ class EncoderInBubbles:
 
     Args:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
-        microbatches: the step's microbatches, with ``modality_inputs`` and ``host_tokens``; drawn
+        microbatches: the step's microbatches, with ``modality_inputs`` and ``batch_plan``; drawn
             macro-batch by macro-batch.
         count: number of microbatches of the step.
         size: microbatches of a macro-batch.
@@ -105,15 +103,17 @@ class EncoderInBubbles:
             for parameter in module.parameters()
         )
         order = list(enumerate(order_of_stage(stage, pp, count, vpp, group)))
-        model = stages[0]
-        self._recompute = getattr(model, "recompute_encoder_shares", None)
-        if model.has_kernels_to_load:
-            model.has_kernels_to_load = False
+        settings = stages[0].mimo_config.encoder_schedule
+        self._recompute = settings.recompute
+        if loads_kernels(stages[0]):
             self._before = pieces_around_the_pipeline(len(order), -(-count // size), trained)
             self._recompute = size  # so that no more activations are kept than in later steps
         else:
-            plan = bubble_plan(pp, count, size, vpp, trained, model.bubble_costs, group)
+            costs = Costs.of_share(settings.share, vpp)
+            plan = bubble_plan(pp, count, size, vpp, trained, costs, group)
             self._before = plan.before[stage]
+        for bridge in stages[0].colocated_comms.values():
+            bridge.ran_in_bubbles = True
         self._place = 0
         self._forwards = deque(place for place, (way, _, _) in order if way == "forward")
         first, last = (0, 0), (pp - 1, vpp - 1)
@@ -156,7 +156,12 @@ class EncoderInBubbles:
     def _encode(self, k: int) -> None:
         size = min(self._size, self._count - k * self._size)
         microbatches = [dict(next(self._microbatches)) for _ in range(size)]
-        self._macro_batches[k] = _MacroBatch(self._stages[0], microbatches, self._recompute)
+        if any("batch_plan" not in microbatch for microbatch in microbatches):
+            raise ValueError(
+                "encoding in bubbles needs microbatches with a batch_plan; without it, train in "
+                "three phases"
+            )
+        self._macro_batches[k] = MacroBatch(self._stages[0], microbatches, self._recompute)
 
     def _return(self, k: int) -> None:
         self._macro_batches[k].begin_return()
@@ -166,68 +171,3 @@ class EncoderInBubbles:
         hold = contextlib.nullcontext() if is_last else no_encoder_grad_sync(self._stages)
         with hold:
             self._macro_batches.pop(k).backward()
-
-
-class _MacroBatch:
-    """Encoder outputs of one macro-batch, from their forward to their backward.
-
-    Construction runs the encoders and starts sending their rows over the bridge.
-    """
-
-    def __init__(
-        self, model: MimoModel, microbatches: list[Microbatch], recompute: int | None
-    ) -> None:
-        self.microbatches = microbatches
-        self._model = model
-        shares, self._tokens = take_inputs(microbatches)
-        self._made: dict[str, Tensor] = encode(model, shares, recompute)
-        self._routes: dict[str, tuple[Route, Route]] = {
-            name: self._plan_routes(name, rows) for name, rows in self._made.items()
-        }
-        self._moving: dict[str, Moving] = {
-            name: self._bridge(name).begin(rows.detach(), self._routes[name])
-            for name, rows in self._made.items()
-        }
-        self._received: list[Rows] = []
-
-    def receive(self) -> None:
-        """Wait for the rows and give each microbatch its own, on the first stage."""
-        for name, moving in self._moving.items():
-            whole = moving.finish().requires_grad_(self._made[name].requires_grad)
-            self._received.append(cut(self._model, name, whole, self._tokens))
-        for number, microbatch in enumerate(self.microbatches):
-            microbatch["encoder_embeddings"] = {
-                rows.name: rows.leaves[number] for rows in self._received if rows.leaves
-            }
-        self._made = {name: rows for name, rows in self._made.items() if rows.requires_grad}
-        self._received = [rows for rows in self._received if rows.grad is not None]
-        self._moving = {}
-
-    def begin_return(self) -> None:
-        """Start sending the rows' gradients back, after the backward of all its microbatches."""
-        for rows in self._received:
-            bridge, routes = self._bridge(rows.name), self._routes[rows.name]
-            self._moving[rows.name] = bridge.begin_return(rows.grad, routes)
-        self._received = []
-
-    def backward(self) -> None:
-        """Wait for the gradients and run the encoders' backward."""
-        gradients = [moving.finish() for moving in self._moving.values()]
-        self._moving = {}
-        if gradients:
-            torch.autograd.backward(list(self._made.values()), gradients)
-
-    def _bridge(self, name: str):
-        return self._model.colocated_comms[name, MIMO_LANGUAGE_MODULE_KEY]
-
-    def _plan_routes(self, name: str, rows: Tensor) -> tuple[Route, Route]:
-        model, bridge = self._model, self._bridge(name)
-        where = name, model.special_token_ids[name], model.partition_adapter
-        tokens: list[Tokens] = self._tokens
-        encoded, consumed = encoded_rows(tokens, *where), consumed_rows(tokens, *where)
-        if bridge.must_ask(encoded, consumed):
-            raise ValueError(
-                f"encoding in bubbles needs microbatches with host_tokens that tell the ranks of "
-                f"{name} all their rows; without them, train in three phases"
-            )
-        return bridge.plan_routes(len(rows), encoded, consumed, rows.device)

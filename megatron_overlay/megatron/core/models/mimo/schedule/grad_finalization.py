@@ -58,7 +58,7 @@ def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
     reductions start when its gradients are finalized. So do those of an encoder that is recomputed
     in several parts, as DDP does not know which part is the last.
     """
-    recomputed = getattr(model[0], "recompute_encoder_shares", None)
+    recomputed = model[0].mimo_config.encoder_schedule.recompute
     *encoders, _ = _held_modules(model)
     with contextlib.ExitStack() as stack:
         for module in itertools.chain(*encoders):

@@ -20,8 +20,6 @@ def prepare_for_training(
     stages: list[MimoModel],
     modules: Modules,
     ddp_config: DistributedDataParallelConfig,
-    recompute_encoder_shares: int | None = None,
-    encoder_macro_batch: int = 1,
 ) -> None:
     """Wrap each module in DDP, in place, and set what the schedules and the training loop read.
 
@@ -34,11 +32,6 @@ def prepare_for_training(
         stages: the bare model, one for each virtual stage; the first holds the modalities.
         modules: groups of the model's modules.
         ddp_config: configuration of DDP for all modules.
-        recompute_encoder_shares: keep no encoder activations; in the backward run the encoders
-            again, this many microbatches' worth at a time. ``None`` keeps all.
-        encoder_macro_batch: microbatches that are encoded at once without a pipeline of the
-            language model, or in its bubbles; the schedule of three phases encodes all of a step
-            at once.
     """
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
@@ -48,8 +41,6 @@ def prepare_for_training(
             stage.language_model = _wrapped(stage.language_model, stage.config, ddp_config, number)
         stage.config.finalize_model_grads_func = finalize_mimo_grads
         stage.config.no_sync_func = partial(no_grad_sync, stages)
-        stage.recompute_encoder_shares = recompute_encoder_shares
-        stage.encoder_macro_batch = encoder_macro_batch
         stage.pg_collection = own_groups(modules)
         stage.rng_state_key_prefix = "language." if stage.role.has_language_module else "encoder."
 

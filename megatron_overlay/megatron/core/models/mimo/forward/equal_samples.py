@@ -1,0 +1,84 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Share out batches of equal samples that both modules' ranks of a DP index have been given."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.models.mimo.bridge.topology import BridgeTopology
+
+Microbatch = dict[str, object]
+
+
+def shared_out(
+    microbatches: list[Microbatch], topology: BridgeTopology, encoder_name: str
+) -> list[Microbatch]:
+    """Cut the microbatches of a step to what this rank encodes, and to what it consumes.
+
+    Args:
+        microbatches: MimoModel's keyword arguments, with the samples of a DP index of the module
+            with fewer DP ranks; they end with the encoders' inputs in the first microbatch.
+        topology: topology of the bridge.
+        encoder_name: the encoder's modality.
+
+    Raises:
+        ValueError: the rank encodes samples of another DP index than it consumes, or packed samples
+            would have to be cut.
+    """
+    rank = dist.get_rank()
+    encoded, consumed = topology.encodes(rank), topology.consumes(rank)
+    whole = max(encoded, consumed, key=len)
+    if not set(encoded) | set(consumed) <= set(whole):
+        raise ValueError(
+            f"rank {rank} encodes samples of other DP indices than it consumes: give the ranks "
+            "their samples yourself, and call colocated_forward_backward"
+        )
+    pieces = len(whole) // len(consumed)
+    if pieces > 1 and any(batch.get("packing_kwargs") is not None for batch in microbatches):
+        raise ValueError(
+            f"packed samples cannot be cut for language model dp={topology.dest_dp} and encoder "
+            f"dp={topology.src_dp}; use an encoder dp of as many or more"
+        )
+    own = (consumed.start - whole.start) // len(consumed)
+    inputs = [
+        (batch.pop("modality_inputs", None) or {}).get(encoder_name) for batch in microbatches
+    ]
+    if all(part is not None for part in inputs):
+        place = (encoded.start - whole.start) // len(encoded)
+        share = _joined(inputs, pieces, place, len(whole) // len(encoded))
+        microbatches[0]["modality_inputs"] = {encoder_name: share}
+    elif any(part is not None for part in inputs):
+        raise ValueError(f"all microbatches must have inputs of {encoder_name}, or none")
+    return [_cut(batch, own, pieces) for batch in microbatches]
+
+
+def _cut(batch: Microbatch, own: int, pieces: int) -> Microbatch:
+    """Piece ``own`` of the batch's text; position ids may have a dim of rotary axes in front."""
+    names = ("input_ids", "labels", "loss_mask", "position_ids")
+    cut = {
+        name: batch[name].chunk(pieces, dim=batch[name].dim() - 2)[own]
+        for name in names
+        if batch.get(name) is not None
+    }
+    return batch | cut
+
+
+def _joined(values: list, pieces: int, place: int, places: int):
+    """Join inputs in the order in which the language model consumes them, and take a part of them.
+
+    Each DP index of the language model consumes one of ``pieces`` pieces of every microbatch.
+    """
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _joined([v[key] for v in values], pieces, place, places) for key in first}
+    if not isinstance(first, Tensor):
+        return first
+    dim = 1 if first.dim() == 3 else 0
+    size = sum(value.size(dim) for value in values)
+    if size % places or any(value.size(dim) % pieces for value in values):
+        raise ValueError(f"{size} samples in {len(values)} microbatches are not divisible")
+    ordered = [value.chunk(pieces, dim)[piece] for piece in range(pieces) for value in values]
+    return torch.cat(ordered, dim).chunk(places, dim)[place].contiguous()

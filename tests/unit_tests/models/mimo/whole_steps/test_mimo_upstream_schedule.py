@@ -1,0 +1,94 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""``colocated_forward_backward_with_pp`` with the arguments of upstream's PR trains as one rank."""
+
+import pytest
+import torch
+
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS
+from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
+from megatron.core.models.mimo.bridge.topology import bridge_topology
+from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from tests.unit_tests.examples.nemotron_vlm import runs
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+SAMPLES, MICROBATCHES, LENGTH = 16, 2, 16
+ANSWER = 3
+"""Tokens with a loss in each sample: two digits and the end."""
+
+COMMON = (
+    *("--data", "digits:2", "--global-batch-size", str(SAMPLES)),
+    *("--seq-length", str(LENGTH)),
+)
+
+
+def batch_of(source, numbers: range) -> dict[str, object]:
+    texts = [source.text("train", number) for number in numbers]
+    ids, labels, mask = (
+        torch.stack([torch.nn.functional.pad(part, (0, LENGTH - len(part))) for part in parts]).to(
+            Utils.device
+        )
+        for parts in zip(*texts, strict=True)
+    )
+    tiles = torch.cat([source.tiles("train", number) for number in numbers]).to(Utils.device)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH, device=Utils.device).expand_as(ids),
+        "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
+    }
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [
+        pytest.param("dp=4", "pp=2,dp=2,ep=2", id="fan-in-pp-ep"),
+        pytest.param("tp=2,dp=2", "cp=2,pp=2,dp=1", id="fan-in-cp-pp"),
+        pytest.param("tp=4,dp=1", "pp=2,dp=2", id="fan-out-pp"),
+        pytest.param("tp=2,dp=2", "cp=2,dp=2", id="equal-cp"),
+    ],
+)
+def test_a_step_is_that_of_one_rank(encoder, language, monkeypatch):
+    expected = runs.one_rank_trajectory(*COMMON, "--micro-batch-size", "8", steps=1)
+    dp = int(language.split(",dp=")[1][0])
+    size = SAMPLES // MICROBATCHES // dp
+    layouts = "--encoder", encoder, "--language", language, "--micro-batch-size", str(size)
+    with runs.trainer(*COMMON, *layouts) as run:
+        grids = {name: module.grid for name, module in run.session.modules.items()}
+        topology = bridge_topology(grids[IMAGES], grids[LANGUAGE])
+        atoms = max(topology.encodes(Utils.rank), topology.consumes(Utils.rank), key=len)
+        each = SAMPLES // topology.atoms * len(atoms) // MICROBATCHES
+        first = SAMPLES // topology.atoms * atoms.start
+        batches = [
+            batch_of(run.source, range(first + n * each, first + (n + 1) * each))
+            for n in range(MICROBATCHES)
+        ]
+
+        def schedule(*, model, num_microbatches, pg_collection, seq_length, micro_batch_size, **_):
+            groups = pg_collection.get_language_model_collection()
+            reports = colocated_forward_backward_with_pp(
+                model[0],
+                iter(batches),
+                num_microbatches,
+                encoder_grid=grids[IMAGES],
+                llm_grid=grids[LANGUAGE],
+                encoder_name=IMAGES,
+                pg_collection=groups,
+                p2p_communicator=None,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+            )
+            tokens = SAMPLES * ANSWER / MICROBATCHES / groups.dp_cp.size()
+            return [
+                {LOSS: torch.stack([report["loss_reduced"], torch.full_like(total, tokens)])}
+                for report in reports
+                for total in report.values()
+            ]
+
+        monkeypatch.setattr(runs, "get_forward_backward_func", lambda **_: schedule)
+        found = run.train_step()
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[0][name], rel=1e-5)
