@@ -19,12 +19,8 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    options_of,
-    session_of,
-    trainer,
-    trajectory,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size

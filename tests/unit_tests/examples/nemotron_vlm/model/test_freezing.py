@@ -1,13 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen parts stay as they are, in every layout, and the others train as on one rank."""
+"""Frozen parts stay as they are; that the others train as on one rank is in rows.py."""
 
 import pytest
 import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.runs import assert_same_trajectory_as_one_rank, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 PARTS = ["encoder", "encoder,projector", "language"]
@@ -78,9 +78,3 @@ class TestFreezing:
             assert not apart
         else:
             assert any("input_projections" in name for name in apart)
-
-    @requires_world_size(4)
-    @pytest.mark.parametrize("parts", PARTS)
-    def test_the_others_train_as_on_one_rank(self, parts):
-        frozen = ("--freeze", parts)
-        assert_same_trajectory_as_one_rank("dp=4", "cp=2,pp=2,dp=1,ep=2", common=frozen)

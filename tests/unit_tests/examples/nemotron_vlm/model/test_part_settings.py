@@ -7,16 +7,10 @@ import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    OWN_DEFAULTS,
-    assert_same_trajectory_as_one_rank,
-    trainer,
-)
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.mimo.weights import Weights, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
-
-OWN = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
 
 
 def moves(*options: str) -> dict[str, Weights]:
@@ -49,12 +43,6 @@ def test_weight_decay_of_one_part_leaves_the_others():
     common, own = moves(*rates), moves(*rates, "--projector-weight-decay", "0.5")
     assert all(torch.equal(move, own["encoder"][name]) for name, move in common["encoder"].items())
     assert all(not torch.equal(m, own["projector"][n]) for n, m in common["projector"].items())
-
-
-@requires_world_size(4)
-def test_trajectory_equals_one_rank():
-    layouts = "tp=2,dp=2", "cp=2,pp=2,dp=1,ep=2"
-    assert_same_trajectory_as_one_rank(*layouts, common=(*OWN_DEFAULTS, *OWN))
 
 
 def test_a_negative_rate_is_refused():

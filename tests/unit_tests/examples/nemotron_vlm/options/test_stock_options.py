@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's options: each gives one rank's trajectory in another layout, or is refused by name."""
+"""Megatron's options that are refused by name, and defaults; rows.py has those that are taken."""
 
 import argparse
 
@@ -15,74 +15,6 @@ from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    COMPARED,
-    SAMPLES,
-    assert_same_trajectory,
-    assert_same_trajectory_as_one_rank,
-    one_rank_trajectory,
-    trajectory,
-)
-from tests.unit_tests.test_utilities import requires_world_size
-
-PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
-"""Layouts of the language model on four ranks: in three phases, and in one."""
-
-OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-
-SAME_NUMBERS = [
-    ((*OVERLAP, *FULL, "--recompute-num-layers", "1"), PIPELINE),
-    (
-        (*OVERLAP, "--recompute-granularity", "selective", "--recompute-modules", "moe")
-        + ("--moe-token-dispatcher-type", "allgather"),
-        FLAT,
-    ),
-    (
-        ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
-        + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
-        FLAT,
-    ),
-    ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
-    (("--no-use-distributed-optimizer",), PIPELINE),
-    (
-        ("--num-distributed-optimizer-instances", "2")
-        + ("--encoder-macro-batch", "2", "--recompute-encoder", "1"),
-        "dp=4,ep=2",
-    ),
-    (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
-    ((*OVERLAP, "--encoder-schedule", "bubbles"), PIPELINE),
-    (
-        ("--encoder-schedule", "bubbles", "--recompute-encoder", "1", "--overlap-grad-reduce"),
-        "pp=2,vpp=2,dp=2,ep=2",
-    ),
-]
-"""Options that change no number, several at once, each with a layout."""
-
-OTHER_NUMBERS = [
-    (
-        ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
-        + ("--moe-router-load-balancing-type", "aux_loss"),
-        PIPELINE,
-    ),
-    (("--position-embedding-type", "learned_absolute", "--init-method-std", "0.03"), PIPELINE),
-    (
-        ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
-        + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
-        + ("--weight-decay-incr-style", "linear")
-        + ("--moe-router-load-balancing-type", "global_aux_loss"),
-        FLAT,
-    ),
-    (
-        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu")
-        + ("--moe-shared-expert-gate",),
-        FLAT,
-    ),
-]
-"""Options that the one-rank run must have too."""
-
-PRECISIONS = {("--bf16",): 3e-2, ("--fp16", "--initial-loss-scale", "8"): 1e-2}
-"""Relative tolerances: a rounded weight sends some tokens to another expert."""
 
 REFUSED = [
     "--use-megatron-fsdp",
@@ -100,6 +32,7 @@ REFUSED = [
     "--moe-grouped-gemm",
     "--moe-permute-fusion",
     "--moe-router-fusion",
+    "--moe-shared-expert-overlap",
     "--moe-token-dispatcher-type flex",
     "--fp8-format hybrid",
     "--transformer-impl transformer_engine",
@@ -402,41 +335,6 @@ class TestRefused:
         parse([*layout, *sizes], world_size=8)
         with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
             parse([*layout, *sizes, "--eval-iters", "1"], world_size=8)
-
-
-@requires_world_size(4)
-class TestRight:
-    @pytest.mark.parametrize(("options", "language"), SAME_NUMBERS)
-    def test_changes_nothing(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options)
-
-    @pytest.mark.parametrize(("options", "language"), OTHER_NUMBERS)
-    def test_changes_every_layout_alike(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options)
-
-    @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_precisions_agree_with_one_rank(self, precision):
-        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
-        batch = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", "16")
-        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=COMPARED)]
-        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=COMPARED)]
-        assert found == pytest.approx(expected, rel=PRECISIONS[precision])
-
-    @pytest.mark.parametrize(
-        ("language", "options"),
-        [
-            (PIPELINE, ("--recompute-encoder", "1", "--overlap-grad-reduce")),
-            (FLAT, ("--encoder-macro-batch", "3", "--overlap-grad-reduce")),
-        ],
-        ids=["recompute", "macro-batches"],
-    )
-    def test_the_batch_grows_alike(self, language, options):
-        """A larger batch runs the encoder again in more parts, and has more macro-batches."""
-        growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
-        layout = ("--encoder", "tp=2,dp=2", "--language", language)
-        found = trajectory(*layout, *growing, *options, steps=4)
-        expected = one_rank_trajectory(*growing, steps=4)
-        assert_same_trajectory(found, expected)
 
 
 def test_help_shows_own_and_stock_options(capsys):
