@@ -31,7 +31,7 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
 from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
 from tests.unit_tests.models.mimo.mimo_gpt_training import Job, train
 from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import (
     CP_2_PP_2,
@@ -222,6 +222,19 @@ class TestRefusals:
     def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
         with modules(images=encoder, language=language) as made:
             with pytest.raises(ValueError, match=text):
+                train(IN_BUBBLES, made, 1, told=True)
+
+    def test_virtual_stages_whose_transfers_do_not_overlap(self, monkeypatch):
+        config = Module.config
+
+        def without_overlap(module):
+            made = config(module)
+            made.overlap_p2p_comm = False
+            return made
+
+        monkeypatch.setattr(Module, "config", without_overlap)
+        with modules(images=FAN_IN, language=VPP_2 | {"variable_lengths": False}) as made:
+            with pytest.raises(ValueError, match="needs overlap_p2p_comm with virtual stages"):
                 train(IN_BUBBLES, made, 1, told=True)
 
     def test_microbatches_that_tell_nothing(self):
