@@ -77,12 +77,6 @@ class TestResumedData:
             run.train_step()
             run.save(path)
 
-    def test_goes_on_at_its_row(self, shared_path):
-        self.saved(shared_path)
-        with trainer(*self.RUN, "--load", str(shared_path)) as run:
-            batch = next(run.loading.training())
-        assert sorted(batch["samples"]) == [4, 5, 6, 7]
-
     def test_data_that_has_changed_is_refused(self, shared_path, monkeypatch):
         self.saved(shared_path)
         text = "digits has other samples than when this was saved"
