@@ -40,8 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; record on the first rank, if asked to."""
-    config.addinivalue_line("markers", "shows(what): rows with other arguments show other things")
+    """Record on the first rank, if asked to."""
     path = config.getoption("record")
     if path and os.environ.get("RANK", "0") == "0":
         config.pluginmanager.register(Recorder(path), "recorder")

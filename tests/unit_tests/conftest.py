@@ -36,8 +36,9 @@ TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; on several ranks, keep all but rank 0 quiet and agree on outcomes."""
+    """Register the markers; on several ranks, keep all but rank 0 quiet and agree on outcomes."""
     config.addinivalue_line("markers", "world_size(n): runs on exactly n ranks")
+    config.addinivalue_line("markers", "shows(what): with --once, the first row of each runs")
     Utils.read_environment()
     if Utils.world_size > 1:
         config.pluginmanager.register(RankAgreement(), "rank-agreement")
