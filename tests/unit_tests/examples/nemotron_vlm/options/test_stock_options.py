@@ -102,6 +102,9 @@ REFUSED_ON_GPUS = [
 """Options refused on GPUs too; CPU ranks refuse some of them for want of a GPU."""
 
 
+GRAPHS = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+
+
 class TestRefused:
     @pytest.mark.parametrize("arguments", REFUSED)
     def test_names_the_option_and_the_reason(self, arguments):
@@ -132,9 +135,8 @@ class TestRefused:
         ],
     )
     def test_names_what_cuda_graphs_do_not_go_with(self, other):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
         with pytest.raises(UserError, match="^--cuda-graph-impl local with --.* is not taken here"):
-            parse([*graphs.split(), *other.split()], world_size=2)
+            parse([*GRAPHS.split(), *other.split()], world_size=2)
 
     @pytest.mark.parametrize(
         ("arguments", "texts"),
@@ -280,9 +282,8 @@ class TestRefused:
     def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
         self, options, schedule, at_once
     ):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        graphs += " --data mock --no-check-for-nan-in-loss-and-grad"
-        found = parse([*graphs.split(), *options.split()], world_size=4).args
+        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad {options}"
+        found = parse(line.split(), world_size=4).args
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
@@ -298,14 +299,12 @@ class TestRefused:
     ):
         monkeypatch.setenv(variable, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        graphs += " --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
-        assert parse(graphs.split(), world_size=4).args.encoder_schedule == THREE_PHASES
+        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
+        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
 
     def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        found = parse([*graphs.split(), "--data", "mock", "--language", "pp=2"], world_size=4)
-        assert found.args.encoder_schedule == THREE_PHASES
+        line = f"{GRAPHS} --data mock --language pp=2"
+        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
 
     def test_a_growing_batch_must_fit_at_every_size(self):
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
