@@ -48,10 +48,10 @@ class Row:
         return [(self.encoder, self.language, self.options), *self.then]
 
     def batch(self, language: str) -> tuple[str, ...]:
-        """Options for the batch in a layout of the language model."""
+        """Options for the batch in a layout of the language model, with dp=1 if it says no dp."""
         layout = parse_layout(language, "language")
         count = self.microbatches or (layout.pp if layout.pp > 1 else 2)
-        return MODELS[self.model].batch(count, layout.dp)
+        return MODELS[self.model].batch(count, layout.dp or 1)
 
 
 APART = ("--placement", "non-colocated")
