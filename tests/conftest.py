@@ -4,6 +4,7 @@
 
 Every behaviour is then seen once; rows are sorted so that the most demanding comes first. Classes
 such as TestFourRanks repeat a test by one name on several numbers of ranks: the first class runs.
+Of rows that are marked with what they show, the first of each mark runs.
 """
 
 import json
@@ -82,9 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out all rows but one, if asked to."""
     if not config.getoption("once"):
         return
-    first: dict[str, pytest.Item] = {}
+    first: dict[tuple, pytest.Item] = {}
     for item in items:
-        first.setdefault(_RANKS.sub("", item.nodeid.partition("[")[0]), item)
+        marker = item.get_closest_marker("shows")
+        shown = marker.args if marker else ()
+        first.setdefault((_RANKS.sub("", item.nodeid.partition("[")[0]), *shown), item)
     kept = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

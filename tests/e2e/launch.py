@@ -7,28 +7,43 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 
-CHECKOUT = Path(__file__).resolve().parents[2] / "build" / "Megatron-LM"
+from tests.agent import run_ranks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+ENVIRONMENT = {
+    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 
 LIMIT_S = 150
-"""Time limit of one rank."""
+"""Time limit of all ranks."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended."""
+    """How one rank ended; without a code if it did not come to its end."""
 
-    code: int
+    code: int | None
     output: str
     errors: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Ended:
+        """Read what a rank has written."""
+        code, output, errors = (folder / name for name in ("code", "output", "errors"))
+        ended = int(code.read_text()) if code.exists() else None
+        return cls(ended, output.read_text(), errors.read_text())
 
     @property
     def error_lines(self) -> list[str]:
@@ -36,57 +51,51 @@ class Ended:
         return [line for line in self.errors.splitlines() if line.startswith("error: ")]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def run(ranks: int, *arguments: str | Path) -> list[Ended]:
-    """Run the program to its end on every rank.
+    """Run the program to its end on every rank, under torchrun's agent.
 
     The ranks are forked from a process that has imported the modules that take seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(_free_port()),
-    }
     with tempfile.TemporaryDirectory() as directory:
-        said = [Path(directory, str(rank)) for rank in range(ranks)]
-        processes = []
-        try:
-            for rank, own in enumerate(said):
-                own.mkdir()
-                environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                given = (list(map(str, arguments)), environment, own)
-                processes.append(context.Process(target=_rank, args=given))
-                processes[-1].start()
-            for process in processes:
-                process.join(LIMIT_S)
-        finally:
-            for process in processes:
-                process.kill()
-        return [
-            Ended(process.exitcode, (own / "output").read_text(), (own / "errors").read_text())
-            for process, own in zip(processes, said, strict=True)
-        ]
+        given = (ranks, _rank, list(map(str, arguments)), directory)
+        agent = context.Process(target=run_ranks, args=given)
+        agent.start()
+        agent.join(LIMIT_S)
+        kill(agent)
+        return [Ended.read(Path(directory, str(rank))) for rank in range(ranks)]
 
 
-def _rank(arguments: list[str], environment: dict[str, str], said: Path) -> None:
+def _rank(arguments: list[str], directory: str) -> None:
+    """Note how the program ends, and end well: the agent would end the other ranks."""
     from examples.mimo.pretrain_nemotron_vlm import main
 
+    own = Path(directory, os.environ["RANK"])
+    own.mkdir()
     for stream, name in ((sys.stdout, "output"), (sys.stderr, "errors")):
-        with (said / name).open("w") as file:
+        with (own / name).open("w") as file:
             os.dup2(file.fileno(), stream.fileno())
-    os.environ.update(environment)
     os.chdir(CHECKOUT)
-    sys.exit(main(arguments))
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # as argparse ends
+        code = end.code
+    (own / "code").write_text(str(code))
 
 
-def kill(process: subprocess.Popen) -> None:
+def start(module: str, *arguments: object, **streams) -> subprocess.Popen:
+    """Start a module of the tests in a process group of its own, and return at once."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=CHECKOUT,
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,
+        **streams,
+    )
+
+
+def kill(process: subprocess.Popen | BaseProcess) -> None:
     """SIGKILL a rank or a launcher, and all that it started: these hold its pipes open."""
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -94,4 +103,4 @@ def kill(process: subprocess.Popen) -> None:
     for each in (process, *started):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
-    process.wait()
+    process.wait() if isinstance(process, subprocess.Popen) else process.join()

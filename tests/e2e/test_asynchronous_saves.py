@@ -5,7 +5,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.launch import CHECKOUT, kill
-from tests.e2e.test_faults import ENVIRONMENT, assert_whole, newest
+from tests.e2e.launch import kill, start
+from tests.e2e.test_faults import assert_whole, newest
 
 LIMIT_S = 90
 
@@ -44,16 +43,9 @@ def training(directory: Path) -> Iterator[subprocess.Popen]:
     """A rank that has made its first steps, in a process group with all that it started."""
     metrics = directory / "metrics.jsonl"
     outputs = ("--metrics-out", metrics, "--save", directory / "saved")
-    program = ("tests.e2e.asynchronous_saves", directory / "hashed", *ARGUMENTS, *outputs)
+    given = (directory / "hashed", *ARGUMENTS, *outputs)
     with (directory / "said").open("w") as said:
-        rank = subprocess.Popen(
-            [sys.executable, "-m", *map(str, program)],
-            cwd=CHECKOUT,
-            env=os.environ | ENVIRONMENT,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-        )
+        rank = start("tests.e2e.asynchronous_saves", *given, stdout=said, stderr=said)
     try:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, LIMIT_S)
         yield rank

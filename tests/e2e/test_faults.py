@@ -5,10 +5,8 @@ run, and nothing saved is lost."""
 
 import hashlib
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launch import CHECKOUT, kill, run
+from tests.e2e.launch import kill, run, start
 
 ENCODER, LANGUAGE = 0, 1
 
@@ -30,12 +28,6 @@ The agent gives a stopped rank 30 s before it kills it."""
 
 AT_ONCE = 4
 """Number of runs at a time."""
-
-ENVIRONMENT = {
-    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{Path(__file__).resolve().parents[2]}",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 ARGUMENTS = (
     *("--placement", "non-colocated", "--train-iters", "6", "--save-interval", "2"),
@@ -61,21 +53,13 @@ FAULTS = [
 """Every kind on either module; in every place, a rank that ends and one that goes silent."""
 
 
-def start(
+def start_faulty(
     kind: str, rank: int, iteration: int, at: str, *arguments: str | Path, restarts: int = 0
 ) -> subprocess.Popen:
     """Start the program with this fault and return at once; its error output is kept."""
     fault = json.dumps({"kind": kind, "rank": rank, "iteration": iteration, "at": at})
-    given = map(str, (*ARGUMENTS, *arguments))
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.faulty_rank", str(restarts), fault, *given],
-        cwd=CHECKOUT,
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return start("tests.e2e.faulty_rank", restarts, fault, *ARGUMENTS, *arguments, **streams)
 
 
 def newest(directory: Path) -> int:
@@ -111,7 +95,7 @@ class Struck(NamedTuple):
 
 def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck:
     """Train until the fault ends the run, which has saved before."""
-    process = start(kind, rank, iteration, at, "--save", saved)
+    process = start_faulty(kind, rank, iteration, at, "--save", saved)
     try:
         deadline = time.monotonic() + 300
         while not newest(saved):
@@ -160,7 +144,7 @@ class TestRestart:
         assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
         saved = tmp_path / "cut"
         places = ("--metrics-out", cut, "--save", saved, "--load", saved)
-        process = start("kill", LANGUAGE, 4, "writing", *places, restarts=1)
+        process = start_faulty("kill", LANGUAGE, 4, "writing", *places, restarts=1)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         log = (tmp_path / "log.txt").read_text()

@@ -5,11 +5,10 @@
 import pytest
 import torch
 
-from megatron.core.ssm.state_passing.gated_delta import layer as gated_delta_net_states
-from megatron.core.ssm.state_passing.mamba import layer as mamba_states
+from megatron.core.ssm.state_passing.gated_delta import layer as gated_delta_net
+from megatron.core.ssm.state_passing.mamba import layer as mamba
 from megatron.core.token_layout import PaddedLengths, pad_lengths
-from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
-from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
+from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -22,31 +21,17 @@ LENGTHS = {
     "packed-shorter-than-a-shard": pad_lengths((3, 7, 2, 11), 2),
 }
 
-LAYERS = {
-    "mamba": (
-        mamba_states,
-        mamba.call,
-        lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
-    ),
-    "gated delta net": (
-        gated_delta_net_states,
-        gated_delta_net.call,
-        lambda groups, layout: gated_delta_net.make_layer(
-            groups, "chunkwise", layout, torch.float32, 2
-        ),
-    ),
-}
+MODULES = {MAMBA: mamba, DELTA_NET: gated_delta_net}
 
 
 @requires_world_size(2)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("tokens", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", MODULES)
 def test_kernels_equal_the_reference_ops(name, tokens, lengths, monkeypatch, record_property):
-    module, call, make = LAYERS[name]
-    chosen = LENGTHS[lengths]
+    module, chosen = MODULES[name], LENGTHS[lengths]
     packed = chosen.packed_seq_params(Utils.device) if len(chosen.real) > 1 else None
-    pair = Pair(Ranks(cp=2), lambda groups, _: make(groups, tokens), tokens)
+    pair = Pair(Ranks(cp=2), lambda groups, _: make_layer(name, groups, layout=tokens), tokens)
     hidden = pair.layout(chosen).shard(random_rows(chosen.total, 1, 32, seed=1), pair.rank)
 
     def outcome() -> dict[str, torch.Tensor]:

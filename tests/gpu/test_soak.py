@@ -8,7 +8,7 @@ import time
 import psutil
 import torch
 
-from tests.gpu.rows import ENGINE
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 

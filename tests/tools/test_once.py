@@ -7,8 +7,9 @@ from unittest.mock import Mock
 from tests.conftest import pytest_collection_modifyitems
 
 
-def item(nodeid: str) -> Mock:
-    return Mock(nodeid=nodeid)
+def item(nodeid: str, *shows: str) -> Mock:
+    marker = Mock(args=shows) if shows else None
+    return Mock(nodeid=nodeid, get_closest_marker=lambda name: marker)
 
 
 def test_the_first_row_of_each_test_in_the_first_of_its_classes():
@@ -20,3 +21,10 @@ def test_the_first_row_of_each_test_in_the_first_of_its_classes():
     items = [first, second, other, four, more, two, elsewhere]
     pytest_collection_modifyitems(Mock(), items)
     assert items == [first, other, four, elsewhere]
+
+
+def test_the_first_row_of_each_mark():
+    rows = [item(f"a.py::test_rows[{n}]", shown) for n, shown in enumerate(("x", "y", "x"))]
+    items = list(rows)
+    pytest_collection_modifyitems(Mock(), items)
+    assert items == rows[:2]

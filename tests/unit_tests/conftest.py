@@ -38,9 +38,7 @@ TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers; on several ranks, keep all but rank 0 quiet and agree on outcomes."""
     config.addinivalue_line("markers", "world_size(n): runs on exactly n ranks")
-    config.addinivalue_line(
-        "markers", "global_parallel_state: tests code that reads parallel_state's global groups"
-    )
+    config.addinivalue_line("markers", "shows(what): with --once, the first row of each runs")
     Utils.read_environment()
     if Utils.world_size > 1:
         config.pluginmanager.register(RankAgreement(), "rank-agreement")
@@ -80,10 +78,7 @@ def shared_path() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _guard_global_parallel_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("global_parallel_state"):
-        yield
-        return
+def _guard_global_parallel_state() -> Iterator[None]:
     with no_global_parallel_state():
         yield
 

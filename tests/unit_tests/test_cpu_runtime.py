@@ -13,20 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import parallel_state
 from megatron.core.cpu_runtime.__main__ import main
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 pytestmark = pytest.mark.skipif(HAVE_CUDA, reason="this run uses its GPUs")
@@ -357,74 +345,3 @@ class TestProcessGroups:
     def test_a_barrier_takes_device_ids(self):
         Utils.initialize_distributed()
         dist.barrier(device_ids=[0])
-
-
-@requires_world_size(8)
-@pytest.mark.global_parallel_state
-class TestTraining:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gpt_learns_under_tp2_pp2_dp2(self, dtype):
-        """Distributed optimizer, overlapped gradient reduction, 1F1B: all of it upstream's."""
-        Utils.initialize_model_parallel(2, 2)
-        random.model_parallel_cuda_manual_seed(1)
-        bf16 = dtype == torch.bfloat16
-        config = TransformerConfig(
-            num_layers=4,
-            hidden_size=32,
-            num_attention_heads=4,
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=2,
-            pipeline_dtype=dtype,
-            params_dtype=dtype,
-            bf16=bf16,
-        )
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            vocab_size=32,
-            max_sequence_length=16,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=True,
-        ).cuda(torch.cuda.current_device())
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=True
-        )
-        model = DistributedDataParallel(
-            config, ddp_config, Float16Module(config, model) if bf16 else model
-        )
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, use_distributed_optimizer=True),
-            [model],
-        )
-        config.no_sync_func = model.no_sync
-        config.grad_scale_func = optimizer.scale_loss
-        config.finalize_model_grads_func = finalize_model_grads
-        text = torch.arange(17, device="cuda").repeat(2, 1)
-        positions = torch.arange(16, device="cuda")[None]
-
-        def forward_step(data_iterator, model):
-            output = model(text[:, :-1], positions, None, labels=text[:, 1:])
-            return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
-
-        losses = []
-        for _ in range(8):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            results = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=None,
-                model=[model],
-                num_microbatches=4,
-                seq_length=16,
-                micro_batch_size=2,
-                forward_only=False,
-            )
-            stepped, _, _ = optimizer.step()
-            assert stepped
-            losses += [float(result["loss"]) for result in results[:1]]
-        Utils.destroy_model_parallel()
-        last_stage = Utils.rank >= Utils.world_size // 2
-        assert len(losses) == (8 if last_stage else 0)
-        if last_stage:
-            assert losses[-1] < losses[0] - 1

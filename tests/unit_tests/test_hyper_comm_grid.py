@@ -6,11 +6,9 @@ import functools
 import random
 
 import pytest
-import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel_state import RankGenerator
-from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 DENSE_TOKENS = ("tp", "cp", "dp", "pp", "tp-cp", "dp-cp", "tp-pp", "tp-dp-cp")
 # dims of the expert view -> the token of parallel_state's expert generator
@@ -42,10 +40,9 @@ def layouts(world: int):
 
 
 @pytest.fixture(autouse=True)
-def large_world(request, monkeypatch):
-    """Pure-logic tests see a world that any grid here fits in."""
-    if "World8" not in request.node.nodeid:
-        monkeypatch.setenv("WORLD_SIZE", "8192")
+def large_world(monkeypatch):
+    """See a world that any grid here fits in."""
+    monkeypatch.setenv("WORLD_SIZE", "8192")
 
 
 def dense_grid(tp, cp, dp, pp, **kwargs) -> HyperCommGrid:
@@ -94,19 +91,3 @@ class TestMembershipAgainstParallelState:
                 for group in grid.get_rank_enum(dims, view="expert"):
                     nodes = {rank // 8 for rank in group}
                     assert len(nodes) == 1 or len(nodes) <= etp * ep // 8, layout
-
-
-@requires_world_size(8)
-class TestWorld8:
-    def setup_method(self, method):
-        Utils.initialize_distributed()
-
-    def test_expert_groups_overlap_dense_ones_inside_their_stage(self):
-        grid = expert_grid(2, 1, 2, 2, 1, 4, 1)
-        dims = (("tp", None), ("pp", None), (["tp", "cp", "dp"], None), ("ep", "expert"))
-        tp, pp, stage, ep = (
-            set(dist.get_process_group_ranks(grid.create_pg(d, view=v))) for d, v in dims
-        )
-        assert tp < ep == stage
-        assert ep & pp == {dist.get_rank()}
-        grid.destroy()

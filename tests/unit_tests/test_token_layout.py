@@ -8,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.token_layout import (
-    AttentionPlan,
     PaddedLengths,
     contiguous_layout,
     exchange,
     gather_tokens,
-    lengths_of_batch,
     pad_lengths,
-    plan_recurrence,
     plan_route,
     received_tokens,
     thd_partitioned_indices,
@@ -144,10 +141,6 @@ class TestLayouts:
             expected = [zigzag_tokens(padded.padded, cp_size, rank) for rank in range(cp_size)]
         assert zigzag_layout(padded, cp_size).tokens.tolist() == expected
 
-    def test_zigzag_of_a_plain_sequence_is_chunk_r_and_its_mirror(self):
-        tokens = zigzag_layout(PaddedLengths((12,), (12,)), cp_size=3).tokens
-        assert tokens.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-
     def test_contiguous_runs_across_sample_boundaries(self):
         tokens = contiguous_layout(PaddedLengths((3, 5), (4, 8)), cp_size=3).tokens
         assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -173,12 +166,6 @@ class TestLayouts:
             shards = torch.cat([layout.shard(labels, rank, dim) for rank in range(cp_size)], dim)
             assert torch.equal(shards.index_select(dim, layout.places), labels)
 
-    def test_gradient_of_a_shard_is_zero_outside_the_ranks_own_tokens(self):
-        layout = zigzag_layout(PaddedLengths((8,), (8,)), cp_size=2)
-        embeddings = torch.ones(1, 8, 2, requires_grad=True)
-        layout.shard(embeddings, 1, dim=1).sum().backward()
-        assert embeddings.grad[0, :, 0].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-
     def test_zigzag_refuses_lengths_that_do_not_divide(self):
         with pytest.raises(ValueError, match=r"multiples of 4, got \(8, 10\)"):
             zigzag_layout(PaddedLengths((8, 10), (8, 10)), cp_size=2)
@@ -194,11 +181,14 @@ class TestLayouts:
 
 
 class TestRoutes:
-    @given(lengths_of_samples, cp_sizes)
+    @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))
     @plans
-    def test_every_token_arrives_and_the_way_back_restores_it(self, lengths, cp_size):
-        source, destination = both_layouts(lengths, cp_size)
-        routes = [plan_route(source, destination, rank) for rank in range(cp_size)]
+    def test_every_token_arrives_and_the_way_back_restores_it(self, lengths, cp_size, tp_size):
+        """Over CP ranks, and over the TP ranks that each cuts its shard for."""
+        padded = pad_lengths(lengths, cp_size, tp_size)
+        layouts = (zigzag_layout(padded, cp_size), contiguous_layout(padded, cp_size))
+        source, destination = (layout.over_tensor_ranks(tp_size) for layout in layouts)
+        routes = [plan_route(source, destination, rank) for rank in range(source.cp_size)]
         moved = exchange_in_one_process(list(source.tokens), routes)
         assert torch.equal(torch.stack(moved), destination.tokens)
         back = exchange_in_one_process(moved, [route.reversed() for route in routes])
@@ -245,148 +235,10 @@ class TestSequenceParallelLayouts:
         together = rows.tokens.view(cp_size, tp_size, -1).flatten(1)
         assert torch.equal(together, layout.tokens)
 
-    @given(lengths_of_samples, cp_sizes, st.sampled_from((2, 4)))
-    @plans
-    def test_the_exchange_between_them_loses_and_doubles_nothing(self, lengths, cp_size, tp_size):
-        padded = pad_lengths(lengths, cp_size, tp_size)
-        layouts = (zigzag_layout(padded, cp_size), contiguous_layout(padded, cp_size))
-        source, destination = (layout.over_tensor_ranks(tp_size) for layout in layouts)
-        routes = [plan_route(source, destination, r) for r in range(source.cp_size)]
-        moved = exchange_in_one_process(list(source.tokens), routes)
-        assert all(map(torch.equal, moved, destination.tokens))
-
     def test_refuses_shards_that_do_not_divide(self):
         layout = zigzag_layout(pad_lengths([4], 2), 2)
         with pytest.raises(ValueError, match="tp=4 does not divide the 2 tokens of a cp=2 shard"):
             layout.over_tensor_ranks(4)
-
-
-def sample_of_tokens(padded) -> list[int]:
-    return [number for number, length in enumerate(padded) for _ in range(length)]
-
-
-# Any lengths: a recurrence asks for no multiple but of the whole.
-any_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
-
-
-def recurrence_plans(lengths, cp_size):
-    """The plans of all ranks, and the sample of each token; the last sample is padded to fit."""
-    total = max(sum(lengths), 1)
-    lengths = [*lengths[:-1], lengths[-1] + max(0, 1 - sum(lengths)) + -total % cp_size]
-    padded = PaddedLengths(tuple(lengths), tuple(lengths))
-    device = torch.device("cpu")
-    plans = [plan_recurrence(padded, cp_size, rank, device) for rank in range(cp_size)]
-    return plans, sample_of_tokens(lengths)
-
-
-class TestRecurrencePlan:
-    @given(any_lengths, cp_sizes)
-    @plans
-    def test_a_state_enters_from_the_ranks_that_hold_earlier_tokens_of_the_sample(
-        self, lengths, cp_size
-    ):
-        ranks, samples = recurrence_plans(lengths, cp_size)
-        for plan in ranks:
-            first = plan.rank * plan.shard_size
-            holders = {t // plan.shard_size for t in range(first) if samples[t] == samples[first]}
-            assert set(plan.ranks_before()) == holders
-            last = first + plan.shard_size - 1
-            after = range(last + 1, len(samples))
-            holders = {t // plan.shard_size for t in after if samples[t] == samples[last]}
-            assert set(plan.ranks_after()) == holders
-            assert plan.crosses[plan.rank] == (samples[first] == samples[last])
-        assert ranks[0].is_local == (not any(plan.ranks_before() for plan in ranks))
-
-    @given(any_lengths, cp_sizes)
-    @plans
-    def test_samples_within_a_shard_are_told_apart_from_0_on(self, lengths, cp_size):
-        ranks, samples = recurrence_plans(lengths, cp_size)
-        for plan in ranks:
-            own = samples[plan.rank * plan.shard_size :][: plan.shard_size]
-            numbers = {sample: number for number, sample in enumerate(dict.fromkeys(own))}
-            expected = [numbers[sample] for sample in own]
-            if plan.seq_idx is None:
-                assert set(expected) == {0}
-            else:
-                assert plan.seq_idx.tolist() == [expected]
-            counts = plan.cu_seqlens.diff().tolist()
-            assert counts == [expected.count(number) for number in numbers.values()]
-
-    @given(any_lengths, cp_sizes, st.integers(1, 4))
-    @plans
-    def test_the_halo_holds_the_tokens_that_a_window_sees(self, lengths, cp_size, reach):
-        ranks, samples = recurrence_plans(lengths, cp_size)
-        size = ranks[0].shard_size
-        kept = ranks[0].halo(reach).kept
-        gathered = [t for r in range(cp_size) for t in range((r + 1) * size - kept, (r + 1) * size)]
-        users = {}
-        for plan in ranks:
-            first, halo = plan.rank * size, plan.halo(reach)
-            for place, seen in enumerate(range(first - reach, first)):
-                is_seen = seen >= 0 and samples[seen] == samples[first]
-                assert bool(halo.valid[place]) == is_seen
-                if is_seen:
-                    assert gathered[halo.take[place]] == seen
-                    users.setdefault(seen, []).append(plan.rank * reach + place)
-        # The adjoint sends each token's gradients back to its owner, each once.
-        returned = {}
-        for plan in ranks:
-            halo = plan.halo(reach)
-            for used_at, token in zip(halo.used_at.tolist(), halo.token.tolist(), strict=True):
-                owned = (plan.rank + 1) * size - kept + token
-                returned.setdefault(owned, []).append(used_at)
-        assert {t: sorted(p) for t, p in returned.items()} == users
-        assert ranks[0].halo(reach).is_empty == (not users)
-
-    def test_refuses_tokens_that_do_not_divide(self):
-        with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):
-            plan_recurrence(PaddedLengths((10,), (10,)), 4, 0, torch.device("cpu"))
-
-    def test_refuses_boundaries_of_another_batch(self):
-        params = pad_lengths([5, 9], cp_size=2).packed_seq_params("cpu")
-        assert lengths_of_batch(params, 20).padded == (8, 12)
-        with pytest.raises(ValueError, match="end at 20, which does not match the 40 tokens"):
-            lengths_of_batch(params, 40)
-
-
-class TestAttentionPlan:
-    @given(lengths_of_samples, cp_sizes, st.booleans())
-    @plans
-    def test_every_query_sees_its_sample_up_to_itself_or_whole(self, lengths, cp_size, is_causal):
-        padded = pad_lengths(lengths, cp_size)
-        sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
-        for rank in range(cp_size):
-            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal)
-            seen = []
-            for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
-                hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
-                seen += [keys[: block.keys - later] for later in hidden]
-            for token, keys in zip(plan.layout.tokens[rank].tolist(), seen, strict=True):
-                own = sample == sample[token]
-                if is_causal:
-                    own[token + 1 :] = False
-                elif (own & padded.valid).any():
-                    own &= padded.valid
-                assert keys == own.nonzero().flatten().tolist()
-
-    @pytest.mark.parametrize("cp_size", CP_SIZES)
-    def test_causal_work_is_the_same_on_every_rank(self, cp_size):
-        padded = pad_lengths(ODD_LENGTHS, cp_size)
-        work = set()
-        for rank in range(cp_size):
-            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal=True)
-            work.add(sum(block.queries * block.keys for block in plan.blocks))
-        assert len(work) == 1
-
-
-def key_runs(plan):
-    """Key tokens of each block, as the variable-length kernel finds them."""
-    if not plan.blocks:
-        return []
-    bounds = plan.cu_keys.tolist()
-    assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
-    tokens = plan.key_tokens.tolist()
-    return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 @requires_world_size(4)

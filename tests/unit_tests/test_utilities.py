@@ -117,22 +117,6 @@ class Utils:
         dist.destroy_process_group(group)
 
     @staticmethod
-    def initialize_model_parallel(
-        tensor_model_parallel_size: int = 1, pipeline_model_parallel_size: int = 1, **kwargs
-    ) -> None:
-        """Make the global groups of `parallel_state`, for tests that are marked to read them."""
-        Utils.initialize_distributed()
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size, pipeline_model_parallel_size, **kwargs
-        )
-
-    @staticmethod
-    def destroy_model_parallel() -> None:
-        """Forget the global groups; the default group stays."""
-        parallel_state.destroy_model_parallel()
-
-    @staticmethod
     def destroy() -> None:
         """Forget the global groups and end all process groups."""
         parallel_state.destroy_model_parallel()
@@ -181,7 +165,7 @@ def reader_of_global_group() -> str:
     return (
         f"parallel_state.{getter}() reads a global group; "
         f"called from {frame.f_code.co_filename}:{frame.f_lineno}. "
-        f"Pass the group explicitly, or mark the test with @pytest.mark.global_parallel_state"
+        f"Pass the group explicitly"
     )
 
 

@@ -3,23 +3,25 @@
 """Run scripts of the tree in the working directory on CPU ranks; Megatron is imported once.
 
 Each line of standard input asks for a run: JSON with ``ranks``, ``command`` (a script and its
-arguments) and ``log``, a file for the ranks' output. The answer is a line with the exit status of
-the first rank that failed, else 0.
+arguments) and ``log``, a file for the output of the ranks. The answer is a line, 0 if all end well.
 """
 
 import functools
-import gc
 import inspect
 import json
 import os
 import runpy
-import signal
-import socket
 import sys
+import traceback
 from argparse import ArgumentParser
 from importlib import import_module
+from pathlib import Path
 
 import stand_ins
+
+sys.path.append(str(Path(__file__).parents[2]))  # upstream has a package "tests" of its own
+
+from agent import run_ranks  # noqa: E402
 
 IMPORTED_ONCE = (
     "examples.mimo.pretrain_mimo",
@@ -32,26 +34,16 @@ IMPORTED_ONCE = (
 
 
 def main() -> None:
-    """Answer until standard input ends; in a rank, run the script and return."""
+    """Answer until standard input ends."""
     sys.path[0] = os.getcwd()
     stand_ins.install()
     for module in IMPORTED_ONCE:
         import_module(module)
     read_options_once()
-    gc.freeze()  # what is imported stays shared with the ranks
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         asked = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        ranks = set()
-        for rank in range(asked["ranks"]):
-            process = os.fork()
-            if process == 0:
-                return run_rank(rank, port, **asked)
-            ranks.add(process)
-        print(ended(ranks), file=answers)
+        print(run_ranks(asked["ranks"], run_rank, asked["command"], asked["log"]), file=answers)
 
 
 def read_options_once() -> None:
@@ -60,36 +52,19 @@ def read_options_once() -> None:
     import_module("megatron.training.arguments").add_megatron_arguments(ArgumentParser())
 
 
-def run_rank(rank: int, port: int, ranks: int, command: list[str], log: str) -> None:
-    """Become a rank, as torchrun starts one."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
+def run_rank(command: list[str], log: str) -> None:
+    """Run the script as a rank that torchrun has started."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # into the log: the agent keeps it from the rank's output
+        raise
     if writer := import_module("megatron.training.global_vars").get_tensorboard_writer():
         writer.close()  # a thread may still have its last values
-
-
-def ended(ranks: set[int]) -> int:
-    """Wait for all ranks; when one fails, end the others."""
-    failed = 0
-    while ranks:
-        process, status = os.wait()
-        ranks.remove(process)
-        if status and not failed:
-            failed = os.waitstatus_to_exitcode(status)
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-    return failed
 
 
 if __name__ == "__main__":

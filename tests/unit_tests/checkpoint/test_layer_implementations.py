@@ -26,8 +26,8 @@ from tests.unit_tests.checkpoint.program_logits import (
     loading,
     program_logits,
 )
+from tests.unit_tests.checkpoint.small_vlm import PRESET
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.models.mimo.small_vlm import PRESET
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
 

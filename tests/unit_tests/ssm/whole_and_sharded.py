@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,10 +17,9 @@ from megatron.core.token_layout import (
     PaddedLengths,
     TokenLayout,
     contiguous_layout,
-    pad_lengths,
     zigzag_layout,
 )
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 Tolerances = tuple[float, float]
 """Tolerances of the output and of gradients, relative to the whole tensor's norm."""
@@ -44,19 +42,6 @@ class Ranks:
 
     def __str__(self) -> str:
         return f"tp={self.tp},cp={self.cp}"
-
-
-def cases(*rows: tuple[int, Ranks, str, torch.dtype]) -> list:
-    """Rows of (world size, ranks, layout, dtype) as parameters; GPU kernels have no fp64."""
-    return [
-        pytest.param(
-            (ranks, layout, dtype),
-            marks=requires_world_size(world),
-            id=f"{ranks},{layout},{str(dtype).removeprefix('torch.')}",
-        )
-        for world, ranks, layout, dtype in rows
-        if not (HAVE_CUDA and dtype is torch.float64)
-    ]
 
 
 class Pair:
@@ -147,34 +132,6 @@ class Pair:
             dist.all_reduce(gradient, group=self.cp_group)
             tolerance = max(gradient_tolerance, 1e-6 * (name in ROUNDED_TO_FP32))
             assert_close(gradient, expected_gradients[name].grad, tolerance, name)
-
-
-class EqualsOneRank:
-    """Tests of a layer, with a fixture ``pair`` that is None on an idle rank.
-
-    Attributes:
-        call: ``(layer, hidden, packed_seq_params) -> output``.
-        hidden, sequence, batch: sizes of a plain batch. packed: lengths of samples.
-    """
-
-    call: Callable
-    hidden: int
-    sequence: int
-    batch: int
-    packed: tuple[int, ...]
-
-    def test_a_plain_batch_equals_one_rank(self, pair):
-        if pair:
-            length = self.sequence if self.sequence % (2 * pair.size) == 0 else 10 * pair.size
-            hidden = random_rows(length, self.batch, self.hidden, seed=1).to(pair.dtype)
-            lengths = PaddedLengths((length,), (length,))
-            pair.assert_equal(self.call, hidden, lengths, packed=False)
-
-    def test_packed_samples_equal_each_sample_alone(self, pair):
-        if pair:
-            hidden = random_rows(sum(self.packed), 1, self.hidden, seed=1).to(pair.dtype)
-            lengths = pad_lengths(self.packed, pair.size)
-            pair.assert_equal(self.call, hidden, lengths, packed=True)
 
 
 def random_rows(tokens: int, batch: int, width: int, seed: int) -> Tensor:

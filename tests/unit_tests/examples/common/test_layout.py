@@ -5,7 +5,15 @@
 import pytest
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import NON_COLOCATED, Batch, Layout, parse_layout
+from examples.mimo.common.layout import (
+    COLOCATED,
+    NON_COLOCATED,
+    Batch,
+    Layout,
+    Layouts,
+    layout_table,
+    parse_layout,
+)
 from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny, tiny_gdn
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
@@ -13,10 +21,11 @@ from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 
 
-def resolved(encoder: str, language: str, world: int, batch: Batch = BATCH):
-    return resolve(
-        parse_layout(encoder, "encoder"), parse_layout(language, "language"), batch, world, tiny()
-    )
+def resolved(
+    encoder: str, language: str, world: int, batch: Batch = BATCH, placement: str = COLOCATED
+) -> Layouts:
+    parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
+    return resolve(*parsed, batch, world, tiny(), placement)
 
 
 class TestParsing:
@@ -30,9 +39,20 @@ class TestParsing:
 
 
 class TestRules:
-    def test_derives_dp(self):
-        layouts = resolved("tp=2", "tp=1", 8)
-        assert (layouts.encoder.dp, layouts.language.dp) == (4, 8)
+    @pytest.mark.parametrize(
+        ("encoder", "language", "placement", "dp"),
+        [
+            ("tp=2", "tp=1", COLOCATED, (4, 8)),
+            ("tp=2,dp=2", "tp=2", NON_COLOCATED, (2, 2)),
+            ("tp=2", "tp=2,dp=2", NON_COLOCATED, (2, 2)),
+            ("pp=2,dp=2", "pp=2,cp=2", NON_COLOCATED, (2, 1)),
+        ],
+    )
+    def test_derives_dp(self, encoder, language, placement, dp):
+        """Non-colocated, from what the other module leaves."""
+        layouts = resolved(encoder, language, 8, placement=placement)
+        assert (layouts.encoder.dp, layouts.language.dp) == dp
+        assert layouts.language_offset == (layouts.encoder.size if placement != COLOCATED else 0)
 
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
@@ -49,10 +69,37 @@ class TestRules:
         ],
     )
     def test_names_the_numbers_and_the_rule(self, encoder, language, world, text):
+        self._assert_refused(encoder, language, world, COLOCATED, text)
+
+    @pytest.mark.parametrize(
+        ("encoder", "language", "text"),
+        [
+            ("dp=8", "tp=1", "--encoder takes 8 of 8 ranks and leaves none for the language model"),
+            ("tp=1", "dp=8", "--language takes 8 of 8 ranks and leaves none for the encoder"),
+            ("dp=2", "dp=4", "= 4 must equal the 6 ranks"),
+            ("pp=4,dp=1", "dp=4", "pp=4 must divide the 2 layers"),
+            ("cp=2", "dp=4", "takes tp and dp only (and pp with --placement non-colocated)"),
+            ("dp=4", "pp=2,vpp=2,dp=2", "vpp=2 needs --placement colocated"),
+            ("pp=2", "cp=2", "multiple of micro batch × dp = 4·3"),
+        ],
+    )
+    def test_names_them_for_modules_with_ranks_of_their_own(self, encoder, language, text):
+        self._assert_refused(encoder, language, 8, NON_COLOCATED, text)
+
+    @staticmethod
+    def _assert_refused(encoder, language, world, placement, text):
         with pytest.raises(UserError) as refusal:
-            resolved(encoder, language, world)
+            resolved(encoder, language, world, placement=placement)
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+    def test_the_table_shows_the_ranks_of_each_module(self):
+        layouts = resolved("pp=2,dp=2", "pp=2,cp=2", 8, placement=NON_COLOCATED)
+        assert layout_table(layouts).splitlines() == [
+            "module    layout               ranks  stages",
+            "encoder   tp=1,pp=2,dp=2       0-3    2",
+            "language  tp=1,cp=2,pp=2,dp=1  4-7    2",
+        ]
 
     @pytest.mark.parametrize(
         ("preset", "language", "text"),

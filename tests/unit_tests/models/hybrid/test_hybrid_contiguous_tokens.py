@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid stack that keeps its tokens contiguous: what each layer sees, and what comes out."""
+"""A hybrid stack that keeps its tokens contiguous: what each layer sees.
+
+What comes out is compared with one rank in rows.py of the training program, "recurrent layers".
+"""
 
 from types import SimpleNamespace
 
@@ -10,15 +13,12 @@ from torch import nn
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-from megatron.core.models.hybrid.hybrid_local_specs import get_hybrid_local_stack_spec
 from megatron.core.ssm.state_passing.layer_tokens import groups_and_tokens
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.token_layout import PaddedLengths, contiguous_layout, zigzag_layout
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from tests.unit_tests.ssm.whole_and_sharded import EqualsOneRank, Pair, Ranks, cases
+from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 HIDDEN = 32
@@ -147,50 +147,3 @@ class TestOrderOfTokens:
         ranks.config.cuda_graph_impl = graphs
         with pytest.raises(ValueError, match="takes no CUDA graphs of single layers"):
             stack_of_stand_ins(ranks)
-
-
-@pytest.fixture
-def pair(request):
-    """Stacks of real layers."""
-    (ranks, layout, dtype), options = request.param, request.node.cls.options
-
-    def make(groups, is_sharded):
-        model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0)
-        torch.manual_seed(7)
-        groups.pp = None
-        size = {"context_parallel_size": ranks.cp if is_sharded else 1}
-        stack = HybridStack(
-            make_config(params_dtype=dtype, **size, **options),
-            get_hybrid_local_stack_spec(ContextParallelAttention).submodules,
-            layer_type_list=list("MG*-"),
-            pg_collection=groups,
-        )
-        with torch.no_grad():
-            # Decays slow enough that a state outlives a shard.
-            for recurrent in (stack.layers[0].mixer, stack.layers[1].self_attention):
-                recurrent.A_log.sub_(3)
-        return stack.to(Utils.device, dtype)
-
-    yield from Pair(ranks, make, layout, dtype).while_used()
-
-
-class _EqualsOneRank(EqualsOneRank):
-    @staticmethod
-    def call(stack, hidden, packed_seq_params):
-        return stack(hidden, attention_mask=None, packed_seq_params=packed_seq_params)
-
-    hidden, sequence, batch, packed = HIDDEN, 48, 2, (5, 0, 1, 39, 9)
-
-
-@pytest.mark.parametrize(
-    "pair",
-    cases((2, Ranks(cp=2), "zigzag", torch.float32), (4, Ranks(cp=3), "zigzag", torch.float32)),
-    indirect=True,
-)
-class TestStack(_EqualsOneRank):
-    options = {}
-
-
-@pytest.mark.parametrize("pair", cases((2, Ranks(cp=2), "zigzag", torch.float32)), indirect=True)
-class TestStackThatRecomputes(_EqualsOneRank):
-    options = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

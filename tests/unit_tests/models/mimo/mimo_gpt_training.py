@@ -161,6 +161,24 @@ def _prepare(job: Job, stages: list[MimoModel], modules: dict[str, Module]) -> N
         prepare_bubbles(stages)
 
 
+def _forward_backward(
+    stages: list[MimoModel], modules: dict[str, Module], batches: list[dict[str, object]]
+) -> list[torch.Tensor]:
+    """Run Megatron's schedule; returns the reports of the last stage's microbatches."""
+    collection = schedule_collection(modules)
+    batch_size, seq_length = batches[0]["input_ids"].shape
+    return get_forward_backward_func(schedule_pg_collection=collection)(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=stages,
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=batch_size,
+        forward_only=False,
+        pg_collection=collection,
+    )
+
+
 def train(
     job: Job,
     modules: dict[str, Module],
@@ -189,26 +207,14 @@ def train(
         ),
         stages,
     )
-    collection = schedule_collection(modules)
-    schedule = get_forward_backward_func(schedule_pg_collection=collection)
     found = []
     for step in range(steps):
         for stage in stages:
             stage.zero_grad_buffer()
         optimizer.zero_grad()
         batches = _batches(job, modules, planned)
-        batch_size, seq_length = batches[0]["input_ids"].shape
         with around(step):
-            reports = schedule(
-                forward_step_func=_forward_step,
-                data_iterator=iter(batches),
-                model=stages,
-                num_microbatches=job.microbatches,
-                seq_length=seq_length,
-                micro_batch_size=batch_size,
-                forward_only=False,
-                pg_collection=collection,
-            )
+            reports = _forward_backward(stages, modules, batches)
         _, grad_norm, _ = optimizer.step()
         local = sum(reports, torch.zeros(2, device=Utils.device))
         total, tokens = global_token_count(local, modules[LANGUAGE].groups).tolist()
@@ -221,25 +227,13 @@ def train(
 def encoder_gradients(job: Job, modules: dict[str, Module]) -> dict[str, torch.Tensor]:
     """Gradients of the images' encoder after one batch, by name, of this rank alone: no DDP."""
     stages = job.model(modules)
-    collection = schedule_collection(modules)
-    schedule = get_forward_backward_func(schedule_pg_collection=collection)
     batches = _batches(job, modules, planned=True)
-    encoder = stages[0].modality_submodules[IMAGES]
     for inputs in (microbatch["modality_inputs"][IMAGES] for microbatch in batches):
         if inputs:
             patches = inputs["patches"]
             patches["hidden_states"] = patches["hidden_states"].to(modules[IMAGES].dtype)
-    batch_size, seq_length = batches[0]["input_ids"].shape
-    schedule(
-        forward_step_func=_forward_step,
-        data_iterator=iter(batches),
-        model=stages,
-        num_microbatches=job.microbatches,
-        seq_length=seq_length,
-        micro_batch_size=batch_size,
-        forward_only=False,
-        pg_collection=collection,
-    )
+    _forward_backward(stages, modules, batches)
+    encoder = stages[0].modality_submodules[IMAGES]
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in encoder.named_parameters()

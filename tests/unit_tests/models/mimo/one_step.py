@@ -1,13 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of a tiny VLM, compared with the same step in a reference layout."""
+"""One optimizer step of the program's tiny model, compared with the same step in another layout."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
 
 from examples.mimo.common.layout import parse_layout
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
+from tests.unit_tests.examples.nemotron_vlm.runs import Run, groups, trainer
 from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_equal,
@@ -24,43 +29,61 @@ PROPORTIONAL_STEP = (
 far above their own rounding. So a gradient of the wrong size shows, which Adam and clipping would
 otherwise hide."""
 
-SAMPLES, MICROBATCH = 16, 8
+SAMPLES, MICROBATCHES = 16, 2
 
 TOLERANCE = 3e-4 if HAVE_CUDA else 2e-5
 """Relative tolerance of fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median
 parameter; on GPUs, whose kernels multiply in TF32, 1.5e-4."""
 
+Runs = Callable[..., AbstractContextManager[Run]]
+"""Makes a run of a layout: ``(encoder, language, …)``."""
 
-def arguments(encoder: str, language: str, microbatch: int = MICROBATCH) -> tuple[str, ...]:
-    """Command line of the step; microbatches of the same samples in every layout."""
-    samples_per_rank = microbatch // parse_layout(language, "language").dp
+
+def whole_samples(
+    encoder: str, language: str, *options: str, microbatches: int = MICROBATCHES
+) -> AbstractContextManager[Run]:
+    """A run of one step, whose microbatches have the same samples in every layout."""
+    return trainer(*arguments(encoder, language, *options, microbatches=microbatches))
+
+
+def arguments(
+    encoder: str, language: str, *options: str, microbatches: int = MICROBATCHES
+) -> tuple[str, ...]:
+    """Command line of the step."""
+    micro_size = SAMPLES // microbatches // parse_layout(language, "language").dp
     return (
-        *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP),
-        *("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(samples_per_rank)),
-        *("--seq-length", "16"),
+        *("--encoder", encoder, "--language", language, *PROPORTIONAL_STEP, "--seq-length", "16"),
+        *("--global-batch-size", str(SAMPLES), "--micro-batch-size", str(micro_size), *options),
     )
 
 
 @functools.cache
-def reference_step(encoder: str) -> tuple[Weights, Weights]:
-    """Weights before and after the step, with the language model laid out as its encoder."""
-    with trainer(*arguments(encoder, language=encoder)) as run:
+def _step(run_of: Runs, encoder: str, language: str) -> tuple[Weights, Weights, float]:
+    """Weights before and after a step, and its loss."""
+    with run_of(encoder, language) as run:
         before = gather_weights(run.stages)
-        assert not run.train_step()["skipped"]
-        return before, gather_weights(run.stages)
+        record = run.train_step()
+        assert not record["skipped"]
+        return before, gather_weights(run.stages), record["loss"]
 
 
-def assert_step_equals_reference(
-    encoder: str, language: str, *more: str, microbatch: int = MICROBATCH
+def check_weights(
+    row: Row,
+    run_of: Runs = whole_samples,
+    reference: tuple[str, str] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> None:
-    """Take the step; every shard of encoder and language model moves as the reference's.
+    """Take the step: it makes no group, and every shard of either module moves as the reference's.
 
     Args:
-        more: command-line arguments that do not change the result.
-        microbatch: samples in a microbatch, over all ranks.
+        reference: layouts of encoder and language model; the latter laid out as the row's encoder
+            by default, with the same DP, cp=1 and pp=1.
     """
-    before, after = reference_step(encoder)
-    with trainer(*arguments(encoder, language, microbatch), *more) as run:
+    before, after, loss = _step(run_of, *(reference or (row.encoder, row.encoder)))
+    more = {"microbatches": row.microbatches} if row.microbatches else {}
+    with run_of(row.encoder, row.language, *row.options, **more) as run:
         assert_shards_equal(run.stages, before)
-        run.train_step()
-        assert_shards_moved_alike(run.stages, before, after, TOLERANCE)
+        made = groups()
+        assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
+        assert groups() == made
+        assert_shards_moved_alike(run.stages, before, after, tolerance)

@@ -12,37 +12,27 @@ from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.ssm.state_passing import test_gated_delta_net_cp as gated_delta_net
-from tests.unit_tests.ssm.state_passing import test_mamba_state_passing_cp as mamba
+from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-LAYERS = {
-    "mamba": lambda groups, layout: mamba.mixer_of(groups, True, layout, torch.float32),
-    "gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "chunkwise", layout, torch.float32, 2
-    ),
-    "head-parallel gated delta net": lambda groups, layout: gated_delta_net.make_layer(
-        groups, "headwise", layout, torch.float32, 2
-    ),
-}
-
 
 @requires_world_size(2)
-@pytest.mark.parametrize("name", LAYERS)
-class TestHostNeverWaits:
-    def test_forward_and_backward_of_a_planned_packed_batch(self, name):
-        """The first layer of a batch makes its plans; the second is counted, and takes none."""
-        call = mamba.call if name == "mamba" else gated_delta_net.call
-        pair = Pair(Ranks(cp=2), lambda groups, _: LAYERS[name](groups, "zigzag"), "zigzag")
-        lengths = pad_lengths((5, 0, 1, 39, 9), 2)
-        packed = lengths.packed_seq_params(Utils.device)
-        shard = pair.layout(lengths).shard(random_rows(lengths.total, 1, 32, seed=1), pair.rank)
-        shard.requires_grad_()
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(MAMBA, "chunkwise"), (DELTA_NET, "chunkwise"), (DELTA_NET, "headwise")],
+)
+def test_the_host_waits_for_nothing_in_a_planned_packed_batch(name, mode):
+    """The first layer of a batch makes its plans; the second is counted, and takes none."""
+    pair = Pair(Ranks(cp=2), lambda groups, _: make_layer(name, groups, mode), "zigzag")
+    lengths = pad_lengths((5, 0, 1, 39, 9), 2)
+    packed = lengths.packed_seq_params(Utils.device)
+    shard = pair.layout(lengths).shard(random_rows(lengths.total, 1, 32, seed=1), pair.rank)
+    shard.requires_grad_()
+    call(pair.sharded, shard, packed).sum().backward()
+    with no_host_sync():
         call(pair.sharded, shard, packed).sum().backward()
-        with no_host_sync():
-            call(pair.sharded, shard, packed).sum().backward()
-        pair.destroy()
+    pair.destroy()
 
 
 def stand_in_group(size: int, rank: int = 0) -> SimpleNamespace:

@@ -7,12 +7,10 @@ import pytest
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    LOCAL,
-    OWN_DEFAULTS,
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
     assert_same_trajectory_as_one_rank,
-    trainer,
 )
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
 from tests.unit_tests.models.mimo.weights import assert_shards_moved_alike, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size

@@ -15,12 +15,9 @@ from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits, source, survey
 from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    LOCAL,
-    OWN_DEFAULTS,
-    assert_same_trajectory_as_one_rank,
-    trainer,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ON_SHARDS
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES = 96
@@ -33,21 +30,10 @@ def data():
         yield made
 
 
-class TestTrajectory:
-    @requires_world_size(4)
-    @pytest.mark.parametrize(
-        ("encoder", "language", "more"),
-        [
-            pytest.param("dp=4", "cp=2,pp=2,dp=1,ep=2", (), id="cp-2-pp-2"),
-            pytest.param("tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", ("--num-workers", "4"), id="tp-2"),
-        ],
-    )
-    def test_packed_trajectory_equals_one_rank(self, data, encoder, language, more):
-        packed = ("--pack", "--seq-length", "64", "--pack-window", "32", "--micro-batch-size", "1")
-        of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
-        assert_same_trajectory_as_one_rank(
-            encoder, language, *more, common=(*OWN_DEFAULTS, *LOCAL, *packed, *of), samples=16
-        )
+@requires_world_size(4)
+@pytest.mark.parametrize("row", ON_SHARDS, ids=str)
+def test_packed_trajectory_is_one_ranks(row, data, record_property):
+    check(row, record_property, shards=data)
 
 
 class TestEpoch:
@@ -90,12 +76,6 @@ class TestResumedData:
         with trainer(*self.RUN) as run:
             run.train_step()
             run.save(path)
-
-    def test_goes_on_at_its_row(self, shared_path):
-        self.saved(shared_path)
-        with trainer(*self.RUN, "--load", str(shared_path)) as run:
-            batch = next(run.loading.training())
-        assert sorted(batch["samples"]) == [4, 5, 6, 7]
 
     def test_data_that_has_changed_is_refused(self, shared_path, monkeypatch):
         self.saved(shared_path)

@@ -19,12 +19,8 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    options_of,
-    session_of,
-    trainer,
-    trajectory,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
@@ -129,11 +125,12 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
 class TestMetrics:
     @requires_world_size(1)
     def test_a_record_has_the_rate_of_its_step_and_the_evaluation(self, tmp_path):
+        """Megatron evaluates once more after the loop, and saves before."""
         Utils.initialize_distributed()
         path = tmp_path / "metrics.jsonl"
-        evaluation = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
-        options = options_of(*ONE_MICROBATCH, *evaluation, "--metrics-out", str(path))
-        with session_of(options) as session:
+        run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
+        run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
+        with session_of(options_of(*ONE_MICROBATCH, *run)) as session:
             records = []
             train(session, records.append)
         assert records == [json.loads(line) for line in path.read_text().splitlines()]
@@ -181,34 +178,13 @@ class TestMetrics:
                 train(session)
         assert reported == [[1], [1, 2]]
 
-    @requires_world_size(1)
-    def test_the_last_record_has_the_evaluation_after_the_last_save(self, tmp_path):
-        """Megatron evaluates once more after the loop, and saves before."""
-        Utils.initialize_distributed()
+    def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
-        run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
-        run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
-        with session_of(options_of(*ONE_MICROBATCH, *run)) as session:
-            train(session)
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert ["eval_accuracy" in record for record in records] == [False, True, True]
-
-    def test_a_second_record_of_a_step_replaces_the_first(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        writer = MetricsWriter(path, total_steps=2)
-        for step, loss in ((1, 3.25), (2, 2.5), (2, 1.0)):
-            writer.write({"step": step, "loss": loss})
-        writer.close()
-        assert read_metrics(path) == [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}]
-
-    def test_steps_that_are_run_again_are_dropped(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        first = MetricsWriter(path, total_steps=4)
-        for step in (1, 2, 3):
-            first.write({"step": step, "loss": 1.0})
-        first.close()
-        second = MetricsWriter(path, total_steps=4)
-        second.write({"step": 3, "loss": 2.0})
-        second.close()
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+        for records in ([(1, 3.25), (2, 2.5), (2, 1.0), (3, 1.0)], [(3, 2.0)]):
+            writer = MetricsWriter(path, total_steps=4)
+            for step, loss in records:
+                writer.write({"step": step, "loss": loss})
+            writer.close()
+        expected = [{"step": 1, "loss": 3.25}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 2.0}]
+        assert read_metrics(path) == expected
+        assert path.read_text().count('"step": 3') == 1  # the second run drops it

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's options: each gives one rank's trajectory in another layout, or is refused by name."""
+"""Megatron's options that are refused by name, and defaults; rows.py has those that are taken."""
 
 import argparse
 
@@ -15,74 +15,6 @@ from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import add_megatron_arguments, validate_args
-from tests.unit_tests.examples.nemotron_vlm.runs import (
-    COMPARED,
-    SAMPLES,
-    assert_same_trajectory,
-    assert_same_trajectory_as_one_rank,
-    one_rank_trajectory,
-    trajectory,
-)
-from tests.unit_tests.test_utilities import requires_world_size
-
-PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
-"""Layouts of the language model on four ranks: in three phases, and in one."""
-
-OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-
-SAME_NUMBERS = [
-    ((*OVERLAP, *FULL, "--recompute-num-layers", "1"), PIPELINE),
-    (
-        (*OVERLAP, "--recompute-granularity", "selective", "--recompute-modules", "moe")
-        + ("--moe-token-dispatcher-type", "allgather"),
-        FLAT,
-    ),
-    (
-        ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
-        + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
-        FLAT,
-    ),
-    ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
-    (("--no-use-distributed-optimizer",), PIPELINE),
-    (
-        ("--num-distributed-optimizer-instances", "2")
-        + ("--encoder-macro-batch", "2", "--recompute-encoder", "1"),
-        "dp=4,ep=2",
-    ),
-    (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
-    ((*OVERLAP, "--encoder-schedule", "bubbles"), PIPELINE),
-    (
-        ("--encoder-schedule", "bubbles", "--recompute-encoder", "1", "--overlap-grad-reduce"),
-        "pp=2,vpp=2,dp=2,ep=2",
-    ),
-]
-"""Options that change no number, several at once, each with a layout."""
-
-OTHER_NUMBERS = [
-    (
-        ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
-        + ("--moe-router-load-balancing-type", "aux_loss"),
-        PIPELINE,
-    ),
-    (("--position-embedding-type", "learned_absolute", "--init-method-std", "0.03"), PIPELINE),
-    (
-        ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
-        + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
-        + ("--weight-decay-incr-style", "linear")
-        + ("--moe-router-load-balancing-type", "global_aux_loss"),
-        FLAT,
-    ),
-    (
-        ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu", "--no-squared-relu")
-        + ("--moe-shared-expert-gate",),
-        FLAT,
-    ),
-]
-"""Options that the one-rank run must have too."""
-
-PRECISIONS = {("--bf16",): 3e-2, ("--fp16", "--initial-loss-scale", "8"): 1e-2}
-"""Relative tolerances: a rounded weight sends some tokens to another expert."""
 
 REFUSED = [
     "--use-megatron-fsdp",
@@ -100,6 +32,7 @@ REFUSED = [
     "--moe-grouped-gemm",
     "--moe-permute-fusion",
     "--moe-router-fusion",
+    "--moe-shared-expert-overlap",
     "--moe-token-dispatcher-type flex",
     "--fp8-format hybrid",
     "--transformer-impl transformer_engine",
@@ -169,6 +102,9 @@ REFUSED_ON_GPUS = [
 """Options refused on GPUs too; CPU ranks refuse some of them for want of a GPU."""
 
 
+GRAPHS = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
+
+
 class TestRefused:
     @pytest.mark.parametrize("arguments", REFUSED)
     def test_names_the_option_and_the_reason(self, arguments):
@@ -199,9 +135,8 @@ class TestRefused:
         ],
     )
     def test_names_what_cuda_graphs_do_not_go_with(self, other):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
         with pytest.raises(UserError, match="^--cuda-graph-impl local with --.* is not taken here"):
-            parse([*graphs.split(), *other.split()], world_size=2)
+            parse([*GRAPHS.split(), *other.split()], world_size=2)
 
     @pytest.mark.parametrize(
         ("arguments", "texts"),
@@ -347,9 +282,8 @@ class TestRefused:
     def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
         self, options, schedule, at_once
     ):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        graphs += " --data mock --no-check-for-nan-in-loss-and-grad"
-        found = parse([*graphs.split(), *options.split()], world_size=4).args
+        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad {options}"
+        found = parse(line.split(), world_size=4).args
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
@@ -365,14 +299,12 @@ class TestRefused:
     ):
         monkeypatch.setenv(variable, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        graphs += " --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
-        assert parse(graphs.split(), world_size=4).args.encoder_schedule == THREE_PHASES
+        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
+        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
 
     def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
-        graphs = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-        found = parse([*graphs.split(), "--data", "mock", "--language", "pp=2"], world_size=4)
-        assert found.args.encoder_schedule == THREE_PHASES
+        line = f"{GRAPHS} --data mock --language pp=2"
+        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
 
     def test_a_growing_batch_must_fit_at_every_size(self):
         schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
@@ -402,41 +334,6 @@ class TestRefused:
         parse([*layout, *sizes], world_size=8)
         with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
             parse([*layout, *sizes, "--eval-iters", "1"], world_size=8)
-
-
-@requires_world_size(4)
-class TestRight:
-    @pytest.mark.parametrize(("options", "language"), SAME_NUMBERS)
-    def test_changes_nothing(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, *options)
-
-    @pytest.mark.parametrize(("options", "language"), OTHER_NUMBERS)
-    def test_changes_every_layout_alike(self, options, language):
-        assert_same_trajectory_as_one_rank("tp=2,dp=2", language, common=options)
-
-    @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_precisions_agree_with_one_rank(self, precision):
-        layout = ("--encoder", "tp=2,dp=2", "--language", PIPELINE)
-        batch = ("--global-batch-size", str(SAMPLES), "--micro-batch-size", "16")
-        found = [r["loss"] for r in trajectory(*layout, *batch, *precision, steps=COMPARED)]
-        expected = [r["loss"] for r in one_rank_trajectory(*batch, *precision, steps=COMPARED)]
-        assert found == pytest.approx(expected, rel=PRECISIONS[precision])
-
-    @pytest.mark.parametrize(
-        ("language", "options"),
-        [
-            (PIPELINE, ("--recompute-encoder", "1", "--overlap-grad-reduce")),
-            (FLAT, ("--encoder-macro-batch", "3", "--overlap-grad-reduce")),
-        ],
-        ids=["recompute", "macro-batches"],
-    )
-    def test_the_batch_grows_alike(self, language, options):
-        """A larger batch runs the encoder again in more parts, and has more macro-batches."""
-        growing = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
-        layout = ("--encoder", "tp=2,dp=2", "--language", language)
-        found = trajectory(*layout, *growing, *options, steps=4)
-        expected = one_rank_trajectory(*growing, steps=4)
-        assert_same_trajectory(found, expected)
 
 
 def test_help_shows_own_and_stock_options(capsys):

@@ -157,10 +157,6 @@ class TestZigzag:
         labels = [shard[1][0].tolist() for shard in Batch(1, 16).shards(4, 1)]
         assert labels == [[1, 2, 15, 16], [3, 4, 13, 14], [5, 6, 11, 12], [7, 8, 9, 10]]
 
-    def test_packed_samples_are_cut_one_by_one(self):
-        labels = [shard[1][0].tolist() for shard in Batch(1, 13).shards(2, 1, (5, 8))]
-        assert labels == [[1, 2, 0, 0, 6, 7, 12, 13], [3, 4, 5, 0, 8, 9, 10, 11]]
-
     def test_packed_parameters_tell_real_from_padded_boundaries(self):
         params = Batch(1, 26).shards(2, 2, ROW)[0][3]
         assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder work in the pipeline's bubbles changes nothing of what is trained."""
+"""Encoder work in the pipeline's bubbles: when ranks are late, what is kept, what is refused.
+
+That it changes nothing of what is trained is in the rows of test_mimo_colocated_e2e.py.
+"""
 
 import contextlib
 import itertools
@@ -16,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.cpu_runtime import collectives
-from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.schedule import encoder_in_bubbles
 from megatron.core.models.mimo.schedule.bubble_plan import (
@@ -29,76 +31,40 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
 from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS
-from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, draw
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
 from tests.unit_tests.models.mimo.mimo_gpt_training import Job, train
-from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import check, modules
+from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import (
+    CP_2_PP_2,
+    FAN_IN,
+    IN_BUBBLES,
+    PP_2,
+    PP_4,
+    TEXT_ONLY_PART_IN_BUBBLES,
+    VPP_2,
+    check,
+    modules,
+    samples,
+)
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-PP_4, PP_2, CP_2, VPP_2 = dict(pp=4), dict(pp=2, dp=2), dict(cp=2, pp=2), dict(pp=2, dp=2, vpp=2)
-LAYOUTS = [PP_4, PP_2, CP_2, VPP_2]
-
-
-def samples(*patches: dict[str, int]) -> tuple[Sample, ...]:
-    """One sample for each; lengths that CP divides."""
-    return tuple(draw(counts, seed, length=12) for seed, counts in enumerate(patches))
-
-
-UNEVEN = Job(samples(*({IMAGES: n * 5 % 7} for n in range(32))), microbatches=8, in_bubbles=True)
-TEXT_ONLY_PART = replace(
-    UNEVEN, samples=samples(*({IMAGES: 3 if 4 <= n < 8 else 0} for n in range(16))), microbatches=4
-)
-TWO_ENCODERS = replace(
-    UNEVEN,
-    samples=samples(*({IMAGES: n % 4, SOUNDS: n % 3} for n in range(16))),
-    microbatches=4,
-)
-
-
-def check_bubbles(job: Job, language: dict[str, int], **encoders: dict[str, int]) -> None:
-    """Assert that losses and gradient norms are those of one rank in plain PyTorch."""
-    encoders = encoders or {IMAGES: dict(dp=Utils.world_size)}
-    check(job, language | {"variable_lengths": False}, **encoders)
+LAYOUTS = [PP_4, PP_2, CP_2_PP_2, VPP_2]
 
 
 @requires_world_size(4)
 class TestFourRanks:
-    @pytest.mark.parametrize("language", LAYOUTS, ids=str)
-    def test_the_loss_falls_as_on_one_rank(self, language):
-        check_bubbles(UNEVEN, language)
-
-    def test_two_microbatches_at_once(self):
-        check_bubbles(replace(UNEVEN, macro_batch=2), PP_2)
-
-    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
-    def test_a_microbatch_without_images(self, language):
-        check_bubbles(TEXT_ONLY_PART, language)
-
-    @pytest.mark.parametrize(("language", "frozen"), [(CP_2, LANGUAGE), (VPP_2, IMAGES)], ids=str)
-    def test_a_frozen_module(self, language, frozen):
-        check_bubbles(replace(UNEVEN, microbatches=4, frozen=(frozen,)), language)
-
-    def test_gradients_reduced_during_the_backward(self):
-        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), VPP_2)
-
     @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
     def test_a_first_step_in_which_kernels_are_loaded(self, language, monkeypatch):
         monkeypatch.setattr(encoder_in_bubbles, "_is_on_gpu", lambda _: True)
         around = mock.Mock(wraps=encoder_in_bubbles.pieces_around_the_pipeline)
         monkeypatch.setattr(encoder_in_bubbles, "pieces_around_the_pipeline", around)
-        check_bubbles(replace(TEXT_ONLY_PART, overlap=True), language)
+        check(replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), language, images=FAN_IN)
         assert around.call_count == 1
 
     def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(self, monkeypatch):
         monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
-        even = samples(*({IMAGES: 3} for _ in range(16)))
-        check_bubbles(replace(UNEVEN, samples=even, microbatches=4, overlap=True), PP_2)
-
-    def test_two_encoders_of_different_layouts(self):
-        check_bubbles(TWO_ENCODERS, PP_2, images=dict(tp=2, dp=2), sounds=dict(dp=4))
-
-    def test_fewer_microbatches_than_stages(self):
-        check_bubbles(replace(UNEVEN, microbatches=2), PP_4)
+        even = samples(*({IMAGES: 3} for _ in range(16)), length=12)
+        job = replace(IN_BUBBLES, samples=even, microbatches=4, overlap=True)
+        check(job, PP_2, images=FAN_IN)
 
     @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
     def test_ranks_that_are_late_at_random(self, language):
@@ -122,7 +88,7 @@ class TestFourRanks:
             ):
                 slow = late(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, slow))
-            check_bubbles(replace(UNEVEN, microbatches=4), language)
+            check(replace(IN_BUBBLES, microbatches=4), language, images=FAN_IN)
 
 
 @requires_world_size(4)
@@ -152,7 +118,7 @@ def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
         return contextlib.nullcontext()
 
     with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
-        train(UNEVEN, made, 1, around=around)
+        train(IN_BUBBLES, made, 1, around=around)
     assert used and not new
 
 
@@ -192,8 +158,8 @@ class Saved:
 
 def most_saved(microbatches: int, in_bubbles: bool) -> int:
     """Most bytes saved on this rank in a step with an equal image for each rank and microbatch."""
-    saved, parts = Saved(), samples(*({IMAGES: 3} for _ in range(4 * microbatches)))
-    job = Job(parts, microbatches=microbatches, in_bubbles=in_bubbles)
+    saved, patches = Saved(), [{IMAGES: 3}] * (4 * microbatches)
+    job = Job(samples(*patches, length=12), microbatches=microbatches, in_bubbles=in_bubbles)
     with contextlib.ExitStack() as stack:
         counted = saved.counted(macro_batches.encode)
         stack.enter_context(mock.patch.object(macro_batches, "encode", counted))
@@ -239,7 +205,7 @@ def test_two_pieces_swapped_end_in_a_message(monkeypatch):
     language = PP_4 | {"variable_lengths": False}
     with modules(images=dict(dp=4), language=language) as made:
         with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
-            train(UNEVEN, made, 1)
+            train(IN_BUBBLES, made, 1)
 
 
 @requires_world_size(4)
@@ -255,10 +221,23 @@ class TestRefusals:
     def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
         with modules(images=encoder, language=language) as made:
             with pytest.raises(ValueError, match=text):
-                train(UNEVEN, made, 1)
+                train(IN_BUBBLES, made, 1)
+
+    def test_virtual_stages_whose_transfers_do_not_overlap(self, monkeypatch):
+        config = Module.config
+
+        def without_overlap(module):
+            made = config(module)
+            made.overlap_p2p_comm = False
+            return made
+
+        monkeypatch.setattr(Module, "config", without_overlap)
+        with modules(images=FAN_IN, language=VPP_2 | {"variable_lengths": False}) as made:
+            with pytest.raises(ValueError, match="needs overlap_p2p_comm with virtual stages"):
+                train(IN_BUBBLES, made, 1)
 
     def test_microbatches_without_a_plan(self):
         language = PP_2 | {"variable_lengths": False}
         with modules(images=dict(dp=4), language=language) as made:
             with pytest.raises(ValueError, match="batch_plan"):
-                train(UNEVEN, made, 1, planned=False)
+                train(IN_BUBBLES, made, 1, planned=False)

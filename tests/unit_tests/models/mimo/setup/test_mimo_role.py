@@ -38,32 +38,25 @@ def role_of(rank: int, grids, monkeypatch, vp_stage=None, vp_size=None) -> RankR
     return role_with_pipeline(RankRole.build(["images"], grids), config)
 
 
-class TestColocatedRole:
-    @pytest.mark.parametrize("rank", range(8))
-    def test_stages_come_from_the_language_models_grid(self, rank, grids, monkeypatch):
-        role = role_of(rank, grids, monkeypatch)
-        first = rank < 4  # pp is the slowest
-        assert role.mode is ModuleLayout.COLOCATED
-        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(first, not first)
-        assert role.modules["images"] == ModuleStageInfo(True, True)
+@pytest.mark.parametrize(
+    ("rank", "vp_stage", "expected"),
+    [
+        *((rank, None, (rank < 4, rank >= 4)) for rank in range(8)),  # pp is the slowest
+        (0, 0, (True, False)),
+        (0, 1, (False, False)),
+        (4, 0, (False, False)),
+        (4, 1, (False, True)),
+    ],
+)
+def test_stages_come_from_the_language_models_grid(rank, vp_stage, expected, grids, monkeypatch):
+    role = role_of(rank, grids, monkeypatch, vp_stage, None if vp_stage is None else 2)
+    assert role.mode is ModuleLayout.COLOCATED
+    assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(*expected)
+    assert role.modules["images"] == ModuleStageInfo(True, True)
 
-    @pytest.mark.parametrize(
-        ("rank", "vp_stage", "expected"),
-        [
-            (0, 0, (True, False)),
-            (0, 1, (False, False)),
-            (4, 0, (False, False)),
-            (4, 1, (False, True)),
-        ],
-    )
-    def test_virtual_stages_count(self, rank, vp_stage, expected, grids, monkeypatch):
-        role = role_of(rank, grids, monkeypatch, vp_stage, 2)
-        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(*expected)
 
-    def test_without_grids_there_is_one_stage(self, monkeypatch):
-        role = role_of(3, None, monkeypatch)
-        assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(True, True)
-
-    def test_a_grid_without_pp_is_one_stage(self, monkeypatch):
-        monkeypatch.setenv("WORLD_SIZE", "8")
-        assert stage_position(HyperCommGrid([2, 4], ["tp", "dp"]), 5) == (True, True)
+def test_without_grids_or_pp_there_is_one_stage(monkeypatch):
+    role = role_of(3, None, monkeypatch)
+    assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(True, True)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert stage_position(HyperCommGrid([2, 4], ["tp", "dp"]), 5) == (True, True)

@@ -1,9 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Megatron's loop: save in one layout, go on in another; what is damaged or hostile
+"""Checkpoints of Megatron's loop: runs go on as if nothing had happened; what is damaged or hostile
 is refused."""
 
-import contextlib
 import os
 import pickle
 import shutil
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.core.dist_checkpointing import parallel_manifest
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import save_manifest
@@ -26,51 +25,30 @@ from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoin
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.rerun_state_machine import Call, Caller
-from tests.unit_tests.examples.nemotron_vlm.runs import TOLERANCE, Run, trainer
-from tests.unit_tests.models.mimo import small_vlm
+from tests.unit_tests.examples.nemotron_vlm.loop.models import FEW_EXPERTS, TOLERANCE
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
+    APART_ON_CP,
+    APART_ON_PP,
+    APART_ON_TP,
+    ON_DP,
+    ON_PP,
+    ON_TP_ETP,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import Utils, requires_world_size
-
-PRESET = replace(
-    small_vlm.PRESET,
-    encoder=replace(small_vlm.PRESET.encoder, layers=2),
-    language=replace(small_vlm.PRESET.language, hybrid_layer_pattern="ME*M"),
-)
-"""With pp=2 the second stage has no experts."""
 
 BEFORE, AFTER = 2, 2
 """Steps before the save, and after it: the second one's loss depends on Adam's loaded state."""
 
-LAYOUTS = {
-    "dp": (COLOCATED, "tp=2,dp=2", "dp=4,ep=2"),
-    "tp-etp": (COLOCATED, "dp=4", "tp=2,dp=2,ep=4,etp=1"),
-    "cp": (COLOCATED, "tp=4", "cp=2,dp=2,ep=2"),
-    "pp": (COLOCATED, "dp=4", "pp=2,dp=2,ep=2"),
-    "non-colocated-tp": (NON_COLOCATED, "tp=2", "tp=2,dp=1,ep=1"),
-    "non-colocated-cp": (NON_COLOCATED, "pp=2,dp=1", "cp=2,dp=1,ep=2"),
-    "non-colocated-pp": (NON_COLOCATED, "dp=2", "pp=2,dp=1"),
-}
-
-TARGETS = {
-    "dp": ["tp-etp", "non-colocated-pp"],
-    "tp-etp": ["cp"],
-    "cp": ["non-colocated-tp"],
-    "pp": ["pp", "dp", "non-colocated-cp"],
-    "non-colocated-tp": ["non-colocated-tp", "dp"],
-    "non-colocated-cp": ["pp", "non-colocated-tp"],
-    "non-colocated-pp": ["tp-etp", "cp"],
-}
+SIZES = ("--global-batch-size", "16", "--micro-batch-size", "4")
 
 
-def run_of(layout: str, *more: str, load: Path | None = None):
-    placement, encoder, language = LAYOUTS[layout]
-    return trainer(
-        *("--placement", placement, "--encoder", encoder, "--language", language),
-        *("--global-batch-size", "16", "--micro-batch-size", "4", "--seq-length", "16"),
-        *(("--load", str(load)) if load else ()),
-        *more,
-        preset=PRESET,
-    )
+def run_of(layout: tuple[str, str, tuple[str, ...]], *more: str, load: Path | None = None):
+    encoder, language, options = layout
+    loading = ("--load", str(load)) if load else ()
+    line = (*FEW_EXPERTS, *SIZES, "--encoder", encoder, "--language", language)
+    return trainer(*line, *options, *loading, *more)
 
 
 def losses(run: Run, steps: int) -> list[float]:
@@ -79,69 +57,34 @@ def losses(run: Run, steps: int) -> list[float]:
 
 @requires_world_size(4)
 class TestLayouts:
-    @pytest.mark.parametrize("source", LAYOUTS)
-    def test_training_goes_on_in_another_layout(self, source, shared_path):
-        """The next losses are the uninterrupted run's, to the last bit in the same layout."""
-        with run_of(source) as run:
-            losses(run, BEFORE)
-            run.save(shared_path)
-            drawn = torch.rand(1)
-            uninterrupted = losses(run, AFTER)
-        for target in TARGETS[source]:
-            with run_of(target, load=shared_path) as run:
-                assert run.step == BEFORE
-                if target == source:
-                    assert torch.equal(torch.rand(1), drawn)
-                    assert losses(run, AFTER) == uninterrupted, target
-                else:
-                    expected = pytest.approx(uninterrupted, rel=TOLERANCE)
-                    assert losses(run, AFTER) == expected, target
-
-    def test_at_least_twelve_pairs_are_tried(self):
-        assert sum(len(targets) for targets in TARGETS.values()) >= 12
+    """Rows of rows.py go on in other layouts; here runs go on in their own, or with other parts."""
 
     @pytest.mark.parametrize(
-        ("source", "target", "frozen"),
+        ("layout", "options"),
         [
-            ("dp", "non-colocated-cp", "language"),
-            ("non-colocated-pp", "non-colocated-pp", "language"),
-            ("pp", "non-colocated-pp", "encoder,projector"),
-            ("non-colocated-cp", "cp", "encoder"),
+            (ON_PP, ("--hidden-dropout", "0.2")),
+            (ON_TP_ETP, ("--hidden-dropout", "0.2")),
+            (APART_ON_PP, ("--hidden-dropout", "0.2")),
+            (APART_ON_TP, ()),
+            (ON_PP, ("--bf16",)),
         ],
+        ids=str,
     )
-    def test_training_goes_on_with_frozen_parts(self, source, target, frozen, shared_path):
-        with run_of(source, "--freeze", frozen) as run:
+    def test_training_goes_on_to_the_last_bit(self, layout, options, shared_path):
+        """The random states of stages and TP ranks differ, and each gets its own again. In bf16,
+        parameter groups contain fp32 parameters too."""
+        with run_of(layout, *options) as run:
             losses(run, BEFORE)
             run.save(shared_path)
-            uninterrupted = losses(run, AFTER)
-        with run_of(target, "--freeze", frozen, load=shared_path) as run:
-            assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
-
-    def test_training_in_bf16_goes_on(self, shared_path):
-        """The parameter groups contain fp32 parameters too."""
-        with run_of("pp", "--bf16") as run:
-            losses(run, BEFORE)
-            run.save(shared_path)
-            uninterrupted = losses(run, AFTER)
-        for target, tolerance in (("pp", 0), ("non-colocated-tp", 3e-2)):
-            with run_of(target, "--bf16", load=shared_path) as run:
-                expected = pytest.approx(uninterrupted, rel=tolerance, abs=0)
-                assert losses(run, AFTER) == expected, target
-
-    @pytest.mark.parametrize("layout", ["pp", "tp-etp", "non-colocated-pp"])
-    def test_dropout_goes_on_where_it_was(self, layout, shared_path):
-        """The random states of stages and TP ranks differ, and each gets its own again."""
-        dropout = ("--hidden-dropout", "0.2")
-        with run_of(layout, *dropout) as run:
-            losses(run, BEFORE)
-            run.save(shared_path)
-            uninterrupted = losses(run, AFTER)
-        with run_of(layout, *dropout, load=shared_path) as run:
+            uninterrupted, drawn = losses(run, AFTER), torch.rand(1)
+        with run_of(layout, *options, load=shared_path) as run:
+            assert run.step == BEFORE
             assert losses(run, AFTER) == uninterrupted
+            assert torch.equal(torch.rand(1), drawn)
 
     def test_saved_before_the_first_optimizer_step(self, shared_path, monkeypatch):
         """The run has skipped all its steps."""
-        with run_of("pp") as run:
+        with run_of(ON_PP) as run:
             weights = gather_weights(run.stages)
             monkeypatch.setattr(run.optimizer, "prepare_grads", lambda: True)
             assert run.train_step()["skipped"]
@@ -149,13 +92,13 @@ class TestLayouts:
             assert_shards_equal(run.stages, weights)
             monkeypatch.undo()
             uninterrupted = losses(run, AFTER)
-        with run_of("dp", load=shared_path) as run:
+        with run_of(ON_DP, load=shared_path) as run:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
-    @pytest.mark.parametrize("target", ["dp", "non-colocated-cp"])
+    @pytest.mark.parametrize("target", [ON_DP, APART_ON_CP], ids=str)
     def test_a_later_run_trains_other_parts_with_a_new_optimizer(self, target, shared_path):
         """First the projector, then all: weights are the saved ones, and steps count anew."""
-        with run_of("pp", "--freeze", "encoder,language") as run:
+        with run_of(ON_PP, "--freeze", "encoder,language") as run:
             losses(run, BEFORE)
             run.save(shared_path)
             saved = gather_weights(run.stages)
@@ -217,7 +160,7 @@ class TestRecords:
 class TestRefusals:
     """Refusals, which happen on every rank."""
 
-    ARGUMENTS = ("--global-batch-size", "8", "--micro-batch-size", "4", "--seq-length", "16")
+    ARGUMENTS = (*FEW_EXPERTS, "--global-batch-size", "8", "--micro-batch-size", "4")
 
     @pytest.fixture(scope="class")
     def whole(self) -> Iterator[Path]:
@@ -235,13 +178,11 @@ class TestRefusals:
         dist.barrier()
         return shared_path
 
-    @contextlib.contextmanager
-    def run(self, preset=PRESET, more=()):
-        with trainer(*self.ARGUMENTS, *more, preset=preset) as run:
-            yield run
+    def run(self, *more: str, preset=None):
+        return trainer(*self.ARGUMENTS, *more, preset=preset)
 
-    def assert_refused(self, saved: Path, text: str, preset=PRESET, more=()) -> None:
-        with pytest.raises(UserError) as refusal, self.run(preset, ("--load", str(saved), *more)):
+    def assert_refused(self, saved: Path, text: str, preset=None) -> None:
+        with pytest.raises(UserError) as refusal, self.run("--load", str(saved), preset=preset):
             pass
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
@@ -255,11 +196,12 @@ class TestRefusals:
         self.assert_refused(saved, text)
 
     def test_of_another_model(self, saved):
-        wider = replace(PRESET, language=replace(PRESET.language, hidden_size=32))
+        wider = replace(tiny(), name="wider", language=replace(tiny().language, hidden_size=32))
         self.assert_refused(saved, "shape mismatch", wider)
 
     def test_of_another_shape(self, saved):
-        self.assert_refused(saved, "input_projections", replace(PRESET, projector_ffn=64))
+        other = replace(tiny(), name="other", projector_ffn=64)
+        self.assert_refused(saved, "input_projections", other)
 
     def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):
         (saved / "iter_0000001" / "integrity.json").unlink(missing_ok=True)
@@ -274,7 +216,7 @@ class TestRefusals:
 
     def test_goes_on_with_other_rates_and_steps(self, saved):
         rates = ("--lr", "5e-3", "--min-lr", "1e-3", "--train-iters", "12")
-        with self.run(more=("--load", str(saved), *rates)) as run:
+        with self.run("--load", str(saved), *rates) as run:
             (rate,) = {group["lr"] for group in run.optimizer.param_groups}
             assert rate == pytest.approx(4.93e-3, rel=1e-2)  # after step 1 of a cosine of 12
 
@@ -299,5 +241,5 @@ class TestRefusals:
             shutil.copytree(saved / "iter_0000001", saved / "iter_0000002")
             (saved / "iter_0000002" / "metadata.json").unlink()
         dist.barrier()
-        with self.run(more=("--load", str(saved))) as run:
+        with self.run("--load", str(saved)) as run:
             assert run.step == 1

@@ -5,7 +5,7 @@
 import contextlib
 import functools
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,34 +15,54 @@ from megatron.core import parallel_state
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS, Module
-from tests.unit_tests.models.mimo.mimo_gpt_samples import draw
+from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, SOUNDS, TOKENS, Module
+from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, draw
 from tests.unit_tests.models.mimo.mimo_gpt_training import Job, Steps, train, train_plainly
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 STEPS = 3
 
-EVEN = Job(tuple(draw({IMAGES: 3}, seed) for seed in range(16)))
-UNEVEN = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed) for seed in range(16)))
+
+def samples(*patches: dict[str, int], length: int = TOKENS) -> tuple[Sample, ...]:
+    """One sample for each, of a length that CP does not divide."""
+    return tuple(draw(counts, seed, length=length) for seed, counts in enumerate(patches))
+
+
+EVEN = Job(samples(*({IMAGES: 3} for _ in range(16))))
+UNEVEN = Job(samples(*({IMAGES: n * 5 % 7} for n in range(16))))
 """Zero to six patches a sample."""
 
-TEXT_ONLY_PART = Job(tuple(draw({IMAGES: 3 if 4 <= s < 8 else 0}, s) for s in range(16)))
+TEXT_ONLY_PART = Job(samples(*({IMAGES: 3 if 4 <= n < 8 else 0} for n in range(16))))
 """With two microbatches or four, one at least has no image on any rank."""
 
-TEXT_ONLY = Job(tuple(draw({IMAGES: 0}, seed) for seed in range(16)))
-TWO_ENCODERS = Job(tuple(draw({IMAGES: seed % 4, SOUNDS: seed % 3}, seed) for seed in range(16)))
+TEXT_ONLY = Job(samples(*({IMAGES: 0} for _ in range(16))))
+TWO_ENCODERS = Job(samples(*({IMAGES: n % 4, SOUNDS: n % 3} for n in range(16))))
 PACKED = Job(tuple(draw({IMAGES: s % 3}, s, length=3 + 7 * s % 11) for s in range(16)), packed=True)
 
-LIKE_LENGTHS = Job(
-    tuple(
-        replace(sample, loss_mask=torch.ones_like(sample.loss_mask))
-        for sample in (draw({IMAGES: seed % 4}, seed, length=12) for seed in range(16))
-    )
+LIKE_LENGTHS = tuple(
+    replace(sample, loss_mask=torch.ones_like(sample.loss_mask))
+    for sample in samples(*({IMAGES: n % 4} for n in range(16)), length=12)
 )
+MEAN_OF_MEANS = Job(LIKE_LENGTHS, per_token=False)
 """The mean of the ranks' means is that of all tokens."""
-DIVISIBLE = Job(tuple(draw({IMAGES: seed * 5 % 7}, seed, length=12) for seed in range(16)))
+
+TOLD = Job(samples(*({IMAGES: n * 5 % 7} for n in range(16)), length=12))
 """Samples of a length that CP divides."""
+
+IN_BUBBLES = Job(
+    samples(*({IMAGES: n * 5 % 7} for n in range(32)), length=12), microbatches=8, in_bubbles=True
+)
+TEXT_ONLY_PART_IN_BUBBLES = replace(
+    IN_BUBBLES,
+    samples=samples(*({IMAGES: 3 if 4 <= n < 8 else 0} for n in range(16)), length=12),
+    microbatches=4,
+)
+TWO_ENCODERS_IN_BUBBLES = replace(
+    IN_BUBBLES,
+    samples=samples(*({IMAGES: n % 4, SOUNDS: n % 3} for n in range(16)), length=12),
+    microbatches=4,
+)
 
 TOLERANCE = 1e-5
 """Relative tolerance of fp32 losses and gradient norms: sums in another order."""
@@ -74,7 +94,12 @@ def one_rank_trajectory(job: Job) -> Steps:
 def check(
     job: Job, language: dict[str, int], planned: bool = True, **encoders: dict[str, int]
 ) -> None:
-    """Assert that the loss goes down, step by step as on one rank."""
+    """Assert that the loss goes down, step by step as on one rank.
+
+    Stages tell each other no shapes where the encoder is in the bubbles.
+    """
+    if job.in_bubbles:
+        language = language | {"variable_lengths": False}
     expected = one_rank_trajectory(job.on_one_rank())
     expected_losses, expected_norms = zip(*expected, strict=True)
     with modules(**{LANGUAGE: language, **encoders}) as made:
@@ -84,118 +109,142 @@ def check(
     assert losses[-1] < 0.995 * losses[0]
 
 
-class TestOneRank:
-    @requires_world_size(1)
-    @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-    def test_the_loss_falls_as_in_plain_pytorch(self, packed):
-        check(replace(EVEN, packed=packed), {}, images={})
-
-
-class TestTwoRanks:
-    @requires_world_size(2)
-    @pytest.mark.parametrize("language", [dict(tp=2), dict(pp=2)], ids=str)
-    def test_grids_without_a_cp_dim(self, language):
-        check(UNEVEN, language | dict(cp=None), images=dict(dp=2, cp=None))
-
-
-class TestFourRanks:
-    @requires_world_size(4)
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(cp=2, pp=2)], ids=str)
-    @pytest.mark.parametrize("encoder", [dict(dp=4), dict(tp=4)], ids=["fan-in", "fan-out"])
-    def test_the_host_waits_for_nothing_once_a_batch_brings_a_plan(self, encoder, language):
-        """Encoders, bridge, schedule and MimoModel, backward and reduction of gradients included.
-
-        The first step fills caches, of layouts and of attention.
-        """
-        language = language | {"variable_lengths": False}  # else stages tell each other shapes
-        with modules(images=encoder, language=language) as made:
-            train(DIVISIBLE, made, 3, around=lambda n: no_host_sync() if n else nullcontext())
-
-
-@requires_world_size(8)
-class TestEightRanks:
-    """Several DP ranks of both modules, which four ranks with CP and a pipeline leave no room for.
-
-    The samples differ in their number of patches.
-    """
-
-    @pytest.mark.parametrize(
-        ("encoder", "language", "job"),
-        [
-            pytest.param(dict(dp=8), dict(cp=2, pp=2, dp=2), UNEVEN, id="fan-in-cp-pp"),
-            pytest.param(dict(tp=4, dp=2), dict(pp=2, vpp=2, dp=4), UNEVEN, id="fan-out-vpp"),
-            pytest.param(dict(dp=8), dict(tp=2, cp=2, dp=2), PACKED, id="fan-in-cp-tp-packed"),
-            pytest.param(dict(tp=8), dict(cp=4, dp=2), PACKED, id="fan-out-cp-4-packed"),
-            pytest.param(dict(tp=8), dict(tp=2, dp=4), EVEN, id="fan-out-tp"),
-        ],
-    )
-    def test_the_loss_falls_as_on_one_rank(self, encoder, language, job):
-        check(job, language, images=encoder)
-
-
 FAN_IN, FAN_OUT = dict(dp=4), dict(tp=4)
-CP_2_PP_2, VPP_2 = dict(cp=2, pp=2), dict(pp=2, vpp=2, dp=2)
-LAYOUTS = [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, dict(cp=2, dp=2))]
-"""Layouts of the encoder and the language model; pipelines come first."""
+BOTH = dict(tp=2, dp=2)
+CP_2_PP_2, CP_2, PP_2, PP_4 = dict(cp=2, pp=2), dict(cp=2, dp=2), dict(pp=2, dp=2), dict(pp=4)
+VPP_2 = dict(pp=2, vpp=2, dp=2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job on so many ranks; encoders of modalities by name; whether batches bring a plan."""
+
+    ranks: int
+    job: Job
+    language: dict[str, int]
+    encoders: dict[str, dict[str, int]]
+    planned: bool = True
+
+
+def row(ranks, job, images, language, planned=True, **others) -> Row:
+    return Row(ranks, job, language, {IMAGES: images, **others}, planned)
+
+
+ROWS = {
+    "several DP ranks of both modules": [
+        row(8, UNEVEN, dict(dp=8), dict(cp=2, pp=2, dp=2)),
+        row(8, UNEVEN, dict(tp=4, dp=2), dict(pp=2, vpp=2, dp=4)),
+        row(8, PACKED, dict(dp=8), dict(tp=2, cp=2, dp=2)),
+        row(8, PACKED, dict(tp=8), dict(cp=4, dp=2)),
+        row(8, EVEN, dict(tp=8), dict(tp=2, dp=4)),
+    ],
+    "one rank": [row(1, EVEN, {}, {}), row(1, replace(EVEN, packed=True), {}, {})],
+    "grids without a cp dim": [
+        row(2, UNEVEN, dict(dp=2, cp=None), dict(tp=2, cp=None)),
+        row(2, UNEVEN, dict(dp=2, cp=None), dict(pp=2, cp=None)),
+    ],
+    "a microbatch without images": [
+        row(4, replace(TEXT_ONLY_PART, microbatches=4), FAN_IN, CP_2_PP_2),
+        row(4, replace(TEXT_ONLY_PART, microbatches=4), FAN_OUT, VPP_2),
+        row(4, replace(TEXT_ONLY_PART, microbatches=4), FAN_OUT, CP_2),
+    ],
+    "equal samples without a plan": [
+        row(4, job, encoder, language, planned=False)
+        for job in (EVEN, replace(EVEN, packed=True))
+        for encoder, language in ((FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2), (FAN_OUT, CP_2))
+    ],
+    "a batch without images": [
+        row(4, TEXT_ONLY, FAN_IN, CP_2_PP_2),
+        row(4, TEXT_ONLY, FAN_OUT, CP_2),
+    ],
+    "two encoders of different layouts": [
+        row(4, TWO_ENCODERS, BOTH, CP_2_PP_2, sounds=FAN_IN),
+        row(4, TWO_ENCODERS, BOTH, VPP_2, sounds=FAN_OUT),
+        row(4, TWO_ENCODERS, BOTH, CP_2, sounds=FAN_OUT),
+    ],
+    "packed samples of odd lengths": [
+        row(4, PACKED, FAN_IN, CP_2_PP_2),
+        row(4, PACKED, FAN_OUT, VPP_2),
+    ],
+    "tied embeddings": [
+        row(4, replace(UNEVEN, tied=True), FAN_IN, CP_2_PP_2),
+        row(4, replace(UNEVEN, tied=True), FAN_OUT, VPP_2),
+    ],
+    "a frozen module": [
+        row(4, replace(UNEVEN, frozen=(name,)), encoder, language)
+        for name in (IMAGES, LANGUAGE)
+        for encoder, language in ((FAN_IN, CP_2_PP_2), (FAN_OUT, CP_2))
+    ],
+    "fewer microbatches than stages and more": [
+        row(4, replace(UNEVEN, microbatches=1), FAN_IN, CP_2_PP_2),
+        row(4, replace(UNEVEN, microbatches=4), FAN_IN, CP_2_PP_2),
+    ],
+    "gradients reduced during the backward": [
+        row(4, replace(TEXT_ONLY_PART, overlap=True), FAN_IN, CP_2),
+        row(4, replace(TEXT_ONLY_PART, overlap=True), FAN_IN, PP_2),
+    ],
+    "images of two microbatches at once": [
+        row(4, replace(job, microbatches=4, macro_batch=2, overlap=True), encoder, CP_2)
+        for encoder, job in ((FAN_IN, TEXT_ONLY_PART), (FAN_OUT, UNEVEN))
+    ],
+    "a loss that is a mean of means": [
+        row(4, MEAN_OF_MEANS, FAN_IN, PP_2),
+        row(4, MEAN_OF_MEANS, FAN_OUT, CP_2),
+    ],
+    "encoder in the bubbles": [
+        *(row(4, IN_BUBBLES, FAN_IN, language) for language in (PP_4, PP_2, CP_2_PP_2, VPP_2)),
+        row(4, replace(IN_BUBBLES, microbatches=2), FAN_IN, PP_4),
+    ],
+    "in the bubbles, two microbatches at once": [
+        row(4, replace(IN_BUBBLES, macro_batch=2), FAN_IN, PP_2),
+    ],
+    "in the bubbles, a microbatch without images": [
+        row(4, TEXT_ONLY_PART_IN_BUBBLES, FAN_IN, PP_4),
+        row(4, replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), FAN_IN, VPP_2),
+    ],
+    "in the bubbles, a frozen module": [
+        row(4, replace(IN_BUBBLES, microbatches=4, frozen=(LANGUAGE,)), FAN_IN, CP_2_PP_2),
+        row(4, replace(IN_BUBBLES, microbatches=4, frozen=(IMAGES,)), FAN_IN, VPP_2),
+    ],
+    "in the bubbles, two encoders": [
+        row(4, TWO_ENCODERS_IN_BUBBLES, BOTH, PP_2, sounds=FAN_IN),
+    ],
+}
+"""Rows by what they show; most are with a pipeline, with virtual stages and without a pipeline."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            id=f"{shows}-{number}".replace(" ", "-"),
+            marks=[requires_world_size(row.ranks), pytest.mark.shows(shows)],
+        )
+        for shows, rows in ROWS.items()
+        for number, row in enumerate(rows)
+    ],
+)
+def test_the_loss_falls_as_in_plain_pytorch(row):
+    check(row.job, row.language, row.planned, **row.encoders)
 
 
 @requires_world_size(4)
-class TestWhatRealBatchesBring:
-    """Each test runs with a pipeline, most also with virtual stages and without a pipeline."""
+@pytest.mark.parametrize("language", [CP_2, CP_2_PP_2], ids=str)
+@pytest.mark.parametrize("encoder", [FAN_IN, FAN_OUT], ids=["fan-in", "fan-out"])
+def test_the_host_waits_for_nothing_once_a_batch_brings_a_plan(encoder, language):
+    """Encoders, bridge, schedule and MimoModel, backward and reduction of gradients included.
 
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
-    def test_a_microbatch_without_images(self, encoder, language):
-        check(replace(TEXT_ONLY_PART, microbatches=4), language, images=encoder)
+    The first step fills caches, of layouts and of attention.
+    """
+    language = language | {"variable_lengths": False}  # else stages tell each other shapes
+    with modules(images=encoder, language=language) as made:
+        train(TOLD, made, 3, around=lambda n: no_host_sync() if n else nullcontext())
 
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
-    @pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-    def test_equal_samples_need_no_plan(self, packed, encoder, language):
-        check(replace(EVEN, packed=packed), language, planned=False, images=encoder)
 
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
-    def test_unequal_samples_without_a_plan_are_refused_on_every_rank(self, encoder, language):
-        with modules(**{LANGUAGE: language, IMAGES: encoder}) as made:
-            with pytest.raises(ValueError, match="equal parts of a batch must have .* batch_plan"):
-                train(UNEVEN, made, 1, planned=False)
-
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[::2], ids=str)
-    def test_a_batch_without_images(self, encoder, language):
-        check(TEXT_ONLY, language, images=encoder)
-
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS, ids=str)
-    def test_two_encoders_of_different_layouts(self, encoder, language):
-        check(TWO_ENCODERS, language, images=dict(tp=2, dp=2), sounds=encoder)
-
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
-    def test_packed_samples_of_odd_lengths(self, encoder, language):
-        check(PACKED, language, images=encoder)
-
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[:2], ids=str)
-    def test_tied_embeddings(self, encoder, language):
-        check(replace(UNEVEN, tied=True), language, images=encoder)
-
-    @pytest.mark.parametrize("frozen", [IMAGES, LANGUAGE])
-    @pytest.mark.parametrize(("encoder", "language"), LAYOUTS[::2], ids=str)
-    def test_a_frozen_module(self, encoder, language, frozen):
-        check(replace(UNEVEN, frozen=(frozen,)), language, images=encoder)
-
-    @pytest.mark.parametrize("microbatches", [1, 4])
-    def test_fewer_microbatches_than_stages_and_more(self, microbatches):
-        check(replace(UNEVEN, microbatches=microbatches), CP_2_PP_2, images=FAN_IN)
-
-    @pytest.mark.parametrize("language", [dict(cp=2, dp=2), dict(pp=2, dp=2)], ids=str)
-    def test_gradients_reduced_during_the_backward(self, language):
-        check(replace(TEXT_ONLY_PART, overlap=True), language, images=dict(dp=4))
-
-    @pytest.mark.parametrize(
-        ("encoder", "job"), [(FAN_IN, TEXT_ONLY_PART), (FAN_OUT, UNEVEN)], ids=["fan-in", "fan-out"]
-    )
-    def test_images_of_two_microbatches_at_once(self, encoder, job):
-        job = replace(job, microbatches=4, macro_batch=2, overlap=True)
-        check(job, dict(cp=2, dp=2), images=encoder)
-
-    @pytest.mark.parametrize(
-        ("encoder", "language"), [(FAN_IN, dict(pp=2, dp=2)), (FAN_OUT, dict(cp=2, dp=2))], ids=str
-    )
-    def test_a_loss_that_is_a_mean_of_means(self, language, encoder):
-        check(replace(LIKE_LENGTHS, per_token=False), language, images=encoder)
+@requires_world_size(4)
+@pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
+def test_unequal_samples_without_a_plan_are_refused_on_every_rank(language):
+    with modules(**{LANGUAGE: language, IMAGES: FAN_OUT}) as made:
+        with pytest.raises(ValueError, match="equal parts of a batch must have .* batch_plan"):
+            train(UNEVEN, made, 1, planned=False)

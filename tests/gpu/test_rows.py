@@ -1,0 +1,93 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of GPUs: the program with production layers over NCCL has one GPU's losses.
+
+Adam resumes bit for bit.
+"""
+
+import pytest
+import torch
+
+from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
+    check,
+    reference_of,
+    tolerance,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Digits in shards, once a row asks for them."""
+    with shared_digits(samples=240) as made:
+        yield made
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("name", [name for name in ON_GPUS if name != "shards"])
+def test_one_gpu_is_recorded(name, record_property):
+    """The other runs are compared with this one; 16-bit runs with three, whose spread is noted."""
+    reference_of(MODELS[name], MODELS[name].options)
+    record_property("allowed", tolerance(MODELS[name]))
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("row", ON_ONE_GPU, ids=str)
+def test_one_gpu(row, record_property, shared_path):
+    check(row, record_property, saved=shared_path)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("row", ON_TWO_GPUS, ids=str)
+def test_two_gpus(row, request, record_property, shared_path):
+    shards = request.getfixturevalue("digits") if row.model == "shards" else None
+    check(row, record_property, shards, shared_path)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("row", AHEAD, ids=str)
+def test_two_gpus_run_ahead(row, record_property):
+    """Graphs and the encoder in the bubbles, with the environment that the program gives them."""
+    check(row, record_property)
+
+
+def optimizer_state(run) -> list[torch.Tensor]:
+    """Master weights, moments and step counts of this rank, in the optimizer's order."""
+    found = []
+    for name in sorted(run.optimizer.module_infos):
+        module = run.optimizer.module_infos[name].optimizer
+        for leaf in module.chained_optimizers if module else ():
+            for group in leaf.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = leaf.optimizer.state[parameter]
+                    # The engine counts steps by group, PyTorch by parameter.
+                    count = torch.as_tensor(state.get("step", group.get("step")))
+                    tensors = (count, parameter, state["exp_avg"], state["exp_avg_sq"])
+                    found += [each.detach().cpu().clone() for each in tensors]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [
+        pytest.param("dp=1", "dp=1", marks=requires_world_size(1), id="one-gpu"),
+        pytest.param("dp=2", "tp=2,ep=2,etp=1", marks=requires_world_size(2), id="two-gpus"),
+    ],
+)
+def test_adam_resumes_bit_for_bit(encoder, language, shared_path):
+    layout = ("--encoder", encoder, "--language", language)
+    options = (*layout, *ENGINE, "--bf16", "--micro-batch-size", "8")
+    with trainer(*options) as run:
+        for _ in range(2):
+            run.train_step()
+        run.save(shared_path)
+        saved, after = optimizer_state(run), run.train_step()
+    with trainer(*options, "--load", str(shared_path)) as run:
+        loaded = optimizer_state(run)
+        assert len(loaded) == len(saved) > 10
+        assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
+        assert run.train_step()["loss"] == after["loss"]

@@ -1,0 +1,123 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The models and data of the rows, on CPU ranks and on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from examples.mimo.nemotron_vlm.data import SampleSource
+from tests.unit_tests.examples.nemotron_vlm.loop.partly_text import PartlyText
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
+
+COMPARED = 3
+"""Steps compared by default: a wrong forward shows in the first, a wrong gradient in the second,
+state that steps leave behind in the third."""
+
+TOLERANCE = 1e-4
+"""Relative tolerance of fp32 losses and gradient norms: ten steps amplify sums in another order."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model and data of a run, whatever its layout.
+
+    options: of the command line. source: replaces the samples that the options name.
+    samples: rows of a global batch; 0 if the options say so. packed: a microbatch is one row.
+    steps: number that are compared.
+    tolerance: relative; None: the spread of one-GPU runs. In 16 bits, CPU ranks compare losses.
+    """
+
+    options: tuple[str, ...] = ()
+    source: SampleSource | None = None
+    samples: int = 32
+    packed: bool = False
+    steps: int = COMPARED
+    tolerance: float | None = TOLERANCE
+
+    @property
+    def is_16_bit(self) -> bool:
+        """Whether weights round, and with them the choice of experts."""
+        return self.tolerance != TOLERANCE
+
+    def batch(self, microbatches: int, dp: int) -> tuple[str, ...]:
+        """Options for a step's batch in so many microbatches."""
+        if not self.samples:
+            return ()
+        micro_size = 1 if self.packed else self.samples // microbatches // dp
+        return ("--global-batch-size", str(self.samples), "--micro-batch-size", str(micro_size))
+
+
+RECIPE = """
+    --num-layers 20 --hybrid-layer-pattern MEMEM*EMEMEM*EMEMEM* --num-experts 128
+    --hidden-size 32 --num-attention-heads 8 --num-query-groups 2 --kv-channels 4
+    --ffn-hidden-size 16 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 32
+    --mamba-num-heads 8 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 16
+    --group-query-attention --squared-relu --disable-bias-linear --normalization RMSNorm
+    --init-method-std 0.0173 --linear-conv-kernel-dim 4 --position-embedding-type none
+    --moe-router-topk 6 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+    --moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-aux-loss-coeff 1e-4
+    --moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall
+    --attention-backend flash --cross-entropy-loss-fusion --use-fused-weighted-squared-relu
+    --seq-length 64 --max-position-embeddings 64 --vocab-size 512
+    --bf16 --micro-batch-size 1 --global-batch-size 4 --calculate-per-token-loss
+    --lr 2e-4 --min-lr 2e-6 --lr-decay-style cosine --lr-warmup-iters 0 --lr-decay-iters 10
+    --override-opt-param-scheduler --weight-decay 0.05 --adam-beta1 0.9 --adam-beta2 0.95
+    --clip-grad 1.0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --eval-interval 1 --eval-iters 0 --log-interval 1 --rerun-mode disabled
+"""
+"""The command of upstream's 20-layer development recipe for a Nemotron VLM, with small widths."""
+
+ENGINE = ("--transformer-impl", "transformer_engine")
+TWO_DIGITS = ("--data", "digits:2")
+CALM = ("--lr", "1e-5")  # otherwise Adam takes full steps of rounding: one-GPU runs differ by 3 %
+BF16 = ("--bf16", *CALM)
+PACK = ("--pack", "--seq-length", "64", "--pack-window", "24", "--sample-multiple", "16")
+SIX_LAYERS = ("--hybrid-layer-pattern", "ME*E*M")  # language pp=2, 3 and 6 divide it
+FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage has none
+SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
+GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
+
+MODELS = {
+    "tiny": Model(),
+    "own defaults": Model(OWN_DEFAULTS, steps=STEPS),
+    "24 samples": Model(OWN_DEFAULTS, samples=24),
+    "tiny-gdn": Model((*LOCAL, "--model", "tiny-gdn")),
+    "six layers": Model(SIX_LAYERS, samples=24),
+    "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),
+    "growing batch": Model(GROWING, samples=0, steps=4),
+    "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),
+    "few experts": Model(FEW_EXPERTS),
+    "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),
+    "fp16 on CPUs": Model(("--fp16", "--initial-loss-scale", "8"), tolerance=1e-2),
+    "development recipe": Model(tuple(RECIPE.split()), samples=0, steps=2, tolerance=3e-2),
+}
+"""On CPU ranks. A rounded weight sends some tokens to another expert, hence the tolerances."""
+
+on_gpus = partial(Model, steps=STEPS)
+in_16_bits = partial(on_gpus, samples=128, tolerance=None)
+"""The more samples, the less a token matters that rounding sends to another expert."""
+
+ON_GPUS = {
+    "engine": on_gpus(ENGINE),
+    "local": on_gpus(LOCAL),
+    "two digits": on_gpus((*ENGINE, *TWO_DIGITS)),
+    "gated delta nets": on_gpus((*LOCAL, "--model", "tiny-gdn")),
+    "partly text": on_gpus(ENGINE, source=PartlyText()),
+    "partly text local": on_gpus(LOCAL, source=PartlyText()),
+    "frozen encoder": on_gpus((*ENGINE, "--freeze", "encoder")),
+    "frozen language": on_gpus((*ENGINE, "--freeze", "language")),
+    "packed local": on_gpus((*LOCAL, *PACK), samples=8, packed=True),
+    "shards": on_gpus((*LOCAL, *PACK, *SHARDS), samples=8, packed=True),
+    "bf16": in_16_bits((*ENGINE, *BF16)),
+    "bf16 two digits": in_16_bits((*ENGINE, *TWO_DIGITS, *BF16)),
+    "bf16 local": in_16_bits((*LOCAL, *BF16)),
+    "bf16 packed": in_16_bits(
+        (*ENGINE, *BF16, *PACK, "--seq-length", "256"), samples=8, packed=True
+    ),
+    "fp16": in_16_bits(
+        (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1")
+    ),
+}
+MODELS |= ON_GPUS

@@ -1,0 +1,331 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the training program, and what each must equal: the table of "as on one rank".
+
+A row is a model in a layout, on ranks of a CPU or a GPU each, with options that change nothing. Its
+losses and gradient norms must be those of the same model on one rank (trajectories.py); those of
+`WEIGHTS` are compared by the weights after a step (one_step.py). `--once` runs the first row of
+each group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from examples.mimo.common.layout import parse_layout
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model in a layout, on so many ranks.
+
+    options: change nothing. common: of the run on one rank too.
+    microbatches: number in a step; by default two, or as many as stages.
+    then: layouts (encoder, language, options) that go on, each from the checkpoint of the one
+        before; each layout takes as many steps as the others.
+    """
+
+    ranks: int
+    model: str
+    encoder: str = "dp=1"
+    language: str = "dp=1"
+    options: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
+    microbatches: int = 0
+    then: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        later = [word for encoder, language, _ in self.then for word in (encoder, language)]
+        words = [self.model, self.encoder, self.language, *self.options, *self.common, *later]
+        text = "-".join(words).replace("---", "-").replace("--", "-").replace(" ", "-")
+        return f"{text}-microbatches-{self.microbatches}" if self.microbatches else text
+
+    @property
+    def layouts(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """The first layout and those that go on."""
+        return [(self.encoder, self.language, self.options), *self.then]
+
+    def batch(self, language: str) -> tuple[str, ...]:
+        """Options for the batch in a layout of the language model, with dp=1 if it says no dp."""
+        layout = parse_layout(language, "language")
+        count = self.microbatches or (layout.pp if layout.pp > 1 else 2)
+        return MODELS[self.model].batch(count, layout.dp or 1)
+
+
+APART = ("--placement", "non-colocated")
+CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous")
+ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
+HEADS = ("--linear-cp-mode", "headwise")
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
+NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+FULL += ("--recompute-num-layers", "1")
+RECOMPUTE = (*FULL, "--recompute-encoder", "1")
+BUBBLES = ("--encoder-schedule", "bubbles")
+GRAPHS = ("--cuda-graph-impl", "local")
+NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
+WORKERS = ("--num-workers", "4")
+ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
+BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
+
+PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
+"""Layouts of the language model on four ranks: in three phases, and in one."""
+
+ON_DP = ("tp=2,dp=2", "dp=4,ep=2", ())
+ON_TP_ETP = ("dp=4", "tp=2,dp=2,ep=4,etp=1", ())
+ON_CP = ("tp=4", "cp=2,dp=2,ep=2", ())
+ON_PP = ("dp=4", "pp=2,dp=2,ep=2", ())
+APART_ON_TP = ("tp=2", "tp=2,dp=1,ep=1", APART)
+APART_ON_CP = ("pp=2,dp=1", "cp=2,dp=1,ep=2", APART)
+APART_ON_PP = ("dp=2", "pp=2,dp=1", APART)
+"""Layouts on four ranks between which checkpoints go."""
+
+ON_CPUS = {
+    "colocated": [
+        Row(8, "own defaults", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
+        Row(4, "own defaults", "tp=2,dp=2", "tp=4,dp=1"),
+        Row(4, "own defaults", "tp=4,dp=1", "tp=1,dp=4"),
+        Row(2, "own defaults", "tp=1", "tp=1,dp=2"),
+        Row(2, "own defaults", "tp=2", "tp=1,dp=2"),
+    ],
+    "non-colocated": [
+        Row(8, "own defaults", "tp=1,dp=4", "pp=2,cp=2,dp=1,ep=2", APART),
+        Row(8, "own defaults", "pp=2,dp=2", "tp=2,dp=2,ep=4,etp=1", APART),
+        Row(4, "24 samples", "tp=1,dp=1", "dp=3,ep=1", APART),
+        Row(4, "own defaults", "tp=2,dp=1", "dp=2,ep=2", APART),
+    ],
+    "every kind with every other": [
+        Row(8, "tiny", "tp=1,dp=8", "tp=2,cp=2,pp=2,dp=1,ep=4,etp=1,vpp=2"),
+        Row(8, "tiny", "tp=1,dp=8", "dp=8,ep=4,etp=2", microbatches=1),
+        Row(8, "tiny", "tp=2,dp=4", "cp=2,pp=4,dp=1,ep=2"),
+        Row(8, "tiny", "tp=4,dp=2", "tp=4,cp=2,dp=1", microbatches=1),
+        Row(8, "tiny", "tp=8,dp=1", "tp=2,pp=2,dp=2,ep=4,etp=1,vpp=2"),
+        Row(8, "tiny", "tp=8,dp=1", "cp=2,pp=2,dp=2,ep=2,etp=2,vpp=2"),
+        Row(8, "tiny", "tp=8,dp=1", "tp=2,cp=2,dp=2,ep=8,etp=1", microbatches=1),
+        Row(8, "tiny", "tp=8,dp=1", "cp=8,dp=1,ep=8", microbatches=1),
+    ],
+    "experts": [
+        Row(8, "tiny", "dp=8", "tp=2,dp=4,ep=8,etp=1", ALLGATHER),
+        Row(8, "tiny", "dp=8", "dp=8,ep=4", ALLGATHER),
+        Row(8, "tiny", "dp=8", "dp=8,etp=2", ALLGATHER),
+        Row(8, "tiny", "dp=8", "dp=8,ep=2,etp=2"),
+    ],
+    "one pipeline of both modules": [
+        Row(8, "six layers, partly text", "tp=2", "tp=2,pp=3,dp=1", APART),
+        Row(8, "six layers, partly text", "pp=2", "pp=6,dp=1", APART),
+        Row(8, "six layers, partly text", "dp=4", "pp=2,cp=2,dp=1,ep=2,etp=1", APART),
+        Row(8, "six layers, partly text", "dp=4", "tp=2,cp=2,dp=1,ep=2,etp=1", APART),
+        Row(8, "six layers, partly text", "dp=4", "tp=2,pp=2,dp=1,ep=2,etp=1", APART),
+        *(
+            Row(ranks, model, encoder, language, APART)
+            for model in ("six layers", "six layers, partly text")
+            for ranks, encoder, language in (
+                (4, "dp=1", "pp=3,dp=1"),
+                (4, "pp=2", "pp=2,dp=1"),
+                (4, "dp=2", "tp=2,dp=1"),
+                (4, "dp=2", "cp=2,dp=1"),
+                (4, "tp=2", "dp=2,ep=2"),
+                (2, "dp=1", "dp=1"),
+            )
+        ),
+    ],
+    "recurrent layers": [
+        Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", CONTIGUOUS),
+        Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS),
+        Row(4, "tiny-gdn", "tp=2", "tp=2,cp=2,dp=1", ZIGZAG),
+        Row(4, "tiny-gdn", "tp=2", "cp=2,pp=2,vpp=2,dp=1", (*CONTIGUOUS, *FULL)),
+        Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", CONTIGUOUS),
+        Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", ZIGZAG),
+        Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", HEADS),
+        Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", CONTIGUOUS),
+    ],
+    "options that change nothing": [
+        Row(4, "tiny", "tp=2,dp=2", language, options)
+        for options, language in (
+            ((*OVERLAP, *FULL), PIPELINE),
+            (
+                (*OVERLAP, "--recompute-granularity", "selective", "--recompute-modules", "moe")
+                + ALLGATHER,
+                FLAT,
+            ),
+            (
+                ("--overlap-grad-reduce", "--ddp-num-buckets", "5", "--use-cpu-initialization")
+                + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
+                FLAT,
+            ),
+            ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
+            (("--no-use-distributed-optimizer",), PIPELINE),
+            (
+                ("--num-distributed-optimizer-instances", "2", "--encoder-macro-batch", "2")
+                + ("--recompute-encoder", "1"),
+                "dp=4,ep=2",
+            ),
+            (("--hybrid-layer-pattern", "MEM|*MEM*"), "pp=2,dp=2,ep=2"),
+            ((*OVERLAP, *BUBBLES), PIPELINE),
+            (
+                (*BUBBLES, "--recompute-encoder", "1", "--overlap-grad-reduce"),
+                "pp=2,vpp=2,dp=2,ep=2",
+            ),
+        )
+    ],
+    "options of every layout": [
+        Row(4, "tiny", "tp=2,dp=2", language, common=common)
+        for common, language in (
+            (
+                ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
+                + ("--moe-router-load-balancing-type", "aux_loss"),
+                PIPELINE,
+            ),
+            (
+                ("--position-embedding-type", "learned_absolute", "--init-method-std", "0.03"),
+                PIPELINE,
+            ),
+            (
+                ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
+                + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
+                + ("--weight-decay-incr-style", "linear")
+                + ("--moe-router-load-balancing-type", "global_aux_loss"),
+                FLAT,
+            ),
+            (
+                ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9", "--swiglu")
+                + ("--no-squared-relu", "--moe-shared-expert-gate"),
+                FLAT,
+            ),
+            ((*OWN_DEFAULTS, *BY_PART), PIPELINE),
+        )
+    ],
+    "a batch that grows": [  # the encoder runs again in more parts, and has more macro-batches
+        Row(4, "growing batch", "tp=2,dp=2", PIPELINE, ("--recompute-encoder", "1", *OVERLAP[:1])),
+        Row(4, "growing batch", "tp=2,dp=2", FLAT, ("--encoder-macro-batch", "3", *OVERLAP[:1])),
+    ],
+    "16 bits": [
+        Row(4, "bf16 on CPUs", "tp=2,dp=2", PIPELINE, then=(APART_ON_TP,)),
+        Row(4, "fp16 on CPUs", "tp=2,dp=2", PIPELINE),
+    ],
+    "development recipe": [Row(4, "development recipe", "tp=2,dp=2", PIPELINE)],
+    "checkpoints in other layouts": [
+        Row(4, "few experts", *ON_PP, then=(APART_ON_CP, ON_PP, ON_DP, APART_ON_PP)),
+        Row(4, "few experts", *APART_ON_CP, then=(APART_ON_TP, ON_DP, ON_TP_ETP, ON_CP)),
+        Row(4, "few experts", *APART_ON_PP, then=(ON_CP, APART_ON_TP, APART_ON_PP, ON_TP_ETP)),
+    ],
+    "frozen parts": [
+        Row(4, "few experts", *first, common=("--freeze", parts), then=(second,))
+        for parts, first, second in (
+            ("language", ("dp=4", PIPELINE, ()), APART_ON_CP),
+            ("language", APART_ON_PP, APART_ON_PP),
+            ("encoder,projector", ("dp=4", PIPELINE, ()), APART_ON_PP),
+            ("encoder", APART_ON_CP, ("dp=4", PIPELINE, ())),
+        )
+    ],
+}
+"""Rows on CPU ranks by what they show; the most demanding first."""
+
+ON_SHARDS = [
+    Row(4, "packed shards", "dp=4", PIPELINE),
+    Row(4, "packed shards", "tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", WORKERS),
+]
+"""Rows on CPU ranks that read shards."""
+
+WEIGHTS = {
+    "whole samples": [
+        Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", BUBBLES, microbatches=4),
+        Row(8, "tiny", "tp=1,dp=8", "tp=4,dp=2,ep=2,etp=1"),
+        Row(8, "tiny", "tp=4,dp=2", "tp=1,dp=8,ep=4"),
+        Row(8, "tiny", "tp=2,dp=4", "tp=2,dp=4,ep=8,etp=1"),
+        Row(8, "tiny", "tp=1,dp=8", "tp=2,cp=2,dp=2,ep=4,etp=1"),
+        Row(8, "tiny", "tp=4,dp=2", "cp=2,dp=4,ep=2"),
+        Row(8, "tiny", "tp=2,dp=4", "cp=2,dp=4"),
+        Row(8, "tiny", "tp=1,dp=8", "pp=2,dp=4"),
+        Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=2", microbatches=4),
+        Row(8, "tiny", "tp=4,dp=2", "pp=2,dp=4,ep=4,vpp=2", microbatches=4),
+        Row(8, "tiny", "tp=1,dp=8", "cp=2,pp=2,dp=2,ep=2", microbatches=4),
+        Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", BUBBLES, microbatches=4),
+        Row(8, "tiny", "tp=1,dp=8", "pp=2,dp=4", ("--recompute-encoder", "1")),
+    ],
+    "packed samples of odd lengths": [
+        Row(8, "four samples a row", "tp=1,dp=8", "cp=4,dp=2,ep=2"),
+        Row(8, "four samples a row", "tp=1,dp=8", "tp=2,cp=2,dp=2,ep=2,etp=2"),
+        Row(8, "four samples a row", "tp=8,dp=1", "cp=2,dp=4,ep=4"),
+        Row(8, "four samples a row", "tp=4,dp=2", "cp=4,dp=2"),
+        Row(8, "one sample a row", "tp=4,dp=2", "tp=2,cp=2,dp=2,ep=2,etp=2"),
+        Row(8, "one sample a row", "tp=4,dp=2", "tp=2,cp=2,dp=2,ep=2,etp=1"),
+    ],
+}
+"""Rows whose weights after a step are those of a layout with cp=1 and pp=1."""
+
+ON_ONE_GPU = [
+    Row(1, "two digits", options=GRAPHS),
+    Row(1, "bf16 two digits", options=GRAPHS),
+    Row(1, "engine", options=LOCAL),
+    Row(1, "engine", options=RECOMPUTE),
+    Row(1, "engine", options=NO_OVERLAP),
+    Row(1, "engine", options=("--encoder-macro-batch", "4"), microbatches=4),
+    Row(1, "engine", options=LOCAL, then=(("dp=1", "dp=1", ()),)),
+    Row(1, "engine", then=(("dp=1", "dp=1", LOCAL),)),
+]
+
+ON_TWO_GPUS = [
+    Row(2, "engine", "dp=2", "dp=2"),
+    Row(2, "engine", "tp=2", "dp=2"),
+    Row(2, "engine", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "engine", "tp=2", "tp=2"),
+    Row(2, "engine", "dp=2", "pp=2", microbatches=4),
+    Row(2, "engine", "tp=2", "pp=2"),
+    Row(2, "engine", "dp=2", "pp=2,vpp=2", microbatches=4),
+    Row(2, "engine", "dp=2", "dp=2,ep=2"),
+    Row(2, "engine", options=APART),
+    Row(2, "engine", options=APART, microbatches=4),
+    Row(2, "engine", "dp=2", "pp=2", RECOMPUTE),
+    Row(2, "engine", "dp=2", "tp=2", NO_OVERLAP),
+    Row(2, "engine", "dp=2", "tp=2,ep=2,etp=1", LOCAL, then=(("tp=2", "pp=2", ()),)),
+    Row(2, "engine", "tp=2", "dp=2,ep=2", then=(("dp=2", "cp=2", LOCAL),)),
+    Row(2, "engine", "dp=2", "pp=2", then=(("dp=1", "dp=1", APART),)),
+    Row(2, "engine", options=APART, then=(("dp=2", "tp=2", ()),)),
+    Row(2, "local", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "local", "tp=2", "cp=2"),
+    Row(2, "local", "dp=2", "cp=2", RECOMPUTE),
+    Row(2, "local", "dp=2", "pp=2"),
+    Row(2, "local", options=APART),
+    Row(2, "gated delta nets", "dp=2", "cp=2"),
+    Row(2, "gated delta nets", "dp=2", "tp=2"),
+    Row(2, "partly text", "dp=2", "tp=2"),
+    Row(2, "partly text", "tp=2", "pp=2"),
+    Row(2, "partly text", options=APART),
+    Row(2, "partly text local", "dp=2", "cp=2"),
+    Row(2, "frozen encoder", "dp=2", "pp=2"),
+    Row(2, "frozen language", "tp=2", "dp=2"),
+    Row(2, "packed local", "dp=2", "cp=2", microbatches=8),
+    Row(2, "packed local", "tp=2", "dp=2", microbatches=4),
+    Row(2, "packed local", "dp=2", "pp=2", microbatches=8),
+    Row(2, "packed local", options=APART, microbatches=8),
+    Row(2, "shards", "dp=2", "cp=2", WORKERS, then=(("tp=2", "dp=2", WORKERS),)),
+    Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "bf16", "tp=2", "dp=2"),
+    Row(2, "bf16", "dp=2", "cp=2"),
+    Row(2, "bf16", "tp=2", "cp=2"),
+    Row(2, "bf16", "dp=2", "cp=2", RECOMPUTE),
+    Row(2, "bf16 local", "dp=2", "tp=2"),
+    Row(2, "bf16", "dp=2", "pp=2", microbatches=4),
+    Row(2, "bf16", options=APART),
+    Row(2, "bf16 packed", "dp=2", "cp=2", microbatches=8),
+    Row(2, "bf16 packed", "tp=2", "dp=2", microbatches=4),
+    Row(2, "bf16 packed", options=APART, microbatches=8),
+    Row(2, "fp16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "fp16", "tp=2", "pp=2"),
+    Row(2, "fp16", options=APART),
+    Row(2, "two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row(2, "bf16 two digits", "dp=2", "tp=2", GRAPHS),
+]
+
+AHEAD = [
+    Row(2, "two digits", "tp=2", "dp=2", GRAPHS),
+    Row(2, "two digits", "dp=2", "pp=2", GRAPHS, microbatches=4),
+    Row(2, "two digits", "dp=2", "pp=2", (*GRAPHS, *NO_CHECK), microbatches=4),
+    Row(2, "engine", "dp=2", "pp=2", BUBBLES, microbatches=4),
+    Row(2, "bf16 two digits", "dp=2", "pp=2", (*GRAPHS, *NO_CHECK), microbatches=4),
+]
+"""Rows on two GPUs with several connections to each, where the host runs ahead of the device.
+Neither module has TP or CP, for which Megatron asks for a single connection."""

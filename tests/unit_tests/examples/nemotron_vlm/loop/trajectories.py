@@ -1,0 +1,245 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Losses and gradient norms of runs: in this process on all its ranks, on one rank, and apart."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+
+import torch.distributed as dist
+
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.loop.run import train
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS, TOLERANCE, Model
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
+from tests.unit_tests.examples.nemotron_vlm.runs import (
+    SHORT_RUN,
+    STEPS,
+    from_last_rank,
+    options_of,
+    session_of,
+    trainer,
+)
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
+
+FIGURES = ("loss", "grad_norm")
+
+MOST = 1e-2
+"""The largest tolerance of a 16-bit run on GPUs, relative."""
+
+MICROBATCHES = (2, 1, 4)
+"""Microbatches per step of the one-GPU runs whose spread bounds 16-bit runs; the first is the
+reference."""
+
+ONE_RANK_TIMEOUT_S = 200
+
+
+def trajectory(
+    *arguments: str, steps: int = STEPS, source: SampleSource | None = None
+) -> list[dict]:
+    """The records of a run's first steps on this world's ranks, through Megatron's whole loop.
+
+    Args:
+        source: gives samples in place of those that the arguments name.
+    """
+    Utils.initialize_distributed()
+    with session_of(options_of(*_first(steps), *arguments), source) as session:
+        records: list[dict] = []
+        train(session, records.append)
+        return from_last_rank(records)
+
+
+def _first(steps: int) -> tuple[str, ...]:
+    """Arguments of a run that ends after its first steps."""
+    return ("--train-iters", str(steps), "--lr-decay-iters", str(STEPS)) if steps < STEPS else ()
+
+
+def one_rank_trajectory(
+    *arguments: str, steps: int = STEPS, source: SampleSource | None = None
+) -> list[dict]:
+    """The same run's records on one rank; run once for all worlds and tests.
+
+    A world of one GPU runs it itself, any other world in a process of its own.
+    """
+    arguments = (*_first(steps), *arguments)
+    directory = Path(os.environ.get("ONE_RANK_RUNS") or _shared_directory())
+    digest = hashlib.sha256(repr((arguments, type(source))).encode()).hexdigest()[:16]
+    whole = directory / f"{digest}.jsonl"
+    if HAVE_CUDA and Utils.world_size == 1 and not whole.exists():
+        records = trajectory(*arguments, source=source)
+        partial = directory / f"{digest}-{os.getpid()}.jsonl"
+        partial.write_text("".join(json.dumps(record) + "\n" for record in records))
+        partial.replace(whole)
+    elif Utils.rank == 0 and not whole.exists():
+        # Another world may want it at the same time.
+        partial = directory / f"{digest}-{os.getpid()}" / "metrics.jsonl"
+        command = [*SHORT_RUN, *arguments, "--metrics-out", str(partial)]
+        _run_alone(command, directory / f"{partial.parent.name}.log", source)
+        partial.replace(whole)
+    deadline = time.monotonic() + ONE_RANK_TIMEOUT_S
+    while not whole.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no one-rank run after {ONE_RANK_TIMEOUT_S} s: {arguments}")
+        time.sleep(0.2)
+    return [json.loads(line) for line in whole.read_text().splitlines()]
+
+
+@functools.cache
+def _shared_directory() -> str:
+    """A directory that all ranks of a world started by itself know of."""
+    Utils.initialize_distributed()
+    chosen = [tempfile.mkdtemp(prefix="one-rank-runs-")]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def _run_alone(arguments: list[str], log: Path, source: SampleSource | None) -> None:
+    """Run the program in a forked process, because the imports take ten seconds.
+
+    With GPUs the imports start CUDA, which does not outlast a fork, so the process is a new one.
+    """
+    context = multiprocessing.get_context("spawn" if HAVE_CUDA else "forkserver")
+    if not HAVE_CUDA:
+        context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
+    process = context.Process(target=_program, args=(arguments, log, source))
+    process.start()
+    process.join(ONE_RANK_TIMEOUT_S)
+    process.kill()
+    assert process.exitcode == 0, log.read_text()
+
+
+def _program(arguments: list[str], log: Path, source: SampleSource | None) -> None:
+    from examples.mimo.nemotron_vlm.loop import run
+    from examples.mimo.pretrain_nemotron_vlm import main
+
+    if source:
+        run.make_source = lambda args, encoder: source
+    for name in filter(_is_of_this_process, list(os.environ)):
+        del os.environ[name]
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        sys.exit(main(arguments))
+
+
+def _is_of_this_process(name: str) -> bool:
+    """Whether the launcher, or a model that was built here, has set the variable."""
+    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(
+        ("MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_WORLD", "ROLE_", "NVTE_")
+    )
+
+
+def differences(records: list[dict], reference: list[dict]) -> list[dict[str, float]]:
+    """Return the relative differences of losses and gradient norms in each step that is not
+    skipped: gradients of a skipped one are not finite.
+    """
+    pairs = [
+        (one, other)
+        for one, other in zip(records, reference, strict=True)
+        if not (one["skipped"] or other["skipped"])
+    ]
+    return [{name: abs(one[name] / other[name] - 1) for name in FIGURES} for one, other in pairs]
+
+
+def apart(records: list[dict], reference: list[dict]) -> dict[str, float]:
+    """Return the largest relative differences of losses and gradient norms in any step."""
+    steps = differences(records, reference)
+    return {name: max(step[name] for step in steps) for name in FIGURES}
+
+
+def _run(row: Row, arguments: Iterable[str], steps: int, saved: Path | None) -> list[dict]:
+    """Run a row on this world's ranks, from a checkpoint to the next if it has several layouts."""
+    source, records = MODELS[row.model].source, []
+    for number, (encoder, language, options) in enumerate(row.layouts):
+        layout = ("--encoder", encoder, "--language", language, *row.batch(language))
+        line = (*arguments, *row.common, *layout, *options)
+        if not row.then:
+            return trajectory(*line, steps=steps, source=source)
+        load = ("--load", str(saved)) if number else ()
+        with trainer(*line, *load, source=source) as run:
+            records += [run.train_step() for _ in range(steps // len(row.layouts))]
+            run.save(saved)
+    return records
+
+
+def reference_of(model: Model, arguments: Iterable[str], steps: int = STEPS) -> list[dict]:
+    """Return the records of a model's run on one rank, which others are compared with."""
+    batch = model.batch(MICROBATCHES[0], 1)
+    return one_rank_trajectory(*arguments, *batch, steps=steps, source=model.source)
+
+
+def tolerance(model: Model) -> dict[str, float]:
+    """Return the tolerance of each figure: the model's own, or on GPUs twice the largest difference
+    of a step between any two of three one-GPU runs, at most 1 %.
+
+    The forward of these runs rounds alike, so that they part by single tokens' experts; layouts
+    also round partial sums.
+    """
+    if model.tolerance:
+        return dict.fromkeys(FIGURES[:1] if model.is_16_bit else FIGURES, model.tolerance)
+    if model.packed:  # a microbatch is one row: images of several are encoded at once instead
+        others = [(*model.batch(1, 1), "--encoder-macro-batch", str(count)) for count in (1, 4)]
+    else:
+        others = [model.batch(count, 1) for count in MICROBATCHES[1:]]
+    runs = [one_rank_trajectory(*model.options, *other, source=model.source) for other in others]
+    pairs = combinations([reference_of(model, model.options), *runs], 2)
+    steps = [step for one, other in pairs for step in differences(one, other)]
+    return {name: min(2 * max(step[name] for step in steps), MOST) for name in FIGURES}
+
+
+def compare(row: Row, shards: Path | None = None, saved: Path | None = None) -> dict[str, object]:
+    """Run a row on this world's ranks, and compare it with the run on one rank.
+
+    Found is the largest difference of a step; of a 16-bit run on GPUs the root mean square over the
+    steps.
+
+    Args:
+        shards: a data set, for models that read it. saved: holds checkpoints of a row that goes on.
+
+    Returns:
+        Found and allowed differences by name of the figure; `skipped` counts skipped steps.
+    """
+    model, count = MODELS[row.model], len(row.layouts)
+    steps = max(model.steps, 2 * count if row.then else 0)
+    arguments = [option.format(shards=shards) for option in model.options]
+    reference = reference_of(model, (*arguments, *row.common), steps)
+    records = _run(row, arguments, steps, saved)
+    for name in ("step", "num_tokens", "skipped"):
+        assert [r[name] for r in records] == [r[name] for r in reference], name
+    allowed, found = tolerance(model), apart(records, reference)
+    if not model.tolerance:
+        parts = differences(records, reference)
+        found = {n: math.hypot(*(s[n] for s in parts)) / len(parts) ** 0.5 for n in FIGURES}
+    skipped = sum(record["skipped"] for record in records)
+    return {"found": found, "allowed": allowed, "skipped": skipped}
+
+
+def check(row: Row, record_property, shards: Path | None = None, saved: Path | None = None) -> None:
+    """Compare a row with one rank, note the figures, and assert that they are within tolerance."""
+    result = compare(row, shards, saved)
+    for name, value in result.items():
+        record_property(name, value)
+    for name, allowed in result["allowed"].items():
+        assert result["found"][name] <= allowed, f"{name}: {result}"
+    assert (result["skipped"] > 0) == (row.model == "fp16")
+
+
+def assert_same_trajectory_as_one_rank(
+    encoder: str, language: str, *options: str, common: tuple[str, ...] = (), samples: int = 32
+) -> None:
+    """Compare a run that no row has: with options that change nothing, and those of both runs."""
+    name = " ".join(common)
+    MODELS[name] = Model(common, samples=samples)
+    result = compare(Row(Utils.world_size, name, encoder, language, options))
+    assert max(result["found"].values()) <= TOLERANCE, result

@@ -1,0 +1,208 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a step trains: every parameter, frozen parts not, and each part by its own settings.
+
+That parts train as on one rank is in rows.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
+from tests.unit_tests.models.mimo.weights import Weights, gather_weights
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+ONE_MICROBATCH = ("--micro-batch-size", "32")
+
+
+def gradients(*arguments: str) -> dict[str, torch.Tensor]:
+    """Gradients of the first batch, by name."""
+    with trainer(*ONE_MICROBATCH, *arguments) as run:
+        run.forward_backward()
+        (stage,) = run.stages
+        return {
+            name: parameter.main_grad.clone()
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+class OneTile(SampleSource):
+    """A source's samples of one tile, which are learned in few steps."""
+
+    def __init__(self, source):
+        self._source, self.score = source, source.score
+
+    def _number(self, split, number):
+        tries = (number + i for i in itertools.count(0, 10**6))
+        return next(n for n in tries if self._source.costs(split, n, 1)[0, 1] == 1)
+
+    def text(self, split, number):
+        return self._source.text(split, self._number(split, number))
+
+    def tiles(self, split, number):
+        return self._source.tiles(split, self._number(split, number))
+
+
+class ShuffledTiles(SampleSource):
+    """The samples of a source with the tiles of others, which have as many."""
+
+    def __init__(self, source):
+        self._source, self.score = source, source.score
+
+    def text(self, split, number):
+        return self._source.text(split, number)
+
+    def tiles(self, split, number):
+        return self._source.tiles(split, number + 10**9)
+
+
+class TestGradientFlow:
+    @requires_world_size(1)
+    def test_every_parameter_moves_and_is_finite(self):
+        with trainer(*ONE_MICROBATCH) as run:
+            before = {name: p.detach().clone() for name, p in run.stages[0].named_parameters()}
+            for _ in range(3):
+                run.train_step()
+            for name, parameter in run.stages[0].named_parameters():
+                assert parameter.isfinite().all(), name
+                assert not torch.equal(parameter, before[name]), name
+
+    @requires_world_size(1)
+    def test_gradients_do_not_depend_on_the_micro_batch_size(self):
+        """Upstream's balancing loss did; the tolerance is fp32 sums in another order."""
+        tolerance = 5e-3 if HAVE_CUDA else 2e-5  # GPUs' kernels multiply in TF32: 1.6e-3 found
+        whole, parts = gradients(), gradients("--micro-batch-size", "4")
+        for name, gradient in whole.items():
+            error = (parts[name] - gradient).norm()
+            if "linear_qkv.bias" not in name:  # a key bias has no gradient but rounding
+                assert error <= tolerance * gradient.norm(), name
+
+    @requires_world_size(1)
+    def test_without_tiles_every_parameter_has_a_gradient_and_no_layer_an_empty_tensor(self):
+        """Kernels of norms refuse empty tensors."""
+
+        def not_empty(layer, inputs):
+            assert all(i.numel() for i in inputs if isinstance(i, torch.Tensor)), layer
+
+        # otherwise kernels add weights' gradients up themselves
+        with trainer(*ONE_MICROBATCH, "--no-gradient-accumulation-fusion") as run:
+            vision = run.stages[0].modality_submodules["images"].module
+            for part in (vision.encoders["radio"].radio, vision.input_projections):
+                for layer in part.modules():
+                    layer.register_forward_pre_hook(not_empty)
+            tiles = run.source.tiles("train", 0)[:0].to(Utils.device)
+            rows = vision(encoder_inputs={"radio": {"tiles": tiles}})
+            assert rows.shape == (0, run.session.options.preset.language.hidden_size)
+            for gradient in torch.autograd.grad(rows.sum(), [*vision.parameters()]):
+                assert not gradient.any()
+
+    @requires_world_size(1)
+    def test_accuracy_falls_to_chance_with_other_images(self):
+        rates = ("--lr", "3e-3", "--adam-eps", "1e-5", "--lr-warmup-iters", "10")
+        arguments = ("--train-iters", "30", *rates, *ONE_MICROBATCH)
+        with trainer(*arguments) as run:
+            run.source = OneTile(run.source)
+            for _ in range(30):
+                run.train_step()
+            read = run.evaluate(batches=4)
+            run.source = ShuffledTiles(run.source)
+            chance = run.evaluate(batches=4)
+        assert read > 0.5
+        assert chance < 0.2
+
+
+def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a module's parameters and persistent buffers, by name."""
+    return {n: t.clone() for n, t in module.state_dict().items() if torch.is_tensor(t)}
+
+
+class TestFreezing:
+    @requires_world_size(1)
+    @pytest.mark.parametrize("parts", ["encoder", "encoder,projector", "language"])
+    def test_frozen_parameters_and_buffers_stay(self, parts):
+        with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
+            (stage,) = run.stages
+            trained = {
+                name.replace(".module.", ".", 1)  # DDP's, which state_dict leaves out
+                for name, parameter in stage.named_parameters()
+                if parameter.requires_grad
+            }
+            before = tensors(stage)
+            run.train_step()
+            moved = {name for name, t in tensors(stage).items() if not t.equal(before[name])}
+        biases = {name for name in before if name.endswith("expert_bias")}
+        assert biases
+        assert moved == trained | (set() if parts == "language" else biases)
+
+    @requires_world_size(1)
+    @pytest.mark.parametrize(
+        ("kinds", "coefficient"), [("seq_aux_loss", "1e-2"), ("aux_loss global_aux_loss", "1e-2 1")]
+    )
+    @pytest.mark.parametrize("parts", ["language", "encoder"])
+    def test_balancing_losses_train_a_language_model_that_is_trained(
+        self, kinds, coefficient, parts
+    ):
+        """A frozen one leaves projector and encoder the gradients of the loss alone."""
+        options = ("--freeze", parts, "--moe-router-load-balancing-type", *kinds.split())
+        zero = ["0"] * len(kinds.split())
+        alone = gradients(*options, "--moe-aux-loss-coeff", *zero)
+        losses = ("--moe-aux-loss-coeff", *coefficient.split(), "--moe-z-loss-coeff", "1e-2")
+        balanced = gradients(*options, *losses)
+        apart = {name for name, gradient in alone.items() if not gradient.equal(balanced[name])}
+        assert alone.keys() == balanced.keys()
+        if parts == "language":
+            assert not apart
+        else:
+            assert any("input_projections" in name for name in apart)
+
+
+def moves(*options: str) -> dict[str, Weights]:
+    """Return how far a step moves each matrix, by part."""
+    with trainer(*PROPORTIONAL_STEP, "--lr-decay-style", "constant", *options) as run:
+        before = gather_weights(run.stages)
+        run.train_step()
+        after = gather_weights(run.stages)
+    found: dict[str, Weights] = {"encoder": {}, "projector": {}, "language": {}}
+    for name, weight in before.items():
+        is_encoder, is_projector = ".encoders." in name, ".input_projections." in name
+        part = "encoder" if is_encoder else "projector" if is_projector else "language"
+        if weight.dim() > 1:
+            found[part][name] = after[name] - weight
+    return found
+
+
+@requires_world_size(1)
+def test_each_part_steps_by_its_own_learning_rate():
+    common = moves()
+    own = moves("--encoder-lr", "0", "--projector-lr", "3e6")
+    for part, factor in (("encoder", 0.0), ("projector", 3.0), ("language", 1.0)):
+        for name, move in common[part].items():
+            torch.testing.assert_close(own[part][name], factor * move, rtol=1e-3, atol=1e-3)
+
+
+@requires_world_size(1)
+def test_weight_decay_of_one_part_leaves_the_others():
+    rates = ("--encoder-lr", "1e-3", "--projector-lr", "1e-3", "--lr", "1e-3")
+    common, own = moves(*rates), moves(*rates, "--projector-weight-decay", "0.5")
+    assert all(torch.equal(move, own["encoder"][name]) for name, move in common["encoder"].items())
+    assert all(not torch.equal(m, own["projector"][n]) for n, m in common["projector"].items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--freeze radio", "no such part"),
+        ("--freeze encoder,projector,language", "nothing to train"),
+        ("--projector-lr -1", "--projector-lr must be 0 or more"),
+    ],
+)
+def test_settings_of_parts_are_refused(arguments, text):
+    with pytest.raises(UserError, match=text):
+        parse(arguments.split(), world_size=1)

@@ -1,0 +1,234 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The chunked Mamba-2 scan and the chunked gated delta rule against their recurrences.
+
+Tolerances: fp64 1e-10 absolute on values of order 1 (rounding of 100 terms is below 1e-12);
+fp32 1e-5 relative to the largest value, the rounding of the running sum of log decays, whose size
+stays below 100 at the step sizes that Mamba layers start from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ssm.ops.reference import chunk_gated_delta_rule, mamba_chunk_scan_combined
+from tests.unit_tests.ssm.ops.reference.naive_ops import naive_gated_delta_rule, naive_ssd
+
+FP64_ATOL, FP32_RTOL = 1e-10, 1e-5
+BATCH, LENGTH = 2, 37
+LENGTHS = [3, 5, 1, 20, 8]
+"""Sequences that end inside a chunk, on a chunk boundary, after one token, and span several."""
+
+Inputs = dict[str, torch.Tensor]
+
+
+def scan_inputs(batch=BATCH, length=LENGTH, heads=6, width=3, groups=2, state=5) -> Inputs:
+    """Inputs of order 1; decays as in a newly made Mamba-2 layer: dt 0.001 to 0.1, A -16 to -1."""
+    generator = torch.Generator().manual_seed(1234)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": normal(batch, length, heads, width),
+        "dt": (normal(batch, length, heads) * 1.5 - 4.5).clamp(-7, -2.2),
+        "A": -1 - 15 * torch.rand(heads, generator=generator, dtype=torch.float64),
+        "B": normal(batch, length, groups, state),
+        "C": normal(batch, length, groups, state),
+        "D": normal(heads),
+        "initial_states": normal(batch, heads, width, state),
+    }
+
+
+def rule_inputs(batch=BATCH, length=LENGTH, heads=3, width=5, state=4) -> Inputs:
+    """Unit keys, as after the norm of the layer; decays of 0.5 to 1 a token; beta 0 to 1."""
+    generator = torch.Generator().manual_seed(1234)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "q": F.normalize(normal(batch, length, heads, state), dim=-1),
+        "k": F.normalize(normal(batch, length, heads, state), dim=-1),
+        "v": normal(batch, length, heads, width),
+        "g": -0.7 * torch.rand(batch, length, heads, generator=generator, dtype=torch.float64),
+        "beta": normal(batch, length, heads).sigmoid(),
+        "initial_state": normal(batch, heads, state, width),
+    }
+
+
+def scan(inputs: Inputs, chunk_size: int, seq_idx=None, **options):
+    """Outputs and the last state."""
+    return mamba_chunk_scan_combined(
+        **inputs,
+        chunk_size=chunk_size,
+        dt_softplus=True,
+        return_final_states=True,
+        seq_idx=seq_idx,
+        **options,
+    )
+
+
+def rule(inputs: Inputs, chunk_size: int, seq_idx=None):
+    return chunk_gated_delta_rule(
+        **inputs, seq_idx=seq_idx, chunk_size=chunk_size, output_final_state=True
+    )
+
+
+def naive_scan(inputs: Inputs, seq_idx=None):
+    return naive_ssd(**(inputs | {"dt": F.softplus(inputs["dt"])}), seq_idx=seq_idx)
+
+
+def naive_rule(inputs: Inputs, seq_idx=None):
+    return naive_gated_delta_rule(**inputs, scale=inputs["q"].shape[-1] ** -0.5, seq_idx=seq_idx)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A chunked op, its recurrence, and its inputs: ``by_token`` those with a length."""
+
+    run: Callable
+    recurrence: Callable
+    inputs: Callable
+    by_token: tuple[str, ...]
+    state: str
+
+    def part(self, inputs: Inputs, tokens: slice) -> Inputs:
+        return {k: v[:, tokens] if k in self.by_token else v for k, v in inputs.items()}
+
+
+OPS = {
+    "mamba": Op(scan, naive_scan, scan_inputs, ("x", "dt", "B", "C"), "initial_states"),
+    "delta": Op(rule, naive_rule, rule_inputs, ("q", "k", "v", "g", "beta"), "initial_state"),
+}
+
+
+def packed_rows() -> torch.Tensor:
+    """Two rows packed differently, `[BATCH, LENGTH]`."""
+    row = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return torch.stack([row, row // 2])
+
+
+def assert_equal(found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=FP64_ATOL)
+
+
+@pytest.fixture(params=OPS)
+def op(request) -> Op:
+    return OPS[request.param]
+
+
+class TestChunkedOps:
+    @pytest.mark.parametrize("chunk_size", [1, 8, 16, 37, 64])
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("with_state", [False, True])
+    def test_fp64_equals_the_recurrence(self, op, chunk_size, packed, with_state):
+        inputs, seq_idx = op.inputs(), packed_rows() if packed else None
+        if not with_state:
+            inputs[op.state] = None
+        assert_equal(op.run(inputs, chunk_size, seq_idx), op.recurrence(inputs, seq_idx))
+
+    @pytest.mark.parametrize("chunk_size", [16, 64, 128])
+    def test_fp32_is_close_to_the_fp64_recurrence(self, op, chunk_size):
+        inputs = op.inputs(length=300)
+        found = op.run({k: v.float() for k, v in inputs.items()}, chunk_size)
+        for a, b in zip(found, op.recurrence(inputs), strict=True):
+            assert a.dtype == torch.float32
+            assert (a.double() - b).abs().max() / b.abs().max() <= FP32_RTOL
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_gradients_of_every_input(self, op, packed):
+        groups = {"groups": 1} if op.run is scan else {}
+        inputs = op.inputs(batch=1, length=7, heads=2, width=2, state=2, **groups)
+        seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 2]]) if packed else None
+        names, leaves = list(inputs), [value.requires_grad_() for value in inputs.values()]
+        assert torch.autograd.gradcheck(
+            lambda *values: op.run(dict(zip(names, values, strict=True)), 3, seq_idx), leaves
+        )
+
+    def test_gradients_equal_those_of_the_recurrence_across_chunks(self, op):
+        found = []
+        for run in (
+            lambda i: op.run(i, 8, packed_rows()),
+            lambda i: op.recurrence(i, packed_rows()),
+        ):
+            inputs = {k: v.requires_grad_() for k, v in op.inputs().items()}
+            y, state = run(inputs)
+            (y.sin().sum() + state.cos().sum()).backward()
+            found.append([v.grad for v in inputs.values()])
+        assert_equal(*found)
+
+    @pytest.mark.parametrize("chunk_size", [8, 16])
+    def test_a_packed_row_equals_separate_sequences(self, op, chunk_size):
+        inputs = op.inputs(batch=1) | {op.state: None}
+        y, state = op.run(inputs, chunk_size, packed_rows()[:1])
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        alone = [
+            op.run(op.part(inputs, slice(end - n, end)), chunk_size)
+            for n, end in zip(LENGTHS, ends, strict=True)
+        ]
+        assert_equal([y, state], [torch.cat([y for y, _ in alone], dim=1), alone[-1][1]])
+
+    @pytest.mark.parametrize("cut", [1, 16, 20, 36])
+    def test_the_state_carries_one_half_into_the_other(self, op, cut):
+        inputs = op.inputs()
+        first, state = op.run(op.part(inputs, slice(cut)), 8)
+        second, state = op.run(op.part(inputs, slice(cut, None)) | {op.state: state}, 8)
+        assert_equal([torch.cat([first, second], dim=1), state], op.run(inputs, 8))
+
+
+class TestChunkScan:
+    def test_bf16_inputs_are_computed_in_fp32(self):
+        inputs = {k: v.bfloat16() for k, v in scan_inputs().items()}
+        y, state = scan(inputs, 16)
+        expected, _ = scan({k: v.float() for k, v in inputs.items()}, 16)
+        assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(y, expected.bfloat16(), rtol=0, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_long_steep_decay_stays_finite(self, dtype):
+        """A running sum of -2000 a token: its exponential overflows one way, vanishes the other."""
+        inputs = {k: v.to(dtype) for k, v in scan_inputs(length=64).items()}
+        inputs["dt"] = torch.full_like(inputs["dt"], 125.0).requires_grad_()
+        inputs["A"] = torch.full_like(inputs["A"], -16.0).requires_grad_()
+        y, _ = mamba_chunk_scan_combined(**inputs, chunk_size=16, return_final_states=True)
+        y.sum().backward()
+        for value in (y, inputs["dt"].grad, inputs["A"].grad):
+            assert value.isfinite().all()
+
+    def test_skip_weight_per_feature_gate_and_step_limits(self):
+        inputs = scan_inputs()
+        heads, width = inputs["x"].shape[2:]
+        inputs["D"] = torch.randn(heads, width, dtype=torch.float64)
+        z, bias = torch.randn_like(inputs["x"]), torch.randn(heads, dtype=torch.float64)
+        y, _ = scan(inputs, 16, z=z, dt_bias=bias, dt_limit=(0.01, 0.05))
+        dt = F.softplus(inputs["dt"] + bias).clamp(0.01, 0.05)
+        expected, _ = naive_ssd(**(inputs | {"dt": dt}))
+        torch.testing.assert_close(y, expected * F.silu(z), rtol=0, atol=FP64_ATOL)
+
+
+class TestChunkGatedDeltaRule:
+    def test_boundaries_say_what_an_index_says(self):
+        inputs = rule_inputs(batch=1)
+        del inputs["initial_state"]
+        boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+        o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, chunk_size=8)
+        assert state is None
+        assert_equal([o], naive_rule(inputs, packed_rows()[:1])[:1])
+
+    def test_normalises_queries_and_keys_when_asked(self):
+        inputs = rule_inputs()
+        scaled = inputs | {"q": inputs["q"] * 3, "k": inputs["k"] * 5}
+        o, _ = chunk_gated_delta_rule(**scaled, use_qk_l2norm_in_kernel=True, scale=1.0)
+        expected, _ = naive_gated_delta_rule(**inputs, scale=1.0)
+        # The norm adds 1e-6 to the squared length, here 9 and 25.
+        torch.testing.assert_close(o, expected, rtol=0, atol=1e-6)
+
+    def test_states_of_packed_boundaries_are_refused(self):
+        inputs = rule_inputs(batch=1)
+        with pytest.raises(ValueError, match="seq_idx"):
+            chunk_gated_delta_rule(**inputs, cu_seqlens=torch.tensor([0, LENGTH]))

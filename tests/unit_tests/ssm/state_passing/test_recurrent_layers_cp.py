@@ -1,0 +1,307 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers over CP ranks, both ways, against the same layer on whole samples."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
+from megatron.core.ssm.state_passing.gated_delta.layer import reference_rule
+from megatron.core.tensor_parallel import random
+from megatron.core.token_layout import PaddedLengths, pad_lengths, plan_recurrence
+from tests.unit_tests.ssm.mixers import HIDDEN
+from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
+from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, random_rows
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+
+BATCH = 2
+PACKED = {MAMBA: (5, 0, 1, 39, 9), DELTA_NET: (5, 0, 1, 139, 9)}
+"""Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard."""
+
+PASSED, SPREAD = "chunkwise", "headwise"
+FP32, FP64 = torch.float32, torch.float64
+NORM_AGAIN = dict(
+    recompute_granularity="selective",
+    recompute_modules=["gdn_norm_out"],
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=1,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer over ``ranks`` of a world. options: of the sharded layer; others of both layers."""
+
+    world: int
+    layer: str
+    mode: str
+    ranks: Ranks
+    layout: str = "zigzag"
+    dtype: torch.dtype = FP32
+    both: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        sizes = [f"{name}={size}" for name, size in self.both.items()]
+        again = ["norm-again"] if self.options else []
+        words = [self.layer, self.mode, str(self.ranks), self.layout, dtype, *sizes, *again]
+        return ",".join(words).replace(" ", "-")
+
+
+def mamba(heads: int, groups: int) -> dict[str, int]:
+    return dict(mamba_num_heads=heads, mamba_head_dim=8, mamba_num_groups=groups)
+
+
+ROWS = [
+    # No cp of 3 or more divides the heads of the layers that pass states.
+    Row(2, MAMBA, PASSED, Ranks(cp=2)),
+    Row(2, MAMBA, PASSED, Ranks(cp=2), "contiguous", FP64),
+    Row(4, MAMBA, PASSED, Ranks(cp=3)),
+    Row(4, MAMBA, PASSED, Ranks(cp=4), "contiguous"),
+    Row(4, MAMBA, PASSED, Ranks(cp=4), dtype=FP64),
+    Row(4, MAMBA, PASSED, Ranks(cp=2, tp=2)),
+    Row(4, MAMBA, PASSED, Ranks(cp=2, tp=2), "contiguous"),
+    Row(8, MAMBA, PASSED, Ranks(cp=5)),
+    Row(8, MAMBA, PASSED, Ranks(cp=8), "contiguous", FP64),
+    Row(2, DELTA_NET, PASSED, Ranks(cp=2)),
+    Row(2, DELTA_NET, PASSED, Ranks(cp=2), "contiguous", FP64),
+    Row(4, DELTA_NET, PASSED, Ranks(cp=3), "contiguous"),
+    Row(4, DELTA_NET, PASSED, Ranks(cp=4), dtype=FP64),
+    Row(4, DELTA_NET, PASSED, Ranks(cp=2, tp=2)),
+    Row(8, DELTA_NET, PASSED, Ranks(cp=5)),
+    Row(8, DELTA_NET, PASSED, Ranks(cp=8), "contiguous", FP64),
+    Row(2, DELTA_NET, PASSED, Ranks(cp=2), options=NORM_AGAIN),
+    Row(2, DELTA_NET, PASSED, Ranks(cp=2), "contiguous", options=NORM_AGAIN),
+    # Whole groups of heads on each rank, then groups that two, three or four ranks share.
+    Row(2, MAMBA, SPREAD, Ranks(cp=2), both=mamba(24, 4)),
+    Row(2, MAMBA, SPREAD, Ranks(cp=2), both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=3), both=mamba(24, 6)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=3), both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 4)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 2)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=2, tp=2), both=mamba(24, 4)),
+    Row(4, MAMBA, SPREAD, Ranks(cp=2, tp=2), both=mamba(24, 2)),
+    Row(2, DELTA_NET, SPREAD, Ranks(cp=2), both=dict(heads=4)),
+    Row(4, DELTA_NET, SPREAD, Ranks(cp=4), both=dict(heads=4)),
+    Row(4, DELTA_NET, SPREAD, Ranks(cp=2, tp=2), both=dict(heads=4)),
+]
+
+
+def rows(**wanted) -> pytest.MarkDecorator:
+    """Parametrize the fixture ``pair`` by the rows with these values; GPU kernels have no fp64."""
+    chosen = [
+        pytest.param(
+            row,
+            id=str(row),
+            marks=[requires_world_size(row.world), pytest.mark.shows(f"{row.layer} {row.mode}")],
+        )
+        for row in ROWS
+        if all(getattr(row, name) == value for name, value in wanted.items())
+        and not (HAVE_CUDA and row.dtype is FP64)
+    ]
+    return pytest.mark.parametrize("pair", chosen, indirect=True)
+
+
+@pytest.fixture
+def pair(request, monkeypatch):
+    """The layer over the ranks and on one; None on an idle rank."""
+    row = request.param
+
+    def make(groups, is_sharded):
+        mode = row.mode if is_sharded or row.layer == DELTA_NET else SPREAD
+        options = row.options if is_sharded else {}
+        return make_layer(row.layer, groups, mode, row.layout, row.dtype, **row.both, **options)
+
+    def copy(output, computed):
+        output.untyped_storage().resize_(computed.untyped_storage().nbytes())
+        output.untyped_storage().copy_(computed.untyped_storage())
+
+    # Upstream lets tensors share a storage by compiled code, which takes a minute.
+    monkeypatch.setattr(random, "_get_share_storage", lambda: copy)
+    exact = (1e-5, 1e-5) if (row.layer, row.mode) == (MAMBA, SPREAD) else None  # the same terms
+    made = Pair(row.ranks, make, row.layout, row.dtype, exact)
+    made.row = row
+    yield from made.while_used()
+
+
+@rows()
+class TestEqualsOneRank:
+    def test_a_plain_batch(self, pair):
+        if pair:
+            length = 48 if 48 % (2 * pair.size) == 0 else 10 * pair.size
+            hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
+
+    def test_packed_samples_each_alone(self, pair):
+        if pair:
+            packed = PACKED[pair.row.layer]
+            hidden = random_rows(sum(packed), 1, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(call, hidden, pad_lengths(packed, pair.size), packed=True)
+
+
+@rows(layer=MAMBA, mode=PASSED)
+def test_a_window_may_reach_over_several_ranks(pair):
+    """A rank has two tokens, and the convolution sees the three before each token."""
+    if pair:
+        length = 2 * pair.size
+        hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
+        pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
+
+
+@rows(layer=DELTA_NET, mode=PASSED, world=2)
+def test_another_activation_is_refused(pair, monkeypatch):
+    monkeypatch.setattr(pair.sharded, "activation", "gelu")
+    with pytest.raises(ValueError, match="whose activation is silu, not gelu"):
+        call(pair.sharded, random_rows(4, BATCH, HIDDEN, seed=1), None)
+
+
+@rows(options=NORM_AGAIN)
+def test_a_norm_that_was_discarded_is_computed_again(pair, monkeypatch):
+    computed, norm = [], pair.sharded._apply_gated_norm
+    monkeypatch.setattr(
+        pair.sharded, "_apply_gated_norm", lambda *a: (computed.append(1), norm(*a))[1]
+    )
+    out = call(pair.sharded, random_rows(8, BATCH, HIDDEN, seed=1).requires_grad_(), None)
+    assert len(computed) == 1
+    out.sum().backward()
+    assert len(computed) == 2
+
+
+@rows(layer=DELTA_NET, mode=SPREAD)
+class TestSpreadDeltaNet:
+    @pytest.mark.parametrize("is_packed", [False, True])
+    def test_lengths_that_do_not_halve_are_refused(self, pair, is_packed):
+        """cp divides the length, so ranks have equally many tokens and nothing else notices."""
+        lengths = PaddedLengths((pair.size, 3 * pair.size), (pair.size, 3 * pair.size))
+        params = lengths.packed_seq_params(Utils.device) if is_packed else None
+        hidden = random_rows(4 if is_packed else 5, 1, HIDDEN, seed=1)
+        with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
+            call(pair.sharded, hidden, params)
+
+    def test_kernels_are_told_of_no_empty_sample(self, pair, monkeypatch):
+        """fla's kernels count samples by their first chunks, and empty samples have none."""
+        told, rule = [], pair.sharded.gated_delta_rule
+
+        def noting(*args, cu_seqlens, **options):
+            told.append(cu_seqlens.tolist())
+            return rule(*args, cu_seqlens=cu_seqlens, **options)
+
+        monkeypatch.setattr(pair.sharded, "gated_delta_rule", noting)
+        unit = 2 * pair.size
+        lengths = PaddedLengths((0, unit, 0, 2 * unit, 0), (0, unit, 0, 2 * unit, 0))
+        hidden = random_rows(6, 1, HIDDEN, seed=1)
+        call(pair.sharded, hidden, lengths.packed_seq_params(Utils.device))
+        assert told == [[0, unit, 3 * unit]]
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_fits():
+    with pytest.raises(ValueError) as refusal:
+        check_gated_delta_net(key_heads=16, value_heads=32, tp_size=2, cp_size=3)
+    assert str(refusal.value) == (
+        "a gated delta net of 16 key and 32 value heads cannot be spread over tp=2, cp=3: "
+        "tp·cp = 6 must divide both; cp sizes that fit with tp=2: 1, 2, 4, 8; "
+        "state passing takes any"
+    )
+
+
+@rows(layer=MAMBA, mode=PASSED, ranks=Ranks(cp=3))
+@pytest.mark.skipif(HAVE_CUDA, reason="transformers takes the same kernels where it finds them")
+def test_equals_the_mamba_2_of_transformers(pair):
+    """They agree to 1e-5 in fp32: transformers adds the same terms in another order."""
+    if not pair:
+        return
+    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = modeling.Mamba2Config(
+        num_heads=8,
+        head_dim=16,
+        hidden_size=HIDDEN,
+        state_size=8,
+        expand=8 * 16 // HIDDEN,
+        n_groups=2,
+        chunk_size=16,
+        num_hidden_layers=1,
+    )
+    other = modeling.Mamba2Mixer(config, layer_idx=0).eval().to(Utils.device)
+    weights = pair.whole.state_dict()
+    weights = {name.replace("conv1d_", "conv1d."): weights[name] for name in weights}
+    assert not other.load_state_dict(weights, strict=False).missing_keys
+    hidden = random_rows(48, BATCH, HIDDEN, seed=1)
+    layout = pair.layout(PaddedLengths((48,), (48,)))
+    with torch.no_grad():
+        expected = other(hidden.transpose(0, 1)).transpose(0, 1)
+        found = call(pair.sharded, layout.shard(hidden, pair.rank), None)
+    assert_close(found, layout.shard(expected, pair.rank), 1e-5, "output")
+
+
+def rule_inputs(
+    tokens: int, rows: int = 1, size: int = 4, width: int = 5
+) -> dict[str, torch.Tensor]:
+    """fp64 inputs of a whole batch; decays that outlive several shards."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        drawn = torch.randn(rows, tokens, 3, *shape, generator=generator, dtype=torch.float64)
+        return drawn.to(Utils.device)
+
+    unit = torch.nn.functional.normalize
+    return {
+        "query": unit(normal(size), dim=-1),
+        "key": unit(normal(size), dim=-1),
+        "value": normal(width),
+        "g": -normal().abs() / 8,
+        "beta": normal().sigmoid(),
+    }
+
+
+@requires_world_size(4)
+class TestRule:
+    """The rule over four ranks, against other implementations."""
+
+    @pytest.mark.skipif(HAVE_CUDA, reason="transformers takes fla's kernels where it finds them")
+    def test_equals_the_gated_delta_rule_of_transformers(self):
+        """The tolerance is 1e-5, because transformers computes in fp32."""
+        modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        inputs = rule_inputs(280)
+        expected, _ = modeling.torch_chunk_gated_delta_rule(**inputs)
+        (found, *_), _, _ = self._run((280,), inputs)
+        own = slice(dist.get_rank() * 70, (dist.get_rank() + 1) * 70)
+        assert_close(found, expected[:, own], 1e-5, "output")
+
+    @pytest.mark.skipif(not HAVE_CUDA, reason="the kernels need a GPU")
+    @pytest.mark.parametrize(("lengths", "rows"), [((280,), 2), ((70, 1, 209), 1), ((560,), 1)])
+    def test_kernels_equal_one_rank(self, lengths, rows):
+        """In bf16, for heads of the published width."""
+        kernels = pytest.importorskip("megatron.core.ssm.state_passing.gated_delta.kernels")
+        inputs = rule_inputs(sum(lengths), rows, size=128, width=128)
+        inputs = {
+            name: t.to(torch.float32 if name == "g" else torch.bfloat16)
+            for name, t in inputs.items()
+        }
+        found, expected, names = self._run(lengths, inputs, kernels.kernel_rule)
+        for name, a, b in zip(names, found, expected, strict=True):
+            assert_close(a.float(), b.float(), 2e-2, name)
+
+    def _run(self, lengths, inputs, rule=reference_rule):
+        """Output and gradients of this rank's tokens: over four ranks, and the reference on one."""
+        Utils.initialize_distributed()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        lengths = PaddedLengths(lengths, lengths)
+        generator = torch.Generator().manual_seed(0)
+        value = inputs["value"]
+        weight = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value)
+        results = []
+        for rule_here, ranks, at in ((rule, size, rank), (reference_rule, 1, 0)):
+            plan = plan_recurrence(lengths, ranks, at, Utils.device)
+            own = slice(at * plan.shard_size, (at + 1) * plan.shard_size)
+            leaves = [t[:, own].clone().requires_grad_() for t in inputs.values()]
+            o = rule_here(*leaves, plan, dist.group.WORLD)
+            (o * weight[:, own]).sum().backward()
+            results.append([o.detach(), *(leaf.grad for leaf in leaves)])
+        own = slice(rank * lengths.total // size, (rank + 1) * lengths.total // size)
+        found, whole = results
+        return found, [t[:, own] for t in whole], ["output", *inputs]

@@ -1,0 +1,151 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plans of recurrent layers and attention under CP: who passes states, and who sees whom."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.token_layout import (
+    AttentionPlan,
+    PaddedLengths,
+    lengths_of_batch,
+    pad_lengths,
+    plan_recurrence,
+)
+from tests.unit_tests.test_token_layout import (
+    CP_SIZES,
+    ODD_LENGTHS,
+    cp_sizes,
+    lengths_of_samples,
+    plans,
+)
+
+
+def sample_of_tokens(padded) -> list[int]:
+    return [number for number, length in enumerate(padded) for _ in range(length)]
+
+
+# Any lengths: a recurrence asks for no multiple but of the whole.
+any_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+def recurrence_plans(lengths, cp_size):
+    """The plans of all ranks, and the sample of each token; the last sample is padded to fit."""
+    total = max(sum(lengths), 1)
+    lengths = [*lengths[:-1], lengths[-1] + max(0, 1 - sum(lengths)) + -total % cp_size]
+    padded = PaddedLengths(tuple(lengths), tuple(lengths))
+    device = torch.device("cpu")
+    plans = [plan_recurrence(padded, cp_size, rank, device) for rank in range(cp_size)]
+    return plans, sample_of_tokens(lengths)
+
+
+class TestRecurrencePlan:
+    @given(any_lengths, cp_sizes)
+    @plans
+    def test_a_state_enters_from_the_ranks_that_hold_earlier_tokens_of_the_sample(
+        self, lengths, cp_size
+    ):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        for plan in ranks:
+            first = plan.rank * plan.shard_size
+            holders = {t // plan.shard_size for t in range(first) if samples[t] == samples[first]}
+            assert set(plan.ranks_before()) == holders
+            last = first + plan.shard_size - 1
+            after = range(last + 1, len(samples))
+            holders = {t // plan.shard_size for t in after if samples[t] == samples[last]}
+            assert set(plan.ranks_after()) == holders
+            assert plan.crosses[plan.rank] == (samples[first] == samples[last])
+        assert ranks[0].is_local == (not any(plan.ranks_before() for plan in ranks))
+
+    @given(any_lengths, cp_sizes)
+    @plans
+    def test_samples_within_a_shard_are_told_apart_from_0_on(self, lengths, cp_size):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        for plan in ranks:
+            own = samples[plan.rank * plan.shard_size :][: plan.shard_size]
+            numbers = {sample: number for number, sample in enumerate(dict.fromkeys(own))}
+            expected = [numbers[sample] for sample in own]
+            if plan.seq_idx is None:
+                assert set(expected) == {0}
+            else:
+                assert plan.seq_idx.tolist() == [expected]
+            counts = plan.cu_seqlens.diff().tolist()
+            assert counts == [expected.count(number) for number in numbers.values()]
+
+    @given(any_lengths, cp_sizes, st.integers(1, 4))
+    @plans
+    def test_the_halo_holds_the_tokens_that_a_window_sees(self, lengths, cp_size, reach):
+        ranks, samples = recurrence_plans(lengths, cp_size)
+        size = ranks[0].shard_size
+        kept = ranks[0].halo(reach).kept
+        gathered = [t for r in range(cp_size) for t in range((r + 1) * size - kept, (r + 1) * size)]
+        users = {}
+        for plan in ranks:
+            first, halo = plan.rank * size, plan.halo(reach)
+            for place, seen in enumerate(range(first - reach, first)):
+                is_seen = seen >= 0 and samples[seen] == samples[first]
+                assert bool(halo.valid[place]) == is_seen
+                if is_seen:
+                    assert gathered[halo.take[place]] == seen
+                    users.setdefault(seen, []).append(plan.rank * reach + place)
+        # The adjoint sends each token's gradients back to its owner, each once.
+        returned = {}
+        for plan in ranks:
+            halo = plan.halo(reach)
+            for used_at, token in zip(halo.used_at.tolist(), halo.token.tolist(), strict=True):
+                owned = (plan.rank + 1) * size - kept + token
+                returned.setdefault(owned, []).append(used_at)
+        assert {t: sorted(p) for t, p in returned.items()} == users
+        assert ranks[0].halo(reach).is_empty == (not users)
+
+    def test_refuses_tokens_that_do_not_divide(self):
+        with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):
+            plan_recurrence(PaddedLengths((10,), (10,)), 4, 0, torch.device("cpu"))
+
+    def test_refuses_boundaries_of_another_batch(self):
+        params = pad_lengths([5, 9], cp_size=2).packed_seq_params("cpu")
+        assert lengths_of_batch(params, 20).padded == (8, 12)
+        with pytest.raises(ValueError, match="end at 20, which does not match the 40 tokens"):
+            lengths_of_batch(params, 40)
+
+
+class TestAttentionPlan:
+    @given(lengths_of_samples, cp_sizes, st.booleans())
+    @plans
+    def test_every_query_sees_its_sample_up_to_itself_or_whole(self, lengths, cp_size, is_causal):
+        padded = pad_lengths(lengths, cp_size)
+        sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
+        for rank in range(cp_size):
+            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal)
+            seen = []
+            for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
+                hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
+                seen += [keys[: block.keys - later] for later in hidden]
+            for token, keys in zip(plan.layout.tokens[rank].tolist(), seen, strict=True):
+                own = sample == sample[token]
+                if is_causal:
+                    own[token + 1 :] = False
+                elif (own & padded.valid).any():
+                    own &= padded.valid
+                assert keys == own.nonzero().flatten().tolist()
+
+    @pytest.mark.parametrize("cp_size", CP_SIZES)
+    def test_causal_work_is_the_same_on_every_rank(self, cp_size):
+        padded = pad_lengths(ODD_LENGTHS, cp_size)
+        work = set()
+        for rank in range(cp_size):
+            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal=True)
+            work.add(sum(block.queries * block.keys for block in plan.blocks))
+        assert len(work) == 1
+
+
+def key_runs(plan):
+    """Key tokens of each block, as the variable-length kernel finds them."""
+    if not plan.blocks:
+        return []
+    bounds = plan.cu_keys.tolist()
+    assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
+    tokens = plan.key_tokens.tolist()
+    return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
