@@ -1,16 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows through the program: the same trajectory in every layout, with any loading."""
+"""Packed rows train as samples one by one; what does not go with packing is refused."""
 
 import pytest
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
-    assert_same_trajectory_as_one_rank,
-)
-from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP, TOLERANCE
 from tests.unit_tests.models.mimo.weights import assert_shards_moved_alike, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
@@ -70,30 +67,3 @@ class TestPackedRows:
             assert_shards_moved_alike(run.stages, before, after, TOLERANCE)
         assert together["loss"] == pytest.approx(one_by_one["loss"], rel=1e-6)
         assert together["num_tokens"] == one_by_one["num_tokens"]
-
-
-@requires_world_size(4)
-class TestFourRanks:
-    @pytest.mark.parametrize(
-        ("encoder", "language", "more"),
-        [
-            pytest.param(
-                "dp=4", "cp=2,pp=2,dp=1", ("--num-workers", "4"), id="cp-2-pp-2-workers-4"
-            ),
-            pytest.param("dp=4", "cp=2,dp=2,ep=2", (), id="fan-in-2-cp-2-ep-2"),
-            pytest.param("tp=4", "tp=2,dp=2", ("--no-balance",), id="fan-out-2-tp-2"),
-            pytest.param("dp=2", "dp=2", ("--placement", "non-colocated"), id="non-colocated-dp-2"),
-        ],
-    )
-    def test_trajectory_equals_one_rank(self, encoder, language, more):
-        assert_same_trajectory_as_one_rank(
-            encoder, language, *more, common=(*OWN_DEFAULTS, *PACKED), samples=8
-        )
-
-
-@requires_world_size(8)
-class TestEightRanks:
-    def test_trajectory_equals_one_rank(self):
-        layouts = "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"
-        common = (*OWN_DEFAULTS, *PACKED)
-        assert_same_trajectory_as_one_rank(*layouts, common=common, samples=8)

@@ -87,6 +87,7 @@ MODELS = {
     "six layers": Model(SIX_LAYERS, samples=24),
     "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),
     "growing batch": Model(GROWING, samples=0, steps=4),
+    "packed": Model((*OWN_DEFAULTS, *LOCAL, *PACK), samples=8, packed=True),
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),
     "few experts": Model(FEW_EXPERTS),
     "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),

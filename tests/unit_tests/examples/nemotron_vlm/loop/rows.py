@@ -141,6 +141,13 @@ ON_CPUS = {
         Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", HEADS),
         Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", CONTIGUOUS),
     ],
+    "packed rows": [
+        Row(8, "packed", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
+        Row(4, "packed", "dp=4", "cp=2,pp=2,dp=1", WORKERS),
+        Row(4, "packed", "dp=4", "cp=2,dp=2,ep=2"),
+        Row(4, "packed", "tp=4", "tp=2,dp=2", ("--no-balance",)),
+        Row(4, "packed", "dp=2", "dp=2", APART),
+    ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)
         for options, language in (

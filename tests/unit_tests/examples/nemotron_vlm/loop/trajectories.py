@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.loop.run import train
-from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS, TOLERANCE, Model
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS, Model
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
 from tests.unit_tests.examples.nemotron_vlm.runs import (
     SHORT_RUN,
@@ -233,13 +233,3 @@ def check(row: Row, record_property, shards: Path | None = None, saved: Path | N
     for name, allowed in result["allowed"].items():
         assert result["found"][name] <= allowed, f"{name}: {result}"
     assert (result["skipped"] > 0) == (row.model == "fp16")
-
-
-def assert_same_trajectory_as_one_rank(
-    encoder: str, language: str, *options: str, common: tuple[str, ...] = (), samples: int = 32
-) -> None:
-    """Compare a run that no row has: with options that change nothing, and those of both runs."""
-    name = " ".join(common)
-    MODELS[name] = Model(common, samples=samples)
-    result = compare(Row(Utils.world_size, name, encoder, language, options))
-    assert max(result["found"].values()) <= TOLERANCE, result
