@@ -43,10 +43,6 @@ CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 UNITS = "tests/unit_tests"
-ON_CPU_RANKS = f"{UNITS}/examples/nemotron_vlm/loop/test_layout_invariance.py"
-"""Trains at the program's own rate, where rounding on GPUs grows beyond the tolerance within ten
-steps; ``rows.py`` has its layouts at a lower one."""
-
 UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm")
 UNITS_OF_ONE += tuple(
     f"examples/nemotron_vlm/{path}"

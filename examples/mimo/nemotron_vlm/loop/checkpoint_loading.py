@@ -45,11 +45,11 @@ STREAM = (
 changed is decided by the fingerprint of the data."""
 
 ARRAY = (np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.int64)))
-"""What a pickle of an int64 array names."""
+"""Classes and functions that a pickle of an int64 array names."""
 
 torch.serialization.add_safe_globals([Call, Caller, BatchPlan, AtomRows, *ARRAY])
-"""What may be unpickled: classes of the record that Megatron saves of a non-finite result, and of
-the plan in its microbatch."""
+"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result, and
+of the plan in its microbatch."""
 
 
 @contextmanager

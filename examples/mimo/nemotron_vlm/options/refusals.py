@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``pretrain_nemotron_vlm.py`` alone refuses, and the reasons."""
+"""Options that ``pretrain_nemotron_vlm.py`` alone refuses, and the reasons."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks do in a step, and how long each piece of it takes."""
+    """The work of the ranks in a step, and how long each piece of it takes."""
 
     stages: list[Stage]
     chunks: tuple[Cost, ...]  # of a microbatch by virtual stage, in the pipeline's order

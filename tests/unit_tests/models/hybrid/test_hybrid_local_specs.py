@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens see which in the hybrid stack and the ViT layer without Transformer Engine.
+"""Tokens see each other as they should in the hybrid stack and the ViT without Transformer Engine.
 
 rows.py of the training program compares both with one rank, on TP, expert and CP ranks.
 """

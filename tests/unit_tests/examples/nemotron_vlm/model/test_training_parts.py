@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a step trains: every parameter, frozen parts not, and each part by its own settings.
+"""A step trains every parameter but frozen parts, each part by its own settings.
 
 That parts train as on one rank is in rows.py.
 """

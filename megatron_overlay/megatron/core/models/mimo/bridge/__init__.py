@@ -1,3 +1,3 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows go from which encoder rank to which rank of the language model."""
+"""The bridge moves rows from the encoder ranks to the ranks of the language model."""
