@@ -48,7 +48,7 @@ ARRAY = (np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.i
 """Classes and functions that a pickle of an int64 array names."""
 
 torch.serialization.add_safe_globals([Call, Caller, BatchPlan, AtomRows, *ARRAY])
-"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result, and
+"""Classes that may be unpickled: those of the record that Megatron saves of a non-finite result and
 of the plan in its microbatch."""
 
 
