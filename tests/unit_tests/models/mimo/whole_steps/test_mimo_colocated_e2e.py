@@ -243,8 +243,8 @@ def test_the_host_waits_for_nothing_once_a_batch_brings_a_plan(encoder, language
 
 
 @requires_world_size(4)
-@pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2], ids=str)
-def test_unequal_samples_without_a_plan_are_refused_on_every_rank(language):
-    with modules(**{LANGUAGE: language, IMAGES: FAN_OUT}) as made:
+@pytest.mark.parametrize(("encoder", "language"), [(FAN_IN, CP_2_PP_2), (FAN_OUT, VPP_2)], ids=str)
+def test_unequal_samples_without_a_plan_are_refused_on_every_rank(encoder, language):
+    with modules(**{LANGUAGE: language, IMAGES: encoder}) as made:
         with pytest.raises(ValueError, match="equal parts of a batch must have .* batch_plan"):
             train(UNEVEN, made, 1, planned=False)

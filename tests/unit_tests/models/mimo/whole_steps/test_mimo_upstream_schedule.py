@@ -11,6 +11,7 @@ from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from tests.unit_tests.examples.nemotron_vlm import runs
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import one_rank_trajectory
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SAMPLES, MICROBATCHES, LENGTH = 16, 2, 16
@@ -52,7 +53,7 @@ def batch_of(source, numbers: range) -> dict[str, object]:
     ],
 )
 def test_a_step_is_that_of_one_rank(encoder, language, monkeypatch):
-    expected = runs.one_rank_trajectory(*COMMON, "--micro-batch-size", "8", steps=1)
+    expected = one_rank_trajectory(*COMMON, "--micro-batch-size", "8", steps=1)
     dp = int(language.split(",dp=")[1][0])
     size = SAMPLES // MICROBATCHES // dp
     layouts = "--encoder", encoder, "--language", language, "--micro-batch-size", str(size)
