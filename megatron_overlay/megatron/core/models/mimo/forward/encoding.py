@@ -117,7 +117,8 @@ def bridge_rows(
     if plans and None not in plans:
         return planned_rows(plans, name)
     token_id = model.special_token_ids[name]
-    counts = [int((ids == token_id).sum()) for ids in input_ids]
+    found = [(ids == token_id).sum() for ids in input_ids]
+    counts = torch.stack(found).tolist() if found else []
     bridge = model.colocated_comms.get((name, MIMO_LANGUAGE_MODULE_KEY))
     if bridge is None:
         return BridgeRows(None, None, counts)
