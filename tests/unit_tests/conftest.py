@@ -77,6 +77,14 @@ def shared_path() -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture
+def group(cp_size: int) -> Iterator[dist.ProcessGroup | None]:
+    """A group of the first ``cp_size`` ranks; None on the others, which take no part."""
+    Utils.initialize_distributed()
+    with Utils.group_of_first_ranks(cp_size) as group:
+        yield group
+
+
 @pytest.fixture(autouse=True)
 def _guard_global_parallel_state() -> Iterator[None]:
     with no_global_parallel_state():

@@ -244,14 +244,6 @@ class TestSequenceParallelLayouts:
 @requires_world_size(4)
 @pytest.mark.parametrize("cp_size", (4, 3, 2))
 class TestExchangeOnRanks:
-    def setup_method(self, method):
-        Utils.initialize_distributed()
-
-    @pytest.fixture
-    def group(self, cp_size):
-        with Utils.group_of_first_ranks(cp_size) as group:
-            yield group
-
     def test_forward_and_inverse_are_exact(self, group, cp_size):
         if group is None:
             return

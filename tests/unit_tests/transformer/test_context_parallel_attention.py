@@ -147,14 +147,6 @@ class TestOneRank:
 @requires_world_size(4)
 @pytest.mark.parametrize("cp_size", (4, 3, 2))
 class TestContextParallel:
-    def setup_method(self, method):
-        Utils.initialize_distributed()
-
-    @pytest.fixture
-    def group(self, cp_size):
-        with Utils.group_of_first_ranks(cp_size) as group:
-            yield group
-
     @pytest.mark.parametrize("dtype", TOLERANCES)
     @pytest.mark.parametrize("mask_type", MASKS)
     @pytest.mark.parametrize(

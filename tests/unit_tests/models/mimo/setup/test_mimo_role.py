@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks stand in the language model's pipeline when modules are colocated."""
+"""Ranks know their stage of the language model's pipeline when modules are colocated."""
 
 from types import SimpleNamespace
 
