@@ -23,8 +23,8 @@ from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.e2e.launch import kill
 from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
-from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import TOLERANCE, apart
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, TOLERANCE
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import apart
 
 RANKS = int(os.environ.get("GPUS", "2"))
 LAYOUT = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1") if RANKS == 2 else ()
