@@ -1,17 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Let Triton's kernels choose between two configurations. Processes of the GPU cases import this
-file as they start.
+"""Give Triton's kernels their cheapest configuration. Processes of the GPU cases import this file
+as they start.
 
 The speed of a kernel does not matter to these cases, and compiling and timing all configurations of
-all kernels takes minutes. The cheapest two fit any GPU; the rest of tuning is as in training.
+all kernels takes minutes. The cheapest one fits any GPU.
 """
 
 import math
 
 from triton.runtime.autotuner import Autotuner
-
-CHOICES = 2
 
 _make = Autotuner.__init__
 
@@ -22,9 +20,9 @@ def _cost(config) -> int:
     return math.prod(sizes) * config.num_stages * config.num_warps
 
 
-def _make_with_few(self, fn, arg_names, configs, *rest, **named) -> None:
-    cheapest = sorted(configs, key=_cost)[:CHOICES] if configs else configs
+def _make_untuned(self, fn, arg_names, configs, *rest, **named) -> None:
+    cheapest = [min(configs, key=_cost)] if configs else configs
     _make(self, fn, arg_names, cheapest, *rest, **named)
 
 
-Autotuner.__init__ = _make_with_few
+Autotuner.__init__ = _make_untuned
