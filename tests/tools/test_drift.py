@@ -13,7 +13,7 @@ from overlay.names import Version, compare
 MODULE, OURS = "megatron/core/m.py", "megatron/core/ours.py"
 REPLACED, NEW = "megatron/core/replaced.py", "megatron/core/new/deep/module.py"
 IMPORT = "from megatron.core.m import f, C\n"
-HOOK = "megatron.core.m.C.hook"  # which our code replaces at run time
+HOOK = IMPORT + "C.hook = None"  # replaced at run time
 PIN = """
 from dataclasses import dataclass
 LIMIT = 3
@@ -44,7 +44,7 @@ def findings(tmp_path):
         for name, files in (("old", before), ("new", before | new)):
             present = {path: text for path, text in files.items() if text is not None}
             versions.append(Version(write_tree(tmp_path / f"{name}{len(new)}", present)))
-        found = compare({OURS: ours.encode()}, [HOOK], *versions)
+        found = compare({OURS: ours.encode()}, *versions)
         return sorted(f"{kind}: {name} {detail}".strip() for kind, name, detail in found)
 
     return findings
@@ -63,7 +63,7 @@ def findings(tmp_path):
         ("p('megatron.core.m.LIMIT', 1)", "LIMIT", "X", f"{GONE}.LIMIT"),
         (IMPORT + "setattr(C, 'method', 1)", "def method", "def x", f"{GONE}.C.method"),
         (DERIVED, "def method", "def x", f"{GONE}.C.method"),
-        ("", "def hook", "def x", f"{GONE}.C.hook"),
+        (HOOK, "def hook", "def x", f"{GONE}.C.hook"),
         # attributes of objects whose class the syntax does not tell
         (IMPORT + "C(1)._queue", "_queue", "_q", f"perhaps {GONE}.C._queue"),
         (IMPORT + "def h(c):\n  c.kind = 1", "kind", "sort", f"perhaps {GONE}.C.kind"),
@@ -89,7 +89,7 @@ def findings(tmp_path):
         # what our code overrides, and replaces at run time
         (DERIVED, "flag", "flags", f"{CALL}.C.method overridden or replaced by ours; "
          "was (a, flag=…), now (a, flags=…)"),
-        ("", "hook(self, a)", "hook(self)",
+        (HOOK, "hook(self, a)", "hook(self)",
          f"{CALL}.C.hook overridden or replaced by ours; was (a), now ()"),
         # no work: names that we do not use, and calls that still fit
         (IMPORT + "f(1, key=2)", "b=1", "b=1, c=2", None),

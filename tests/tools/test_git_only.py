@@ -17,11 +17,10 @@ from mini import (
     write_tree,
 )
 
-SCRIPT, NAME = "examples/run_it.py", "0003-script"
+SCRIPT, NAME, LOCK = "examples/run_it.py", "0003-script", "patches/upstream.toml"
 DIFF = edit(SCRIPT, "s_3", "S_three")
 ABSENT = f"left out: {NAME}.patch: {SCRIPT} is not in this tree"
 CHANGED = f"left out: {NAME}.patch: {SCRIPT} has been changed"
-LOCK = "patches/upstream.toml"
 
 
 @pytest.fixture
@@ -49,14 +48,12 @@ def test_a_git_checkout_of_any_version_gets_the_patch_and_gives_it_back(locked, 
     assert locked.apply().out == ["applied: 6 files changed"]
     assert "S_three" in locked.text(SCRIPT)
     assert locked.apply().out == ["already applied"]
-    assert locked.apply("--status").out == ["applied: 6 files"]
-    edited = locked.text(SCRIPT).replace("s_12", "mine")
-    write_tree(locked.checkout, {SCRIPT: edited})
+    locked.replace(SCRIPT, "s_12", "mine")
     assert locked.apply("--status").out == ["modified since", SCRIPT]
     for flags in ([], ["--revert"]):
         result = locked.apply(*flags)
         assert (result.code, SCRIPT in result.errors[0]) == (5, True)
-    write_tree(locked.checkout, {SCRIPT: edited.replace("mine", "s_12")})
+    locked.replace(SCRIPT, "mine", "s_12")
     locked.apply("--revert")
     assert locked.files() == before
 
@@ -87,19 +84,14 @@ def test_a_changed_file_is_left_as_it_is_and_a_patched_one_refused(locked):
     result = locked.apply()
     assert (result.code, len(result.errors)) == (4, 1)
     assert f"{SCRIPT} is patched already" in result.errors[0]
-    locked.as_git(UPSTREAM | {SCRIPT: numbered("s", {12: "mine"})})
-    result = locked.apply("--three-way")
-    assert (result.code, len(result.out)) == (0, 2), result.errors
-    assert result.out[1].startswith(f"left out: {NAME}.patch: ")
-    assert locked.text(SCRIPT) == numbered("s", {12: "mine"})
 
 
 def test_refresh_without_the_file_keeps_the_patch_but_refuses_its_edit(locked):
     assert locked.run("refresh").out == ["patches and lock are up to date"]
-    entry = (locked.root / LOCK).read_text().partition(f'[files."{SCRIPT}"]')[2].split("\n\n")[0]
+    entry = (locked.root / LOCK).read_text().partition("\n[git_only]")[2]
     locked.add_version("1.2.5", UPSTREAM)
     locked.lock()
-    assert entry in (locked.root / LOCK).read_text() and "git_only = true" in entry
+    assert SCRIPT in entry and (locked.root / LOCK).read_text().endswith(entry)
     locked.patch(NAME, DIFF.replace("S_three", "S3"))
     without_script(locked)
     for checkout in ((), (locked.checkout,)):
@@ -110,6 +102,11 @@ def test_refresh_without_the_file_keeps_the_patch_but_refuses_its_edit(locked):
 
 def test_refresh_takes_edits_and_the_deletion_of_the_patch(locked):
     locked.apply()
+    locked.replace("megatron/core/sub/b.py", "b_9", "b_nine")
+    result = locked.run("refresh", locked.checkout, "--into", "0003")
+    assert (result.code, len(result.errors)) == (1, 1)
+    assert "make two patches of it" in result.errors[0]
+    locked.replace("megatron/core/sub/b.py", "b_nine", "b_9")
     locked.replace(SCRIPT, "s_9", "s_nine")
     assert locked.run("refresh", locked.checkout).out[:2] == ["1 edited", SCRIPT]
     assert "+s_nine" in locked.patch_text(NAME)
@@ -119,14 +116,6 @@ def test_refresh_takes_edits_and_the_deletion_of_the_patch(locked):
     assert SCRIPT not in (locked.root / LOCK).read_text()
     assert locked.apply().out == ["updated: 1 file changed"]
     assert locked.text(SCRIPT) == numbered("s")
-
-
-def test_a_patch_of_both_kinds_of_files_is_refused(locked):
-    locked.apply()
-    locked.replace("megatron/core/sub/b.py", "b_9", "b_nine")
-    result = locked.run("refresh", locked.checkout, "--into", "0003")
-    assert (result.code, len(result.errors)) == (1, 1)
-    assert "make two patches of it" in result.errors[0]
 
 
 @pytest.mark.parametrize(

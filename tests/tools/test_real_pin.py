@@ -20,7 +20,7 @@ PATCHSET = PatchSet(REPOSITORY)
 APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0
 
 
-@pytest.fixture(params=PATCHSET.lock.locked)
+@pytest.fixture(params=PATCHSET.lock.files)
 def checkout(tmp_path, request) -> Path:
     fetch(PATCHSET.lock, REPOSITORY, tmp_path / "checkout", request.param, None)
     return tmp_path / "checkout"

@@ -1,12 +1,25 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The lock, canonical patches, and the way back from an applied checkout to the patches."""
+"""The lock, canonical patches, the way back from an applied checkout, and the move of the pin."""
 
+import shutil
 import tomllib
 
 import pytest
 
-from mini import HEADER, LATER, PIN, SECOND, UPSTREAM, World, edit, snapshot
+from mini import (
+    HEADER,
+    LATER,
+    LATER_UPSTREAM,
+    PIN,
+    SECOND,
+    UPSTREAM,
+    World,
+    edit,
+    numbered,
+    snapshot,
+    write_tree,
+)
 
 A, B, INFO = "megatron/core/a.py", "megatron/core/sub/b.py", "megatron/core/package_info.py"
 MODULE = "megatron/core/new/deep/module.py"
@@ -14,15 +27,6 @@ MODULE = "megatron/core/new/deep/module.py"
 
 def refresh(world: World, *args: str):
     return world.run("refresh", world.checkout, *args)
-
-
-def refused(world: World, *args: object, naming: str) -> None:
-    """Run refresh; it must fail in one line, and leave the patches as they are."""
-    before = snapshot(world.root / "patches")
-    result = world.run("refresh", *args)
-    assert (result.code, len(result.errors)) == (1, 1)
-    assert naming in result.errors[0]
-    assert snapshot(world.root / "patches") == before
 
 
 def test_patches_become_canonical_and_then_stay_the_same_bytes(world):
@@ -38,22 +42,41 @@ def test_patches_become_canonical_and_then_stay_the_same_bytes(world):
     assert snapshot(world.root / "patches") == before
 
 
-def test_the_lock_has_every_version_that_has_a_file_and_shares_equal_entries(world):
+def test_the_lock_has_every_version_that_has_a_file(world):
     world.add_version(LATER, UPSTREAM | {MODULE: "theirs\n"})
     world.lock()
     table = tomllib.loads((world.root / "patches/upstream.toml").read_text())
-    assert list(table["versions"]) == [PIN, SECOND, LATER]
-    assert set(table["files"][A]["before"]) == {PIN, SECOND, LATER}
-    assert isinstance(table["files"][B]["before"], str)
-    assert list(table["files"][MODULE]["before"]) == [LATER]
+    assert list(table["versions"]) == list(table["files"]) == [PIN, SECOND, LATER]
+    assert [v for v in table["files"] if A in table["files"][v]] == [PIN, SECOND, LATER]
+    assert [v for v in table["files"] if MODULE in table["files"][v]] == [LATER]
+
+
+def without_b(world: World) -> None:
+    world.add_version(LATER, {path: text for path, text in UPSTREAM.items() if path != B})
 
 
 def stale(world: World) -> None:
     (world.root / "megatron_overlay/megatron/core/replaced.py").write_text("edited\n")
 
 
-def without_b(world: World) -> None:
-    world.add_version(LATER, {path: text for path, text in UPSTREAM.items() if path != B})
+def patch(*args: str):
+    return lambda world: world.patch(*args)
+
+
+def edited(path: str, old: str, new: str):
+    def arrange(world: World) -> None:
+        world.apply()
+        world.replace(path, old, new)
+
+    return arrange
+
+
+def outdated(world: World) -> None:
+    world.apply()
+    world.edit_patch_set()
+
+
+CHECKOUT = "CHECKOUT"
 
 
 @pytest.mark.parametrize(
@@ -61,20 +84,32 @@ def without_b(world: World) -> None:
     [
         (stale, ["--check"], "patches/upstream.toml is stale: run `make lock`"),
         (without_b, [], f"on {LATER}: patches/0001-first.patch: upstream has no {B}"),
-        *((lambda world, one=one: world.patch(*one[:2]), [], one[2]) for one in (
-            ("0003-absent", edit("megatron/core/none.py", "a_3", "x"), "upstream has no"),
-            ("0003-replaced", edit("megatron/core/replaced.py", "old_3", "x"),
-             "both an overlay file"),
-            ("0003-stale", edit(A, "a_3", "x"), "does not apply"),
-            ("0003-empty", "", "changes nothing"),
-            ("0002-again", edit(A, "a_4", "x"), "same number"),
-            ("third", "", "not named NNNN-topic.patch"),
-        )),
+        (patch("0003-absent", edit("megatron/core/none.py", "a_3", "x")), [], "upstream has no"),
+        (patch("0003-replaced", edit("megatron/core/replaced.py", "old_3", "x")), [],
+         "both an overlay file"),
+        (patch("0003-stale", edit(A, "a_3", "x")), [], "does not apply"),
+        (patch("0003-empty", ""), [], "changes nothing"),
+        (patch("0002-again", edit(A, "a_4", "x")), [], "same number"),
+        (patch("third", ""), [], "not named NNNN-topic.patch"),
+        (patch("0003-new", f"diff --git a/{A} b/{A}\ndeleted file mode 100644\n"), [], "0003-new"),
+        (edited(A, "A_three", "A_33"), [CHECKOUT],
+         "belongs to 0001-first.patch, 0002-second.patch: name one"),
+        (edited(A, "A_ten_and", "A_10_and"), [CHECKOUT, "--into", "0001"],
+         "meets lines of patches after 0001"),
+        (edited(A, "A_three", "A_33"), [CHECKOUT, "--into", "0009"], "no patches/0009-*.patch"),
+        (edited(INFO, "'\n", "'\nhook()\n"), [CHECKOUT], "belongs to no patch"),
+        (outdated, [CHECKOUT], "has not the present patches applied"),
+        (lambda world: None, [CHECKOUT], "has not the present patches applied"),
+        (lambda world: None, ["--pin", "9"], "the lock has no version 9: add it first"),
     ],
 )  # fmt: skip
-def test_a_patch_set_that_cannot_stand_is_refused(world, arrange, args, naming):
+def test_what_cannot_stand_is_refused_in_one_line(world, arrange, args, naming):
     arrange(world)
-    refused(world, *args, naming=naming)
+    before = snapshot(world.root / "patches")
+    result = world.run("refresh", *(world.checkout if arg == CHECKOUT else arg for arg in args))
+    assert (result.code, len(result.errors)) == (1, 1), result
+    assert naming in result.errors[0]
+    assert snapshot(world.root / "patches") == before
 
 
 @pytest.mark.parametrize(
@@ -108,22 +143,6 @@ def test_an_edit_goes_into_its_patch_and_no_other(world, path, old, new, into, o
     assert snapshot(world.checkout) == original
 
 
-@pytest.mark.parametrize(
-    "path, old, new, into, reason",
-    [
-        (A, "A_three", "A_33", [], "belongs to 0001-first.patch, 0002-second.patch: name one"),
-        (A, "A_ten_and", "A_10_and", ["--into", "0001"], "meets lines of patches after 0001"),
-        (A, "A_three", "A_33", ["--into", "0009"], "no patches/0009-*.patch"),
-        (INFO, "'\n", "'\nhook()\n", [], "belongs to no patch"),
-        (B, "b_9\n", "b_9\n<<<<<<< ours\n", [], "conflict markers left"),
-    ],
-)
-def test_an_edit_without_an_owner_is_refused(world, path, old, new, into, reason):
-    world.apply()
-    world.replace(path, old, new)
-    refused(world, world.checkout, *into, naming=reason)
-
-
 def test_what_is_no_edit_of_upstreams_is_left_alone_and_an_empty_patch_dropped(world):
     world.apply()
     (world.checkout / "megatron/core/mine.py").write_text("mine\n")
@@ -138,8 +157,23 @@ def test_what_is_no_edit_of_upstreams_is_left_alone_and_an_empty_patch_dropped(w
     assert world.apply().out == ["already applied"]
 
 
-def test_a_checkout_without_the_present_patches_is_refused(world):
-    refused(world, world.checkout, naming="has not the patches for 1.2.3 applied")
-    world.apply()
-    world.edit_patch_set()
-    refused(world, world.checkout, naming="has not the present patches applied")
+def test_the_pin_moves_and_what_conflicts_is_put_back_by_hand(world):
+    world.add_version(LATER, LATER_UPSTREAM)
+    assert "does not apply" in world.run("refresh").errors[0]
+    world.drop_version(SECOND)
+    result = world.run("refresh", "--pin", LATER)
+    assert result.out[0] == f"conflict: {A} with 0002-second.patch"
+    lock = tomllib.loads((world.root / "patches/upstream.toml").read_text())
+    assert (lock["pin"], list(lock["files"]), list(lock["versions"])) == (LATER, [LATER], [LATER])
+    assert "+A_three" in world.patch_text("0001-first")
+    assert B not in world.patch_text("0001-first")  # upstream has our change already
+    assert world.patch_text("0002-second") == HEADER
+    shutil.rmtree(world.checkout)
+    write_tree(world.checkout, LATER_UPSTREAM)
+    assert world.apply().code == 0
+    world.replace(A, "a_ten\n", "a_ten\nA_ten_and_a_half\n")
+    assert refresh(world, "--into", "0002").code == 0
+    assert "+A_ten_and_a_half" in world.patch_text("0002-second")
+    assert world.text(A) == "a_0\n" + numbered("a", {3: "A_three", 10: "a_ten\nA_ten_and_a_half"})
+    assert world.apply().out == ["already applied"]
+    assert refresh(world).out[-1] == "patches and lock are up to date"

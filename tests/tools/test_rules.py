@@ -5,7 +5,7 @@
 import pytest
 
 from mini import HEADER, edit, write_tree
-from overlay.rules import MOST_LINES, MOST_PATCHES, MOST_REPLACEMENTS, in_source
+from overlay.rules import MOST_LINES, MOST_PATCHES, MOST_REPLACEMENTS, replaced_in
 
 A = "megatron/core/a.py"
 LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")
@@ -74,7 +74,7 @@ ENTRY = f'["{NAME}"]\nby = ["{FILE}"]\nWhy-Not-A-Hook = "none fits"\nDrop-When =
     ],
 )
 def test_what_a_file_replaces(source, expected):
-    assert in_source(source, "megatron.core.new") == expected
+    assert replaced_in(source, "megatron/core/new/m.py") == expected
 
 
 MANY = [f"f{number}" for number in range(MOST_REPLACEMENTS + 1)]

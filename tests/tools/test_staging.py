@@ -180,7 +180,7 @@ def commit_edit(path: str, old: str, new: str):
         (lambda w: git(w.checkout, "config", "--unset", "user.name"), 2,
          "set git config user.name and user.email"),
         (lambda w: git(w.checkout, "branch", "pr"), 5, "there is a branch pr already"),
-        (commit_edit("megatron/core/a.py", "a_1", "x"), 4, "core/a.py differs from v1.2.3"),
+        (commit_edit("megatron/core/a.py", "a_1", "x"), 4, "core/a.py differs from the lock"),
         (lambda w: write_tree(w.base / "checkout-prs/pr", {"file": ""}), 2, "is not empty"),
         (lambda w: (w.checkout / ".git").rename(w.base / "x"), 3,
          "is not the top of a git checkout"),

@@ -1,21 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkout, read without following symlinks, and nothing outside it.
-
-The state of a path is a text: ``MODE SHA256`` for a regular file, ``link TARGET`` for a symlink,
-``other`` for what this tool never makes or replaces, such as a folder. If nothing is there, it is
-``None``.
-"""
+"""Files of a checkout, read without following symlinks, and nothing outside it."""
 
 import hashlib
 import os
 import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
 
 STATE_DIR = ".mimo-overlay"
+LINK, OTHER = "link", "other"
 _FORBIDDEN_PARTS = {"..", ".", "", ".git", STATE_DIR}
 _VERSION_FIELD = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", re.MULTILINE)
 
@@ -24,18 +21,29 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def digest(state: str | None) -> str | None:
-    """Return the sha256 from a regular file's state; None for other states."""
-    kind, _, content = (state or "").partition(" ")
-    return content if kind not in ("", "link", "other") else None
+@dataclass(frozen=True)
+class Entry:
+    """What lies at a path.
 
-
-def same(state: str | None, *others: str | None) -> bool:
-    """Return whether ``state`` has the content of one of ``others``.
-
-    The mode, which is kept for restoring, is not compared: changing it is no edit.
+    mode: octal permissions of a regular file; ``link`` for a symlink, whose ``data`` is its target;
+    ``other`` for what this tool never makes or replaces, such as a folder.
     """
-    return any(state == other or (digest(state) or "") == digest(other) for other in others)
+
+    data: bytes
+    mode: str = "644"
+
+    @property
+    def is_file(self) -> bool:
+        return self.mode not in (LINK, OTHER)
+
+    @property
+    def state(self) -> str:
+        """A text that tells entries apart; permissions do not count: changing them is no edit."""
+        return sha256(self.data) if self.is_file else f"{self.mode} {os.fsdecode(self.data)}"
+
+
+def state(entry: Entry | None) -> str | None:
+    return entry and entry.state
 
 
 def check_relative(path: str, where: str) -> str:
@@ -47,11 +55,6 @@ def check_relative(path: str, where: str) -> str:
     if path.startswith("/") or _FORBIDDEN_PARTS & set(path.split("/")) or "\0" in path:
         raise OverlayError(FAILED, f"{where}: refused path {path!r}: it leaves the checkout")
     return path
-
-
-def parents(path: str) -> list[str]:
-    """Return the folders above a relative path, outermost first, without the checkout itself."""
-    return [str(folder) for folder in reversed(PurePosixPath(path).parents)][1:]
 
 
 class Checkout:
@@ -73,22 +76,20 @@ class Checkout:
         if all(numbers):
             self.version = ".".join(numbers) + fields.get("PRE_RELEASE", "")
 
-    def path(self, relative: str) -> Path:
-        return self.root / check_relative(relative, "checkout")
-
     def read(self, relative: str) -> bytes | None:
         """Return a regular file's content; None if there is no such file."""
-        return self.path(relative).read_bytes() if digest(self.look(relative)) else None
+        entry = self.look(relative)
+        return entry.data if entry and entry.is_file else None
 
-    def look(self, relative: str) -> str | None:
-        """Return the state of a path.
+    def look(self, relative: str) -> Entry | None:
+        """Return what lies at a path, None if nothing does.
 
         Raises:
             OverlayError: a folder on the way is a symlink or a file.
         """
-        path = self.path(relative)
+        path = self.root / check_relative(relative, "checkout")
         try:
-            for folder in parents(relative):
+            for folder in reversed(PurePosixPath(relative).parents[:-1]):
                 mode = os.lstat(self.root / folder).st_mode
                 if not stat.S_ISDIR(mode):
                     kind = "a symlink" if stat.S_ISLNK(mode) else "not a folder"
@@ -98,7 +99,7 @@ class Checkout:
         except FileNotFoundError:
             return None
         if stat.S_ISLNK(mode):
-            return f"link {os.readlink(path)}"
+            return Entry(os.fsencode(os.readlink(path)), LINK)
         if not stat.S_ISREG(mode):
-            return "other"
-        return f"{stat.S_IMODE(mode):o} {sha256(path.read_bytes())}"
+            return Entry(b"", OTHER)
+        return Entry(path.read_bytes(), f"{stat.S_IMODE(mode):o}")

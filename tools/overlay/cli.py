@@ -32,7 +32,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--status", "say what is applied"),
         ("--revert", "give the originals back"),
         ("--link", "symlink the overlay's files"),
-        ("--three-way", "merge into a git tree that differs"),
     ):
         how.add_argument(flag, dest="how", action="store_const", const=flag[2:], help=text)
 
@@ -48,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "--into", metavar="NNNN[:PATH]", action="append", default=[],
         help="the patch that takes the edits (of PATH); repeatable",
     )  # fmt: skip
+    one.add_argument("--pin", metavar="V", help="carry the patches to this version of the lock")
 
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")
@@ -60,21 +60,19 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     """Run the command and print its lines; return the exit code."""
     root, code = options.root, 0
+    checkout = Checkout(options.checkout) if getattr(options, "checkout", None) else None
     if options.command == "fetch":
         lock = Lock.read(root / "patches/upstream.toml")
         directory = options.directory or root / "build" / "Megatron-LM"
-        print(fetch(lock, root, directory, options.version, options.git))
-        return 0
-    patchset = PatchSet(root)
-    checkout = Checkout(options.checkout) if getattr(options, "checkout", None) else None
-    if options.command == "headers":
-        lines = [rules.check(patchset)]
+        lines = [fetch(lock, root, directory, options.version, options.git)]
+    elif options.command == "headers":
+        lines = [rules.check(PatchSet(root))]
     elif options.command == "refresh":
-        lines = refresh(patchset, checkout, options.into, options.check)
+        lines = refresh(PatchSet(root), checkout, options.into, options.pin, options.check)
     elif options.command == "drift":
-        lines, code = drift.drift(patchset, checkout, options.json)
+        lines, code = drift.drift(PatchSet(root), checkout, options.json)
     else:
-        lines, code = apply(patchset, checkout, options.how)
+        lines = apply(PatchSet(root), checkout, options.how)
     print("\n".join(lines))
     return code
 

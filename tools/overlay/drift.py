@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from overlay import git, rules, series
+from overlay import git, series
 from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
@@ -77,34 +77,10 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Row]:
-    """Return how each patch applies after those before it; one of git-only files cannot merge, as
-    the pin's files are not known."""
-    patches, lock = patchset.series(), patchset.lock
-    git_only = lock.git_only_patches()
-    merging = {name: patch for name, patch in patches.items() if name not in git_only}
-    steps = {step.name: step for step in series.build(merging, old.get)}
-    rows, tree = [], {}
-    for name, patch in patches.items():
-        paths = [path for path, entry in lock.files.items() if name in entry.by]
-        paths = list(steps[name].files) if name in steps else paths
-        files = {path: tree.get(path, checkout.read(path)) for path in paths}
-        missing = [path for path, data in files.items() if data is None]
-        if missing and name not in steps:
-            rows.append(Row(name, "left out", "not in this tree", sorted(lock.git_only())))
-            continue
-        try:
-            diff = series.split(patch)[1]
-            done, moved = git.apply(name, diff, {p: d for p, d in files.items() if d is not None})
-            rows.append(Row(name, "applies with offset" if moved else "applies"))
-        except OverlayError:
-            done, conflicts = files, list(files)
-            if name in steps:
-                step, conflicts = series.merge(steps[name], files.get)
-                done = series.last_tree([step])
-            state = "conflicts" if conflicts else "merges" if done else "already there"
-            rows.append(Row(name, state, where=conflicts))
-        tree |= done
-    return rows
+    """Return how each patch gets onto the checkout, upon those before it."""
+    steps = series.build(patchset.series(), old.get, patchset.lock.git_only)
+    ported = series.port(steps, checkout.read)
+    return [Row(step.name, state, where=conflicts) for step, state, conflicts in ported]
 
 
 def _files(
@@ -131,10 +107,7 @@ def _files(
 
 def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Row]:
     """Return upstream's names that our code uses and that are gone or declared differently."""
-    tests = patchset.root.glob("tests/**/*.py")
-    sources = {path.relative_to(patchset.root).as_posix(): path for path in tests}
-    sources |= {path: ours for path, ours in patchset.overlay.items() if ours.suffix == ".py"}
-    ours = {path: source.read_bytes() for path, source in sources.items()}
-    found = compare(ours, rules.declared(patchset.root), *versions)
+    sources = patchset.sources("tests", "tools/checkpoint")
+    found = compare({path: ours.read_bytes() for path, ours in sources.items()}, *versions)
     rows = [Row(name, kind, detail, places) for (kind, name, detail), places in found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from overlay.checkout import Checkout, sha256
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError, refuse
 from overlay.git import user_git
 from overlay.patchset import Lock, Version, check_version
 
@@ -109,25 +109,18 @@ def fetch(
 
 
 def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
-    """Clone the tag, and check its commit or, if not locked, the files that we change."""
+    """Clone the tag; check its commit, if that is locked, and the files that we change."""
     wanted = lock.versions[version]
     clone = ["-c", "advice.detachedHead=false", "clone", "--quiet", "--depth", "1"]
     done = user_git(into.parent, *clone, "--branch", wanted.tag, "--", remote, str(into))
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no output"]
         raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
-    commit, wrong = user_git(into, "rev-parse", "HEAD").stdout.strip(), []
-    files = lock.without_git_only().changed_in(version)
-    if not wanted.commit:
-        read = Checkout(into).read
-        changed = [
-            path for path, (before, _) in files.items() if sha256(read(path) or b"") != before
-        ]
-        wrong = [f"{path} differs from the lock" for path in changed]
-    elif commit != wanted.commit:
-        wrong = [f"the tag is commit {commit}, the lock wants {wanted.commit}"]
-    if wrong:
-        lines = [f"{wanted.tag} at {remote}: {line}: nothing kept" for line in wrong]
-        raise OverlayError(DIFFERS_FROM_LOCK, *lines)
-    checked = f", not in the lock: its {len(files)} files that we change are as locked"
-    return f"commit {commit}" + checked * (not wanted.commit)
+    commit, read = user_git(into, "rev-parse", "HEAD").stdout.strip(), Checkout(into).read
+    wrong = [f"the tag is commit {commit}, the lock wants {wanted.commit}"]
+    wrong = wrong if wanted.commit not in ("", commit) else []
+    for path, (before, _) in lock.files.get(version, {}).items():
+        if sha256(read(path) or b"") != before:
+            wrong.append(f"{path} differs from the lock")
+    refuse(DIFFERS_FROM_LOCK, f"{wanted.tag} at {remote}: {{}}: nothing kept", wrong)
+    return f"commit {commit}"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that run git to read, apply, make and merge patches.
 
-git runs outside any repository and without the user's configuration and attributes. Its temporary
-folders are made below ``scratch``.
+git runs in temporary folders, outside any repository, and without the user's configuration and
+attributes.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from pathlib import Path
 from overlay.errors import FAILED, OverlayError
 
 CONTEXT_LINES = 1
+_DIFF_LINE = re.compile(rb"^diff --git a/(.+) b/\1$", re.MULTILINE)
+_CHANGED_LINE = re.compile(rb"^[+-](?!(?:\+\+|--) [ab]/)", re.MULTILINE)
 _INDEX_LINE = re.compile(rb"^index .*\n", re.MULTILINE)
 _HUNK_HEADING = re.compile(rb"^(@@ -\S+ \+\S+ @@).*$", re.MULTILINE)
 
@@ -37,38 +39,22 @@ def write_files(root: Path, files: dict[str, bytes]) -> None:
         (root / path).write_bytes(data)
 
 
-def touched(name: str, patch: bytes) -> dict[str, int]:
-    """Return the paths that a patch touches, with the number of lines it adds and deletes in each.
-
-    Raises:
-        OverlayError: git cannot read the patch, or it does more than edit the text of existing
-            files.
-    """
-    if not patch:
-        return {}
-    done = _run(["apply", "--numstat", "--summary", "-z"], Path("/"), patch)
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise OverlayError(FAILED, f"{name}: git cannot read it: {reason}")
-    *records, summary = done.stdout.decode().split("\0")
-    if summary.strip():
-        what = summary.strip().partition("\n")[0]
-        raise OverlayError(FAILED, f"{name}: a patch only edits existing files, this would {what}")
-    rows = [record.split("\t") for record in records]
-    if binary := [path for added, _, path in rows if added == "-"]:
-        raise OverlayError(FAILED, f"{name}: {binary[0]}: a binary patch is not reviewable")
-    return {path: int(added) + int(deleted) for added, deleted, path in rows}
+def paths_of(diff: bytes) -> list[str]:
+    """Return the paths that a diff changes."""
+    return [path.decode() for path in _DIFF_LINE.findall(diff)]
 
 
-def apply(
-    name: str, patch: bytes, files: dict[str, bytes], scratch: Path | None = None
-) -> tuple[dict[str, bytes], bool]:
+def changed_lines(diff: bytes) -> int:
+    return len(_CHANGED_LINE.findall(diff))
+
+
+def apply(name: str, patch: bytes, files: dict[str, bytes]) -> tuple[dict[str, bytes], bool]:
     """Return ``files`` (path to content) with a patch applied, and whether lines had moved.
 
     Raises:
-        OverlayError: the patch does not apply.
+        OverlayError: the patch does not apply, or does more than edit these files.
     """
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_files(work, files)
         done = _run(["apply", "--verbose", "--whitespace=nowarn"], work, patch)
@@ -76,6 +62,10 @@ def apply(
             reason = re.search(rb"error: (?!while searching).*", done.stderr)
             reason = reason[0].decode(errors="replace") if reason else "no reason given"
             raise OverlayError(FAILED, f"{name}: does not apply: {reason}")
+        there = {path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file()}
+        if there != files.keys():
+            what = f"a patch only edits existing files: {min(there ^ files.keys())}"
+            raise OverlayError(FAILED, f"{name}: {what}")
         return {p: (work / p).read_bytes() for p in files}, b"(offset " in done.stderr
 
 
@@ -97,14 +87,12 @@ def diff(old: dict[str, bytes], new: dict[str, bytes]) -> bytes:
     return _HUNK_HEADING.sub(rb"\1", _INDEX_LINE.sub(b"", done.stdout))
 
 
-def merge(
-    ours: bytes, base: bytes, theirs: bytes, *options: str, scratch: Path | None = None
-) -> tuple[bytes, bool]:
+def merge(ours: bytes, base: bytes, theirs: bytes, *options: str) -> tuple[bytes, bool]:
     """Return ``ours`` with the change from ``base`` to ``theirs``, and whether it was clean.
 
     ``options`` are those of ``git merge-file``.
     """
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         versions = {"ours": ours, "base": base, "theirs": theirs}
         write_files(Path(folder), versions)
         done = _run(["merge-file", "-p", "-q", *options, *versions], Path(folder))
@@ -114,10 +102,10 @@ def merge(
     return done.stdout, done.returncode == 0
 
 
-def is_committed(repository: Path, revision: str, path: str, data: bytes) -> bool:
-    """Return whether ``path`` has the content ``data`` in ``revision`` of ``repository``."""
+def is_committed(repository: Path, path: str, data: bytes) -> bool:
+    """Return whether ``path`` has the content ``data`` in the last commit of ``repository``."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    done = user_git(repository, "rev-parse", "--verify", "--quiet", f"{revision}:{path}")
+    done = user_git(repository, "rev-parse", "--verify", "--quiet", f"HEAD:{path}")
     return done.returncode == 0 and done.stdout.strip() == blob
 
 

@@ -9,26 +9,21 @@ import ast
 import functools
 import inspect
 import logging
-import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
-from overlay.source import dotted, imports_of, last_name, module_name, prefixes
+from overlay.source import Use, module_name, prefixes, uses
 
 try:
     import griffe
 except ImportError:
     griffe = None
 
-_DOTTED = re.compile(r"megatron(\.\w+)+")
 _DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
 Finding = tuple[str, str, str]  # kind, upstream's name, detail
-Use = tuple[int, str, ast.AST | None]
-"""A line, the name that it uses, and the call or definition, if it is one. A full name begins with
-``megatron``; of an object of an unknown class there is only the attribute, as ``.name``."""
 
 
 class Version:
@@ -86,29 +81,23 @@ class Version:
         return found
 
 
-def compare(
-    ours: dict[str, bytes], replaced: Iterable[str], pin: Version, other: Version
-) -> dict[Finding, list[str]]:
+def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Finding, list[str]]:
     """Return upstream's names that are gone or do not fit any more, with their places in our files.
 
-    Args:
-        ours: our files, which both versions get; path to source.
-        replaced: upstream's functions that our code replaces at run time.
+    ours: our files, which both versions get; path to source.
     """
     modules = {module_name(path) for path in ours}
-    uses = {path: list(_uses(ast.parse(source), path)) for path, source in ours.items()}
-    members = _members({name for found in uses.values() for _, name, _ in found}, modules, pin)
-    uses["patches/runtime.toml"] = [(1, name, ast.FunctionDef(name)) for name in replaced]
+    found = {path: list(uses(source, path)) for path, source in ours.items()}
+    members = _members({use.name for some in found.values() for use in some}, modules, pin)
     findings: dict[Finding, list[str]] = defaultdict(list)
-    for path, found in uses.items():
-        for line, used, node in found:
-            if not used.startswith((".", "megatron.")) or modules & prefixes(used):
-                continue
-            known = not used.startswith(".") and pin.find(used) is not None
-            for name in [used] if known else members.get(used.rpartition(".")[2], ()):
-                for kind, *finding in _check(name, node, pin, other):
-                    places = findings[kind if known else f"perhaps {kind}", *finding]
-                    places += [f"{path}:{line}"] * (f"{path}:{line}" not in places)
+    for path, use in ((path, use) for path, some in found.items() for use in some):
+        if not use.name.startswith((".", "megatron.")) or modules & prefixes(use.name):
+            continue
+        known = not use.name.startswith(".") and pin.find(use.name) is not None
+        for name in [use.name] if known else members.get(use.name.rpartition(".")[2], ()):
+            for kind, *finding in _check(name, use, pin, other):
+                places = findings[kind if known else f"perhaps {kind}", *finding]
+                places += [f"{path}:{use.line}"] * (f"{path}:{use.line}" not in places)
     return findings
 
 
@@ -126,7 +115,7 @@ def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]
     return found
 
 
-def _check(name: str, node: ast.AST | None, pin: Version, other: Version) -> Iterator[Finding]:
+def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Finding]:
     label = pin.find(name).path
     if other.find(name) is None:
         while other.find(owner := name.rpartition(".")[0]) is None:
@@ -136,13 +125,13 @@ def _check(name: str, node: ast.AST | None, pin: Version, other: Version) -> Ite
     was, now = pin.signature(name), other.signature(name)
     if was is None or now is None or str(was) == str(now):
         return
-    if isinstance(node, ast.FunctionDef):
+    if use.replaces or isinstance(use.node, ast.FunctionDef):
         what = f"overridden or replaced by ours; was {was}, now {now}"
         yield "signature", label, what
-    elif isinstance(node, ast.Call) and _misfit(node, was) is None:
-        pairs = zip(node.args, was.parameters, now.parameters, strict=False)
+    elif isinstance(use.node, ast.Call) and _misfit(use.node, was) is None:
+        pairs = zip(use.node.args, was.parameters, now.parameters, strict=False)
         moved = [f"passes {old} where {new} is now" for _, old, new in pairs if old != new]
-        if problem := _misfit(node, now) or ", ".join(moved):
+        if problem := _misfit(use.node, now) or ", ".join(moved):
             yield "signature", label, f"{problem}; now {now}"
 
 
@@ -156,30 +145,3 @@ def _misfit(call: ast.Call, signature: inspect.Signature) -> str | None:
     except TypeError as error:
         return str(error)
     return None
-
-
-def _uses(tree: ast.Module, path: str) -> Iterator[Use]:
-    """Yield what a file uses of upstream's, and attributes of objects of unknown classes."""
-    package = module_name(path).rpartition(".")[0]
-    nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
-    names = {name: full for node in nodes for name, full in imports_of(node, package)}
-    for node in nodes:
-        line = node.lineno
-        for _, full in imports_of(node, package):
-            yield line, full.removesuffix(".*"), None
-        if isinstance(node, ast.Attribute):
-            yield line, dotted(node, names) or f".{node.attr}", None
-        elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
-            yield line, node.value, None
-        elif isinstance(node, ast.ClassDef):
-            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
-            for base in node.bases:
-                owner = dotted(base, names)
-                yield from ((one.lineno, f"{owner}.{one.name}", one) for one in methods if owner)
-        elif isinstance(node, ast.Call):
-            yield line, dotted(node.func, names) or f".{last_name(node)}", node
-            for name in node.args[1:2]:  # getattr(owner, "name"), setattr, …
-                if isinstance(name, ast.Constant) and str(name.value).isidentifier():
-                    yield line, f"{dotted(node.args[0], names)}.{name.value}", None
-            if last_name(node) == "replace":  # dataclasses.replace
-                yield from ((line, f".{keyword.arg}", None) for keyword in node.keywords)

@@ -10,21 +10,23 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from overlay.checkout import check_relative, sha256
-from overlay.errors import FAILED, NOT_THE_PIN, OverlayError
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError, refuse
+from overlay.series import Original, Step, build, last_tree
 
 # Folder in our repository -> its place in a checkout.
 OVERLAY_ROOTS = {"megatron_overlay": "", "examples/mimo": "examples/mimo"}
-BY_OVERLAY = "overlay"
 _PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
 _TOP = """\
 # The versions of upstream that the patch set takes, and what it does to them. `pin` and [versions]
-# are written by hand (docs/contributor/moving-the-pin.md), `locked`, [patches] and [files] by
-# `make lock`.
+# are written by hand (docs/contributor/moving-the-pin.md), all else by `make lock`: the sha256 of
+# each patch, and, before and after, of each file that it changes, by version. Only git checkouts
+# have the files of [git_only].
 """
+Sides = list[str]  # the sha256 of a file before and after
 
 
 @dataclass(frozen=True)
@@ -37,94 +39,46 @@ class Version:
     commit: str = ""
 
 
-@dataclass(frozen=True)
-class LockedFile:
-    """An upstream file that we change.
-
-    by: the patches that change it, or ``("overlay",)`` if an overlay file replaces it. before,
-    after: its sha256 in each version that has it. git_only: no sdist has it, and its patches are
-    left out where it is not as locked.
-    """
-
-    by: tuple[str, ...]
-    before: dict[str, str]
-    after: dict[str, str]
-    git_only: bool = False
-
-
 @dataclass
 class Lock:
     """The lock's content.
 
-    ``pin`` is the version that the patches are written for. They apply to all ``locked`` versions:
-    those of ``versions`` that ``files`` was made for.
+    ``pin`` is the version that the patches are written for. They apply to all versions in
+    ``files``, by path; ``git_only`` has the files that no sdist has, the same in all versions.
     """
 
     pin: str
     versions: dict[str, Version]
-    locked: list[str] = field(default_factory=list)
     patches: dict[str, str] = field(default_factory=dict)
-    files: dict[str, LockedFile] = field(default_factory=dict)
+    files: dict[str, dict[str, Sides]] = field(default_factory=dict)
+    git_only: dict[str, Sides] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> "Lock":
         try:
-            table = tomllib.loads(path.read_text())
-            table["versions"] = {name: Version(**v) for name, v in table["versions"].items()}
-            for name, entry in table.setdefault("files", {}).items():
-                check_relative(name, path.name)
-                sides = {
-                    side: dict.fromkeys(table["locked"], value) if isinstance(value, str) else value
-                    for side, value in entry.items()
-                    if side in ("before", "after")
-                }
-                table["files"][name] = LockedFile(**entry | sides | {"by": tuple(entry["by"])})
-            lock = cls(**table)
+            lock = cls(**tomllib.loads(path.read_text()))
+            lock.versions = {name: Version(**v) for name, v in lock.versions.items()}
+            for table in (*lock.files.values(), lock.git_only):
+                for name, sides in table.items():
+                    check_relative(name, path.name)
+                    _, _ = sides
             lock.versions[lock.pin]  # noqa: B018
             return lock
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise OverlayError(FAILED, f"{path}: no usable lock: {error!r}") from None
 
     def text(self) -> str:
-        lines = [f'pin = "{self.pin}"', f"locked = {json.dumps(self.locked)}"]
-        for name, version in self.versions.items():
-            lines += ["", f'[versions."{name}"]']
-            lines += [f'{key} = "{value}"' for key, value in asdict(version).items() if value]
-        lines += ["", "[patches]"]
-        lines += [f'"{name}" = "{digest}"' for name, digest in self.patches.items()]
-        for path, entry in sorted(self.files.items()):
-            lines += ["", f'[files."{path}"]', f"by = {json.dumps(entry.by)}"]
-            for name, side in (("before", entry.before), ("after", entry.after)):
-                if len(side) == len(self.locked) and len(set(side.values())) == 1:
-                    lines.append(f'{name} = "{side[self.pin]}"')
-                else:
-                    lines += [f'{name}."{version}" = "{sha}"' for version, sha in side.items()]
-            lines += ["git_only = true"] * entry.git_only
+        tables = {f'versions."{name}"': asdict(v) for name, v in self.versions.items()}
+        tables |= {"patches": self.patches}
+        tables |= {f'files."{name}"': table for name, table in self.files.items()}
+        tables |= {"git_only": self.git_only}
+        lines = [f'pin = "{self.pin}"']
+        for title, table in tables.items():
+            lines += ["", f"[{title}]"]
+            for key, value in table.items():
+                name = key if key.isidentifier() else f'"{key}"'
+                lines += [f"{name} = {json.dumps(value)}"] * bool(value)
         return _TOP + "\n".join(lines) + "\n"
-
-    def changed_in(self, version: str) -> dict[str, tuple[str, str]]:
-        """Return the sha256 before and after of each changed file of ``version``, by path."""
-        return {
-            path: (entry.before[version], entry.after[version])
-            for path, entry in self.files.items()
-            if version in entry.before
-        }
-
-    def git_only(self) -> dict[str, LockedFile]:
-        """Return the files that only git checkouts have, by path. Their patches touch no others."""
-        return {path: entry for path, entry in self.files.items() if entry.git_only}
-
-    def git_only_patches(self) -> set[str]:
-        return {name for entry in self.git_only().values() for name in entry.by}
-
-    def without_git_only(self) -> "Lock":
-        names = self.git_only_patches()
-        files = {path: entry for path, entry in self.files.items() if not entry.git_only}
-        patches = {name: sha for name, sha in self.patches.items() if name not in names}
-        return replace(self, files=files, patches=patches)
-
-    def is_patched(self, path: str) -> bool:
-        return path in self.files and self.files[path].by != (BY_OVERLAY,)
 
 
 def check_version(where: Path, found: str, wanted: Iterable[str]) -> None:
@@ -153,20 +107,47 @@ class PatchSet:
                 raise OverlayError(FAILED, f"patches/{name} and {following} have the same number")
         return {name: (self.patch_dir / name).read_bytes() for name in names}
 
-    def check_against_lock(self) -> None:
-        """Refuse a patch set that was edited after the lock was made.
+    def sources(self, *beside: str) -> dict[str, Path]:
+        """Return the overlay's Python files by their path in a checkout, and those of other folders
+        by their path here."""
+        found = {path: ours for path, ours in self.overlay.items() if ours.suffix == ".py"}
+        files = [file for folder in beside for file in (self.root / folder).rglob("*.py")]
+        return found | {file.relative_to(self.root).as_posix(): file for file in files}
 
-        This and the hashes of upstream's files determine the result of applying the patch set.
+    def steps_on(self, version: str, original: Original) -> list[Step]:
+        """Return the patches on a tree of a locked version, whose files are as the lock has them.
+
+        Leave out the patches of git-only files that are absent or changed.
+
+        Raises:
+            OverlayError: another file differs from the lock; or the patch set does, because it was
+                edited after the lock was made.
         """
-        locked, found = self.lock.patches, {n: sha256(p) for n, p in self.series().items()}
-        stale = [f"patches/{n}" for n in sorted({*found, *locked}) if found.get(n) != locked.get(n)]
-        for path, entry in self.lock.files.items():
-            ours = {sha256(self.overlay[path].read_bytes())} if path in self.overlay else set()
-            if ours != (set(entry.after.values()) if entry.by == (BY_OVERLAY,) else set()):
-                stale.append(f"overlay file {path}")
-        if stale:
-            lines = [f"{one} differs from the lock: run `make lock`" for one in stale]
-            raise OverlayError(FAILED, *lines)
+        git_only, wrong = self.lock.git_only, []
+        locked = self.lock.files[version] | git_only
+        found = {path: original(path) for path in locked}
+        found = {path: data and sha256(data) for path, data in found.items()}
+        for path, (before, after) in locked.items():
+            if found[path] == after:
+                what = "is patched already, but its original is lost: restore it or fetch anew"
+                wrong.append(f"{path} {what}")
+            elif found[path] != before and path not in git_only:
+                wrong.append(f"{path} {'differs from the lock' if found[path] else 'is missing'}")
+        refuse(DIFFERS_FROM_LOCK, "{}", wrong)
+        lost = {path for path, (before, _) in git_only.items() if found[path] != before}
+        patches = self.series()
+        steps = build(patches, lambda path: None if path in lost else original(path), git_only)
+
+        made = last_tree(steps)
+        lost = git_only.keys() - made
+        made |= {path: ours.read_bytes() for path, ours in self.overlay.items() if path in locked}
+        made |= {f"patches/{name}": patch for name, patch in patches.items()}
+        made = {name: sha256(data) for name, data in made.items()}
+        wanted = {path: after for path, (_, after) in locked.items() if path not in lost}
+        wanted |= {f"patches/{name}": sha for name, sha in self.lock.patches.items()}
+        stale = sorted(name for name in made.keys() | wanted if made.get(name) != wanted.get(name))
+        refuse(FAILED, "{} differs from the lock: run `make lock`", stale)
+        return steps
 
 
 def _overlay_files(root: Path) -> dict[str, Path]:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for what changes upstream: headers and sizes of patches, replacements at run time."""
 
-import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from overlay import git
 from overlay.errors import FAILED, OverlayError
 from overlay.patchset import PatchSet
 from overlay.series import split
-from overlay.source import dotted, imports_of, last_name, module_name, prefixes
+from overlay.source import module_name, prefixes, uses
 
 EXPLANATION = "Why-Not-A-Hook"
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
@@ -21,8 +20,6 @@ HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
 MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 25, 450, 9  # limits of the whole set
 DECLARED = "patches/runtime.toml"
 _STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+|")
-_SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner, name; mock's object
-_BESIDE = "tools/checkpoint"  # product code that is not in the overlay
 
 
 def check(patchset: PatchSet) -> str:
@@ -35,7 +32,7 @@ def check(patchset: PatchSet) -> str:
     replaced = declared(patchset.root)
     for name, patch in patches.items():
         header, diff = split(patch)
-        changed = sum(git.touched(f"patches/{name}", diff).values())
+        changed = git.changed_lines(diff)
         total += changed
         wrong += [f"patches/{name}: {problem}" for problem in _header(header, changed)]
     for number, most, what in (
@@ -96,38 +93,15 @@ def _replacements(known: dict[str, dict], found: set[tuple[str, str]]) -> Iterat
 
 def _in_product(patchset: PatchSet) -> Iterator[tuple[str, str]]:
     """Yield each replacement of upstream's in product code: upstream's name, path of our file."""
-    ours = {module_name(path) for path in patchset.overlay}
-    sources = [(source, path) for path, source in patchset.overlay.items()]
-    sources += [(source, "") for source in (patchset.root / _BESIDE).rglob("*.py")]
-    for source, path in sources:
-        if source.suffix == ".py":
-            package = ".".join(Path(path).parts[:-1])
-            for name in in_source(source.read_text(), package):
-                if not ours & prefixes(name):
-                    yield name, source.relative_to(patchset.root).as_posix()
+    sources = patchset.sources("tools/checkpoint")
+    ours = {module_name(path) for path in sources}
+    for path, source in sources.items():
+        for name in replaced_in(source.read_bytes(), path):
+            if not ours & prefixes(name):
+                yield name, source.relative_to(patchset.root).as_posix()
 
 
-def in_source(text: str, package: str = "") -> set[str]:
-    """Return the attributes below ``megatron`` that a file sets; ``*`` stands for a computed name.
-
-    Set means assigned, deleted, or named in a call of setattr, ``replaced`` or mock's ``patch``.
-    """
-    nodes = list(ast.walk(ast.parse(text)))
-    names = {name: full for node in nodes for name, full in imports_of(node, package)}
-    found = {f"{dotted(owner, names)}.{name}" for node in nodes for owner, name in _set(node)}
-    return {name.removesuffix(".") for name in found if name.startswith("megatron.")}
-
-
-def _set(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the owner and the name of each attribute that an expression may set."""
-    if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
-        if isinstance(node, (ast.Attribute, ast.Subscript)):
-            yield node.value, getattr(node, "attr", "")
-    elif isinstance(node, ast.Call) and node.args:
-        called, (owner, *rest) = last_name(node), node.args
-        if called == "replaced":
-            yield from ((owner, keyword.arg or "*") for keyword in node.keywords)
-        elif called == "patch":
-            yield owner, ""
-        elif called in _SETTERS and rest:
-            yield owner, rest[0].value if isinstance(rest[0], ast.Constant) else "*"
+def replaced_in(source: str | bytes, path: str) -> set[str]:
+    """Return the names below ``megatron`` that the file at ``path`` replaces."""
+    replaced = {use.name for use in uses(source, path) if use.replaces}
+    return {name for name in replaced if name.startswith("megatron.")}

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series of patches, each as the files that it changes, before and after."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 from overlay import git
 from overlay.checkout import check_relative
@@ -16,14 +14,21 @@ Original = Callable[[str], bytes | None]  # returns upstream's file at a path, o
 
 @dataclass
 class Step:
-    """One patch: its header, and each file that it changes, before and after it."""
+    """One patch, ``header`` and ``diff``, and each file that it changes, before and after it.
+
+    If it is left out, because upstream's files are not at hand, ``files`` is empty.
+    """
 
     name: str
     header: bytes
+    diff: bytes
     files: dict[str, tuple[bytes, bytes]]
+    left_out: bool = False
 
     def text(self) -> bytes:
         """Return the patch in its canonical form; empty if it changes nothing."""
+        if self.left_out:
+            return self.header + self.diff
         before, after = ({p: sides[i] for p, sides in self.files.items()} for i in (0, 1))
         lines = [line.rstrip() for line in self.header.strip().splitlines()]
         diff = git.diff(before, after)
@@ -36,24 +41,33 @@ def split(patch: bytes) -> tuple[bytes, bytes]:
     return header[1:] + b"\n" * bool(start), start[1:] + diff
 
 
-def build(patches: dict[str, bytes], original: Original, scratch: Path | None = None) -> list[Step]:
+def build(
+    patches: dict[str, bytes], original: Original, optional: Collection[str] = ()
+) -> list[Step]:
     """Apply the patches in order to upstream's files.
+
+    Leave out the patches of ``optional`` paths that are not at hand, and those that follow upon
+    them.
 
     Raises:
         OverlayError: a patch does not apply, or touches a file that upstream does not have.
     """
-    steps, tree = [], {}
+    steps, tree, lost = [], {}, set()
     for name, patch in patches.items():
         header, diff = split(patch)
-        before = {}
-        for path in git.touched(f"patches/{name}", diff):
-            check_relative(path, f"patches/{name}")
-            before[path] = tree.get(path, original(path))
-            if before[path] is None:
-                raise OverlayError(FAILED, f"patches/{name}: upstream has no {path}")
-        after = git.apply(f"patches/{name}", diff, before, scratch)[0] if diff else {}
+        paths = [check_relative(path, f"patches/{name}") for path in git.paths_of(diff)]
+        before = {path: tree.get(path, original(path)) for path in paths}
+        missing = {path for path, data in before.items() if data is None or path in lost}
+        if not_there := missing.difference(optional):
+            raise OverlayError(FAILED, f"patches/{name}: upstream has no {min(not_there)}")
+        if missing:
+            lost.update(paths)
+            steps.append(Step(name, header, diff, {}, left_out=True))
+            continue
+        after = git.apply(f"patches/{name}", diff, before)[0] if diff else {}
         tree |= after
-        steps.append(Step(name, header, {path: (before[path], after[path]) for path in before}))
+        sides = {path: (data, after[path]) for path, data in before.items()}
+        steps.append(Step(name, header, diff, sides))
     return steps
 
 
@@ -62,42 +76,41 @@ def last_tree(steps: Iterable[Step]) -> dict[str, bytes]:
     return {path: after for step in steps for path, (_, after) in step.files.items()}
 
 
-def merge(step: Step, original: Original) -> tuple[Step, list[str]]:
-    """Port a patch to other files by three-way merges.
+def originals(steps: list[Step]) -> dict[str, bytes]:
+    """Return all patched files before the first patch."""
+    return {path: sides[0] for step in reversed(steps) for path, sides in step.files.items()}
 
-    Conflicting changes are left out. Also return the paths in which there are any.
+
+def port(steps: Iterable[Step], original: Original) -> list[tuple[Step, str, list[str]]]:
+    """Carry the patches to other files: apply each, or else merge it three ways.
+
+    Changes that conflict are left out. Return each patch, how it got there, and the files in which
+    it conflicts.
     """
-    files, conflicts = {}, []
-    for path, sides in step.files.items():
-        if (ours := original(path)) is None:
-            conflicts.append(path)
-            continue
-        merged, clean = git.merge(ours, *sides)
-        if not clean:
-            conflicts.append(path)
-            merged, _ = git.merge(ours, *sides, "--ours")
-        if merged != ours:
-            files[path] = ours, merged
-    return Step(step.name, step.header, files), conflicts
-
-
-def port(steps: list[Step], original: Original) -> tuple[list[Step], dict[str, list[int]]]:
-    """Port all patches to other originals.
-
-    Also return the indices of the steps that conflict in each file.
-    """
-    ported, conflicts, tree = [], defaultdict(list), {}
-
-    def present(path: str) -> bytes | None:
-        return tree.get(path, original(path))
-
-    for index, step in enumerate(steps):
-        one, paths = merge(step, present)
-        for path in paths:
-            conflicts[path].append(index)
-        tree.update(last_tree([one]))
-        ported.append(one)
-    return ported, dict(conflicts)
+    ported, tree = [], {}
+    for step in steps:
+        paths = git.paths_of(step.diff)
+        ours = {path: tree.get(path, original(path)) for path in paths}
+        there = {path: data for path, data in ours.items() if data is not None}
+        conflicts = [path for path in paths if path not in there]
+        try:
+            after, moved = git.apply(step.name, step.diff, there)
+            state = "applies with offset" if moved else "applies"
+        except OverlayError:
+            after = {}
+            for path, data in ({} if step.left_out else there).items():
+                sides = data, *step.files[path]
+                after[path], clean = git.merge(*sides)
+                if not clean:
+                    conflicts.append(path)
+                    after[path], _ = git.merge(*sides, "--ours")
+            conflicts = paths if step.left_out else conflicts
+            state = "conflicts" if conflicts else "merges" if after != there else "already there"
+            state = "left out" if step.left_out and not there else state
+        files = {path: (ours[path], data) for path, data in after.items() if data != ours[path]}
+        tree |= after
+        ported.append((replace(step, files=files), state, conflicts))
+    return ported
 
 
 def carry(

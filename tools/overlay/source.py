@@ -1,9 +1,31 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names in the source of a Python file, in full."""
+"""Names that the source of a Python file uses, in full."""
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import resolve_name
+
+_DOTTED = re.compile(r"megatron(\.\w+)+")
+_SETTERS = ("setattr", "delattr", "object", "Replacement")  # called with owner, name; mock's object
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name that a file uses.
+
+    name: in full, or ``.name`` for an attribute of an object whose class the syntax does not tell.
+    node: the call or definition, if it is one. replaces: whether the file assigns or deletes it, or
+    names it in a call of setattr, ``replaced`` or mock's ``patch``; ``*`` then stands for a
+    computed name.
+    """
+
+    line: int
+    name: str
+    node: ast.AST | None = None
+    replaces: bool = False
 
 
 def module_name(path: str) -> str:
@@ -16,35 +38,72 @@ def prefixes(name: str) -> set[str]:
     return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
 
-def imports_of(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
+def uses(source: str | bytes, path: str) -> Iterator[Use]:
+    """Yield the names that the file at ``path`` uses."""
+    package = path.rpartition("/")[0].replace("/", ".")
+    nodes = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
+    names = {name: full for node in nodes for name, full in _imports(node, package)}
+    for node in nodes:
+        line, stored = node.lineno, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+        for _, full in _imports(node, package):
+            yield Use(line, full.removesuffix(".*"))
+        if isinstance(node, ast.Attribute):
+            yield Use(line, _dotted(node, names) or f".{node.attr}", replaces=stored)
+        elif isinstance(node, ast.Subscript) and stored:
+            yield Use(line, _dotted(node.value, names), replaces=True)
+        elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
+            yield Use(line, node.value)
+        elif isinstance(node, ast.ClassDef):
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            for owner in filter(None, (_dotted(base, names) for base in node.bases)):
+                yield from (Use(one.lineno, f"{owner}.{one.name}", one) for one in methods)
+        elif isinstance(node, ast.Call):
+            called = _last_name(node.func)
+            yield Use(line, _dotted(node.func, names) or f".{called}", node)
+            yield from _by_call(node, called, names)
+
+
+def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use]:
+    """Yield the names in the arguments of a call such as ``getattr(owner, "name")``."""
+    owner = _dotted(node.args[0], names) if node.args else ""
+    for argument in node.args[1:2]:
+        name = str(argument.value) if isinstance(argument, ast.Constant) else "*"
+        if name.isidentifier() or called in _SETTERS:
+            yield Use(node.lineno, f"{owner}.{name}", replaces=called in _SETTERS)
+    for keyword in node.keywords:
+        if called == "replaced":
+            yield Use(node.lineno, f"{owner}.{keyword.arg or '*'}", replaces=True)
+        elif called == "replace":  # dataclasses.replace
+            yield Use(node.lineno, f".{keyword.arg}")
+    if called == "patch":
+        yield Use(node.lineno, owner, replaces=True)
+
+
+def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
     """Yield the names that an import statement in ``package`` binds, each with its full name."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             top = alias.name.partition(".")[0]
             yield alias.asname or top, alias.name if alias.asname else top
     elif isinstance(node, ast.ImportFrom):
-        parts = package.split(".")
-        base = parts[: len(parts) + 1 - node.level] if node.level else []
+        module = resolve_name("." * node.level + (node.module or ""), package)
         for alias in node.names:
-            full = [*base, *([node.module] if node.module else []), alias.name]
-            yield alias.asname or alias.name, ".".join(full)
+            yield alias.asname or alias.name, f"{module}.{alias.name}"
 
 
-def dotted(node: ast.AST, names: dict[str, str]) -> str:
+def _dotted(node: ast.AST, names: dict[str, str]) -> str:
     """Return the full name of ``a``, ``a.b`` or ``"a.b"``; empty for other expressions.
 
     names: full names by the file's own.
     """
     if isinstance(node, ast.Attribute):
-        owner = dotted(node.value, names)
+        owner = _dotted(node.value, names)
         return owner and f"{owner}.{node.attr}"
     if isinstance(node, ast.Constant):
         return str(node.value)
     return names.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
-def last_name(expression: ast.expr) -> str:
-    """Return ``c`` for ``a.b.c`` and for ``a.b.c(…)``."""
-    if isinstance(expression, ast.Call):
-        return last_name(expression.func)
+def _last_name(expression: ast.expr) -> str:
+    """Return ``c`` for ``a.b.c`` and for ``c``."""
     return getattr(expression, "attr", getattr(expression, "id", ""))

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlay import series
-from overlay.checkout import Checkout, digest
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, LOCAL_EDITS, NOT_THE_PIN, USAGE, OverlayError
+from overlay.checkout import Checkout
+from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, USAGE, OverlayError
 from overlay.git import user_git, write_files
 from overlay.patchset import check_version
 from staging.features import TESTS, Feature, Features
@@ -47,7 +47,6 @@ class Staging:
             if user_git(root, *identity).returncode:
                 what = "nobody to sign off: set git config user.name and user.email"
                 raise OverlayError(USAGE, what)
-        features.patchset.check_against_lock()
         if lost := [tool for tool in FORMATTERS if importlib.util.find_spec(tool) is None]:
             what = f"{' and '.join(lost)} missing in {sys.executable}: pip install '.[staging]'"
             raise OverlayError(FAILED, what)
@@ -129,17 +128,10 @@ def patches_on(features: Features, checkout: Checkout) -> dict[str, series.Step]
     Raises:
         OverlayError: the checkout is of another version, or a file that we change differs.
     """
-    lock, patches = features.patchset.lock, features.patchset.series()
-    check_version(checkout.root, checkout.version, lock.locked)
-    for path, entry in lock.files.items():
-        wanted, found = entry.before.get(checkout.version), digest(checkout.look(path))
-        if wanted and found != wanted and (found or not entry.git_only):
-            tag = lock.versions[checkout.version].tag
-            what = f"{path} differs from {tag}: stage on the tag itself"
-            raise OverlayError(DIFFERS_FROM_LOCK, what)
-    if any(checkout.read(path) is None for path in lock.git_only()):
-        patches = {name: patches[name] for name in lock.without_git_only().patches}
-    return {step.name: step for step in series.build(patches, checkout.read)}
+    patchset = features.patchset
+    check_version(checkout.root, checkout.version, patchset.lock.files)
+    steps = patchset.steps_on(checkout.version, checkout.read)
+    return {step.name: step for step in steps if not step.left_out}
 
 
 def apply_patches(
@@ -152,9 +144,9 @@ def apply_patches(
             what = f"{feature.name}: {name} changes what only git checkouts of the tag have"
             raise OverlayError(FAILED, what)
         before = {path: done.get(path, (tree / path).read_bytes()) for path in steps[name].files}
-        step, conflicts = series.merge(steps[name], before.get)
+        ((step, _, conflicts),) = series.port([steps[name]], before.get)
         if conflicts:
-            by = features.patchset.lock.files[conflicts[0]].by
+            by = [other.name for other in steps.values() if conflicts[0] in other.files]
             near = ", ".join(other for other in by if other != name)
             what = f"{feature.name}: {name} does not apply to {conflicts[0]} alone"
             raise OverlayError(FAILED, f"{what}: it needs the feature of one of {near}")
