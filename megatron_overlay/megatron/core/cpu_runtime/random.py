@@ -36,25 +36,9 @@ def set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
     _GENERATOR.set_state(new_state)
 
 
-def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all devices, of which a rank has one."""
-    return [get_rng_state()]
-
-
-def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the states of all devices, of which a rank has one."""
-    (state,) = new_states
-    set_rng_state(state)
-
-
 def manual_seed(seed: int) -> None:
     """Seed the generator."""
     _GENERATOR.manual_seed(int(seed))
-
-
-def seed() -> None:
-    """Seed the generator from the system's entropy."""
-    _GENERATOR.seed()
 
 
 def initial_seed() -> int:
