@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.optimizer_instances import instance_groups
 
 # Dims of the group of each field, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {
@@ -53,6 +52,9 @@ REQUIRED_DIMS = DENSE_DIMS - {"cp"}
 EXPERT_VIEW = "expert"
 """Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
+INSTANCE = "instance"
+"""Dim between distributed-optimizer instances, in views made for several."""
+
 Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 """This rank's group by the rank lists of all groups; fields with the same lists share it."""
 
@@ -89,7 +91,7 @@ def groups_from_grid(
     """
     _check_dims(grid)
     experts = _has_experts(grid)
-    instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
+    instances = _instance_groups(grid, experts, num_distributed_optimizer_instances)
     make = _Maker(grid)
     dense: Shared = {}
     groups = {
@@ -106,9 +108,8 @@ def groups_from_grid(
 
     groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
     groups.update(dict.fromkeys(UNUSED_FIELDS))
-    for field, rank_enum in instances.items():
-        name = f"{field}/{num_distributed_optimizer_instances}"
-        groups[field] = make.derived(name, rank_enum, {})
+    for field, (dims, view) in instances.items():
+        groups[field] = make.over(dims, view, {}, field)
 
     return groups if grid.is_current_rank_in_grid() else None
 
@@ -137,14 +138,50 @@ def _has_experts(grid: HyperCommGrid) -> bool:
     return True
 
 
-def _optimizer_instances(
-    grid: HyperCommGrid, experts: bool, number: int
-) -> dict[str, list[list[int]]]:
-    if number == 1:
+def _instance_groups(
+    grid: HyperCommGrid, experts: bool, instances: int
+) -> dict[str, tuple[list[str], str]]:
+    """Dims and view of the groups that several distributed-optimizer instances add, by field.
+
+    With n instances the optimizer's state is sharded over 1/n of the data-parallel ranks; gradients
+    are reduce-scattered within an instance, then all-reduced between instances. Views of the grid
+    cut the data-parallel dims into an inner one and one between instances.
+    """
+    if instances == 1:
         return {}
-    expt_dp = grid.get_rank_enum("expt_dp", view=EXPERT_VIEW) if experts else None
-    dp_cp = grid.get_rank_enum(_present(grid, DENSE_FIELDS["dp_cp"]))
-    return instance_groups(dp_cp, expt_dp, number)
+    dense = _cut_into_instances(grid, None, "dp", instances)
+    between = grid.get_rank_enum(INSTANCE, view=dense)
+    groups = {
+        "intra_dp_cp": (_present(grid, DENSE_FIELDS["dp_cp"]), dense),
+        "inter_dist_opt": ([INSTANCE], dense),
+        "intra_dist_opt": (_present(grid, DENSE_FIELDS["intra_dist_opt"]), dense),
+    }
+    if experts:
+        expert = _cut_into_instances(grid, EXPERT_VIEW, "expt_dp", instances)
+        if between != (of_experts := grid.get_rank_enum(INSTANCE, view=expert)):
+            raise ValueError(
+                f"{instances} optimizer instances pair ranks {between} by their dense groups, but "
+                f"{of_experts} by their expert groups: make dp the slowest dim inside a pipeline "
+                f"stage, and expt_dp the slowest of the experts"
+            )
+        groups["intra_expt_dp"] = (EXPERT_FIELDS["expt_dp"], expert)
+    return groups
+
+
+def _cut_into_instances(grid: HyperCommGrid, view: str | None, dim: str, instances: int) -> str:
+    """Register a view with ``dim`` cut into instances, unless there is one; return its name."""
+    base, name = grid._resolve_view(view), f"{dim} in {instances} instances"
+    at = base.dim_names.index(dim)
+    inner, rest = divmod(base.shape[at], instances)
+    if rest:
+        raise ValueError(
+            f"{instances} optimizer instances must divide {dim} = {base.shape[at]} ranks"
+        )
+    if name not in grid._views:
+        shape = [*base.shape[:at], inner, instances, *base.shape[at + 1 :]]
+        dims = [*base.dim_names[: at + 1], INSTANCE, *base.dim_names[at + 1 :]]
+        grid.register_view(name, shape, dims, shared_dims=["pp"])
+    return name
 
 
 def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:

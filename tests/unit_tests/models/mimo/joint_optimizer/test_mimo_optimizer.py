@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.joint_optimizer.state import leaves
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_instances import instance_groups
 from tests.unit_tests.models.mimo.joint_optimizer.tiny_modules import (
     ADAM,
     IMAGES,
@@ -274,22 +273,6 @@ class TestOptimizerInstances(OnFourRanks):
 
     def test_that_do_not_divide_the_ranks_are_refused(self):
         places = {IMAGES: Place(dp=4), LANGUAGE: replace(Place(dp=4), instances=3)}
-        with pytest.raises(ValueError, match="3 optimizer instances must divide dp·cp = 4"):
+        with pytest.raises(ValueError, match="3 optimizer instances must divide dp = 4"):
             with model_of(places):
                 pass
-
-
-class TestInstanceRanks:
-    def test_of_dense_and_expert_groups(self):
-        dense = [[0, 2, 4, 6], [1, 3, 5, 7]]  # tp=2, dp=4
-        experts = [[0, 4], [1, 5], [2, 6], [3, 7]]  # ep=4
-        assert instance_groups(dense, experts, 2) == {
-            "intra_dp_cp": [[0, 2], [4, 6], [1, 3], [5, 7]],
-            "intra_expt_dp": [[0], [4], [1], [5], [2], [6], [3], [7]],
-            "inter_dist_opt": [[0, 4], [2, 6], [1, 5], [3, 7]],
-            "intra_dist_opt": [[0, 1, 2, 3], [4, 5, 6, 7]],
-        }
-
-    def test_that_dense_and_expert_groups_do_not_share_are_refused(self):
-        with pytest.raises(ValueError, match="make dp the slowest dim"):
-            instance_groups([[0, 1], [2, 3]], [[0, 2], [1, 3]], 2)
