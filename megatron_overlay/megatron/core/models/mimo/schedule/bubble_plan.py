@@ -35,11 +35,15 @@ known, for the piece to start in it; 0.05 rules out gaps that are only rounding 
 """
 
 
-class Piece(NamedTuple):
+class EncoderPiece(NamedTuple):
     """One kind of work for one macro-batch."""
 
     kind: str
     macro_batch: int
+
+
+StagePieces = tuple[tuple[EncoderPiece, ...], ...]
+"""Pieces before each operation of a stage, and last those after its last operation."""
 
 
 class Costs(NamedTuple):
@@ -84,13 +88,12 @@ class BubblePlan(NamedTuple):
     """Placement of all pieces in one step, and its simulated timeline.
 
     Args:
-        before: ``before[stage][i]`` lists the pieces before the stage's i-th operation; a stage's
-            last entry lists the pieces after its last operation.
+        before: pieces of each stage.
         spans: simulated timeline of each stage.
         seconds: simulated duration of the step, in the unit of the costs.
     """
 
-    before: tuple[tuple[tuple[Piece, ...], ...], ...]
+    before: tuple[StagePieces, ...]
     spans: tuple[tuple[Span, ...], ...]
     seconds: float
 
@@ -136,21 +139,36 @@ def bubble_plan(
     return min(tried, key=lambda plan: plan.seconds)
 
 
-def pieces_around_the_pipeline(
-    operations: int, macro_batches: int, trained: bool
-) -> tuple[tuple[Piece, ...], ...]:
-    """A stage's entry of ``BubblePlan.before`` if no piece runs between pipeline operations.
+def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: bool) -> StagePieces:
+    """A stage's pieces if none runs between pipeline operations.
 
     Args:
         operations: number of pipeline operations of the stage.
         macro_batches, trained: as in :func:`bubble_plan`.
     """
 
-    def all_of(*kinds: str) -> tuple[Piece, ...]:
-        return tuple(Piece(kind, k) for kind in kinds for k in range(macro_batches))
+    def all_of(*kinds: str) -> tuple[EncoderPiece, ...]:
+        return tuple(EncoderPiece(kind, k) for kind in kinds for k in range(macro_batches))
 
     last = all_of(RETURN, BACKWARD) if trained else ()
     return all_of(ENCODE), *[()] * (operations - 1), last
+
+
+def pieces_in_turn(microbatches: int, macro_batch: int, trained: bool) -> StagePieces:
+    """The only stage's pieces without a pipeline.
+
+    A macro-batch is encoded before its first forward, and goes back after its last backward.
+
+    Args:
+        microbatches, macro_batch, trained: as in :func:`bubble_plan`.
+    """
+    before = [[] for _ in range(2 * microbatches + 1)]
+    for k, first in enumerate(range(0, microbatches, macro_batch)):
+        before[2 * first].append(EncoderPiece(ENCODE, k))
+        if trained:
+            end = min(first + macro_batch, microbatches)
+            before[2 * end] += [EncoderPiece(RETURN, k), EncoderPiece(BACKWARD, k)]
+    return tuple(map(tuple, before))
 
 
 class _Simulation:
@@ -278,7 +296,7 @@ class _Simulation:
     def _take(self, stage: int, kind: str) -> int:
         k = self.next[stage][kind]
         self.next[stage][kind] += 1
-        self.before[stage][self.place[stage]].append(Piece(kind, k))
+        self.before[stage][self.place[stage]].append(EncoderPiece(kind, k))
         return k
 
     def _spend(self, stage: int, name: str, number: int, begin: float, length: float) -> None:
