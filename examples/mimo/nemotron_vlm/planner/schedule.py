@@ -23,13 +23,7 @@ from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import BACKWARD as BACKWARD_PIECE
-from megatron.core.models.mimo.schedule.bubble_plan import (
-    ENCODE,
-    RETURN,
-    Costs,
-    StagePieces,
-    bubble_plan,
-)
+from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, RETURN, Costs, Piece, bubble_plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 Span = tuple[str, float, float]
@@ -176,7 +170,11 @@ def timeline(work: Work) -> list[list[Span]]:
     return spans
 
 
-def _bubbles_filled(work: Work) -> tuple[StagePieces, ...]:
+Pieces = tuple[tuple[tuple[Piece, ...], ...], ...]
+"""Pieces of encoder work before each operation of each stage, as in ``BubblePlan``."""
+
+
+def _bubbles_filled(work: Work) -> Pieces:
     """Return the pieces where training would put them at these costs."""
     language = sum(cost.total for cost in work.by_stage) / len(work.stages) * work.microbatches
     encoder = work.macro_batches * work.encoder.total
@@ -189,9 +187,7 @@ _Action = tuple[str, int, int]
 """An operation, its virtual stage and microbatch; or the encoder's, a stage and macro-batch."""
 
 
-def simulate(
-    work: Work, microbatches: int, pieces: tuple[StagePieces, ...] | None = None
-) -> list[list[Span]]:
+def simulate(work: Work, microbatches: int, pieces: Pieces | None = None) -> list[list[Span]]:
     """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches.
 
     Args:
@@ -241,7 +237,7 @@ def _name_and_time(work: Work, stage: int, way: str, place: int, number: int) ->
 
 
 def _actions(
-    stage: int, size: int, microbatches: int, vpp: int, pieces: tuple[StagePieces, ...] | None
+    stage: int, size: int, microbatches: int, vpp: int, pieces: Pieces | None
 ) -> Iterator[_Action]:
     """Yield all operations of a stage, in order."""
     order = order_of_stage(stage, size, microbatches, vpp)

@@ -10,9 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.joint_optimizer.state import leaves
-from megatron.core.optimizer import OptimizerConfig
 from tests.unit_tests.models.mimo.joint_optimizer.tiny_modules import (
-    ADAM,
     IMAGES,
     Place,
     assert_weights,
@@ -68,22 +66,6 @@ class TestStep(OnFourRanks):
             assert grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
             assert zeros == expected.zeros > 0
             assert_weights(model, expected.weights)
-
-    @PLACES
-    def test_takes_a_learning_rate_for_one_module(self, places):
-        expected = expected_step(experts_in(places), lr={IMAGES: 0.01})
-        encoder = OptimizerConfig(
-            optimizer="adam", use_distributed_optimizer=True, **ADAM | {"lr": 0.01}
-        )
-        with model_of(places) as model:
-            optimizer = optimizer_of(model, {IMAGES: encoder})
-            model.fill_gradients()
-            optimizer.step()
-            assert_weights(model, expected.weights)
-
-    def test_refuses_a_learning_rate_for_no_module(self):
-        with model_of(COLOCATED) as model, pytest.raises(ValueError, match="no modules.*'video'"):
-            optimizer_of(model, {"video": OptimizerConfig()})
 
     def test_above_the_threshold_of_the_norm_is_skipped_by_all(self):
         before = initial_weights(experts_in(NON_COLOCATED))

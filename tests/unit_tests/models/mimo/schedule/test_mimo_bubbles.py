@@ -25,7 +25,7 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
     RETURN,
-    EncoderPiece,
+    Piece,
     bubble_plan,
 )
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
@@ -190,7 +190,7 @@ def _most_kept(plan, stage: int) -> int:
 def _too_early(*arguments):
     """A plan whose second stage waits for gradients before the operation that they come from."""
     plan = bubble_plan(*arguments)
-    moved = [EncoderPiece(RETURN, 0), EncoderPiece(BACKWARD, 0)]
+    moved = [Piece(RETURN, 0), Piece(BACKWARD, 0)]
     stage = [[piece for piece in place if piece not in moved] for place in plan.before[1]]
     stage[1] += moved
     return plan._replace(before=(plan.before[0], stage, *plan.before[2:]))

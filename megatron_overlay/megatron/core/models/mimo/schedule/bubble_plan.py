@@ -35,14 +35,14 @@ known, for the piece to start in it; 0.05 rules out gaps that are only rounding 
 """
 
 
-class EncoderPiece(NamedTuple):
+class Piece(NamedTuple):
     """One kind of work for one macro-batch."""
 
     kind: str
     macro_batch: int
 
 
-StagePieces = tuple[tuple[EncoderPiece, ...], ...]
+StagePieces = tuple[tuple[Piece, ...], ...]
 """Pieces before each operation of a stage, and last those after its last operation."""
 
 
@@ -147,8 +147,8 @@ def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: boo
         macro_batches, trained: as in :func:`bubble_plan`.
     """
 
-    def all_of(*kinds: str) -> tuple[EncoderPiece, ...]:
-        return tuple(EncoderPiece(kind, k) for kind in kinds for k in range(macro_batches))
+    def all_of(*kinds: str) -> tuple[Piece, ...]:
+        return tuple(Piece(kind, k) for kind in kinds for k in range(macro_batches))
 
     last = all_of(RETURN, BACKWARD) if trained else ()
     return all_of(ENCODE), *[()] * (operations - 1), last
@@ -164,10 +164,10 @@ def pieces_in_turn(microbatches: int, macro_batch: int, trained: bool) -> StageP
     """
     before = [[] for _ in range(2 * microbatches + 1)]
     for k, first in enumerate(range(0, microbatches, macro_batch)):
-        before[2 * first].append(EncoderPiece(ENCODE, k))
+        before[2 * first].append(Piece(ENCODE, k))
         if trained:
             end = min(first + macro_batch, microbatches)
-            before[2 * end] += [EncoderPiece(RETURN, k), EncoderPiece(BACKWARD, k)]
+            before[2 * end] += [Piece(RETURN, k), Piece(BACKWARD, k)]
     return tuple(map(tuple, before))
 
 
@@ -296,7 +296,7 @@ class _Simulation:
     def _take(self, stage: int, kind: str) -> int:
         k = self.next[stage][kind]
         self.next[stage][kind] += 1
-        self.before[stage][self.place[stage]].append(EncoderPiece(kind, k))
+        self.before[stage][self.place[stage]].append(Piece(kind, k))
         return k
 
     def _spend(self, stage: int, name: str, number: int, begin: float, length: float) -> None:
