@@ -95,7 +95,8 @@ def groups_from_grid(
     make = _Maker(grid)
     dense: Shared = {}
     groups = {
-        f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()
+        field: make.over(_present(grid, dims), None, {} if field in GRADIENT_FIELDS else dense)
+        for field, dims in DENSE_FIELDS.items()
     }
 
     pp_groups = grid.get_rank_enum("pp")
@@ -104,12 +105,13 @@ def groups_from_grid(
 
     expert: Shared = {}
     for field, dims in EXPERT_FIELDS.items():
-        groups[field] = make.over(dims, EXPERT_VIEW, expert, field) if experts else None
+        shared = {} if field in GRADIENT_FIELDS else expert
+        groups[field] = make.over(dims, EXPERT_VIEW, shared) if experts else None
 
     groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
     groups.update(dict.fromkeys(UNUSED_FIELDS))
     for field, (dims, view) in instances.items():
-        groups[field] = make.over(dims, view, {}, field)
+        groups[field] = make.over(dims, view, {})
 
     return groups if grid.is_current_rank_in_grid() else None
 
@@ -208,9 +210,7 @@ class _Maker:
     def __init__(self, grid: HyperCommGrid) -> None:
         self.grid = grid
 
-    def over(
-        self, dims: list[str], view: str | None, shared: Shared, field: str
-    ) -> dist.ProcessGroup | None:
+    def over(self, dims: list[str], view: str | None, shared: Shared) -> dist.ProcessGroup | None:
         """This rank's group over ``dims``; without dims, the group of this rank alone."""
         grid = self.grid
         if not dims:
@@ -222,12 +222,11 @@ class _Maker:
         if key not in grid._pgs:
             if len(ranks[0]) == 1:
                 grid._pgs[key] = self._alone()
-            elif ranks in shared and field not in GRADIENT_FIELDS:
+            elif ranks in shared:
                 grid._pgs[key] = shared[ranks]
             else:
                 grid.create_pg(dims, view=view)
-        if field not in GRADIENT_FIELDS:
-            shared.setdefault(ranks, grid._pgs[key])
+        shared.setdefault(ranks, grid._pgs[key])
         return grid._pgs[key]
 
     def derived(
