@@ -7,6 +7,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.parallel_state import (
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
 
 # Dims of the group of each field, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {
@@ -90,7 +94,7 @@ def groups_from_grid(
             a size other than 1; or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
-    experts = _has_experts(grid)
+    experts = EXPERT_VIEW in grid._views
     instances = _instance_groups(grid, experts, num_distributed_optimizer_instances)
     make = _Maker(grid)
     dense: Shared = {}
@@ -99,9 +103,11 @@ def groups_from_grid(
         for field, dims in DENSE_FIELDS.items()
     }
 
-    pp_groups = grid.get_rank_enum("pp")
-    groups["embd"] = make.derived("embd", embedding_ranks(pp_groups), dense)
-    groups["pos_embd"] = make.derived("pos_embd", position_embedding_ranks(pp_groups), {})
+    pipelines = grid.get_rank_enum("pp")
+    tied = [default_embedding_ranks(ranks) for ranks in pipelines]  # the embedding's two copies
+    first = [default_position_embedding_ranks(ranks) for ranks in pipelines]
+    groups["embd"] = make.derived("embd", tied, dense)
+    groups["pos_embd"] = make.derived("pos_embd", first, {})
 
     expert: Shared = {}
     for field, dims in EXPERT_FIELDS.items():
@@ -130,14 +136,6 @@ def _check_dims(grid: HyperCommGrid) -> None:
             f"base dims {extra} multiply the ranks of {sizes}; put expert dims into a view: "
             f"register_view({EXPERT_VIEW!r}, shape, ['expt_tp', 'ep', 'expt_dp', 'pp'], ['pp'])"
         )
-
-
-def _has_experts(grid: HyperCommGrid) -> bool:
-    try:
-        grid.get_rank_enum("ep", view=EXPERT_VIEW)
-    except KeyError:
-        return False
-    return True
 
 
 def _instance_groups(
@@ -188,16 +186,6 @@ def _cut_into_instances(grid: HyperCommGrid, view: str | None, dim: str, instanc
 
 def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:
     return [dim for dim in dims if dim in grid.dim_names]
-
-
-def embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First and last rank of each pipeline, which hold the two copies of a tied embedding."""
-    return [sorted({ranks[0], ranks[-1]}) for ranks in pp_groups]
-
-
-def position_embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First rank of each pipeline, which holds the position embedding."""
-    return [ranks[:1] for ranks in pp_groups]
 
 
 class _Maker:
