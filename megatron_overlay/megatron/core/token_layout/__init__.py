@@ -38,7 +38,7 @@ from megatron.core.token_layout.recurrence_plan import (
     RecurrencePlan,
     plan_recurrence,
 )
-from megatron.core.token_layout.route import Route, plan_route, received_tokens
+from megatron.core.token_layout.route import Route, plan_route
 
 __all__ = [
     "AttentionBlock",
@@ -59,7 +59,6 @@ __all__ = [
     "pad_lengths",
     "plan_recurrence",
     "plan_route",
-    "received_tokens",
     "zigzag_layout",
     "zigzag_owners",
 ]
