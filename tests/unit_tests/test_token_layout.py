@@ -212,12 +212,6 @@ class TestRoutes:
         for layout in both_layouts(ODD_LENGTHS, cp_size):
             assert plan_route(layout, layout, cp_size - 1).is_local
 
-    def test_refuses_layouts_of_different_batches(self):
-        with pytest.raises(ValueError, match="two layouts of one batch on the same ranks"):
-            plan_route(
-                zigzag_layout(pad_lengths([8], 2), 2), contiguous_layout(pad_lengths([9], 2), 2), 0
-            )
-
 
 class TestSequenceParallelLayouts:
     @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))

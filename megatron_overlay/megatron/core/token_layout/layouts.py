@@ -20,13 +20,11 @@ class TokenLayout:
     """The padded tokens of one batch that each CP rank holds; plain data, no process group.
 
     Attributes:
-        name: ``"zigzag"`` or ``"contiguous"``.
         lengths: samples of the batch, which number its tokens.
         tokens: global token at each place, int64 ``[cp, total/cp]``; row r is group rank r's
             shard in its local order. Every token occurs exactly once.
     """
 
-    name: str
     lengths: PaddedLengths
     tokens: Tensor
 
@@ -100,7 +98,7 @@ def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     """
     padded = PaddedLengths(lengths.padded, lengths.padded)
     tokens = zigzag_owners(padded, cp_size).argsort(kind="stable").reshape(cp_size, -1)
-    return TokenLayout("zigzag", lengths, torch.from_numpy(tokens))
+    return TokenLayout(lengths, torch.from_numpy(tokens))
 
 
 def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> np.ndarray:
@@ -141,4 +139,4 @@ def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
             f"pad them with pad_lengths(lengths, {cp_size})"
         )
     tokens = torch.arange(lengths.total).view(cp_size, lengths.total // cp_size)
-    return TokenLayout("contiguous", lengths, tokens)
+    return TokenLayout(lengths, tokens)

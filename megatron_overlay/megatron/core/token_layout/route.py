@@ -68,15 +68,9 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
 
     Made on the host once per batch. A message has its rows in the sender's local order.
 
-    Raises:
-        ValueError: the layouts are of different batches, or of different numbers of ranks.
+    Args:
+        source, destination: layouts of one batch on the same ranks.
     """
-    if source.lengths != destination.lengths or source.cp_size != destination.cp_size:
-        raise ValueError(
-            "a route joins two layouts of one batch on the same ranks; got "
-            f"{source.name} of {source.lengths} on {source.cp_size} ranks and "
-            f"{destination.name} of {destination.lengths} on {destination.cp_size}"
-        )
     size, ranks = source.shard_size, source.cp_size
     goes_to = destination.places[source.tokens[group_rank]]
     origins = source.places[destination.tokens]  # places before, of all ranks' tokens
