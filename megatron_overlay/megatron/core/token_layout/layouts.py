@@ -130,13 +130,7 @@ def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
 def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     """Layout for recurrences: rank r holds the r-th of cp equal runs of the whole token stream.
 
-    Raises:
-        ValueError: the padded total does not divide by cp_size.
+    ``cp_size`` divides the padded total.
     """
-    if lengths.total % cp_size:
-        raise ValueError(
-            f"{lengths.total} padded tokens do not divide over cp={cp_size}; "
-            f"pad them with pad_lengths(lengths, {cp_size})"
-        )
     tokens = torch.arange(lengths.total).view(cp_size, lengths.total // cp_size)
     return TokenLayout(lengths, tokens)
