@@ -10,7 +10,7 @@ alike, and step or skip alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,11 +157,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
         for bias, before in self._expert_biases:
             before.copy_(bias)
         super().zero_grad(set_to_none)
-
-    @property
-    def state(self) -> dict[str, Mapping]:
-        """Optimizer state of the parameters, by module name."""
-        return {name: opt.state for name, opt in self._optimizers.items()}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
