@@ -80,7 +80,7 @@ def draw_tokens(name: str) -> None:
     }
     figure, places = plt.subplots(len(layouts), 1, figsize=(9, 1.7))
     for axes, (title, layout) in zip(places, layouts.items(), strict=True):
-        for token, owner in enumerate(layout.owners.tolist()):
+        for token, owner in enumerate((layout.places // layout.shard_size).tolist()):
             _cell(axes, token, 0, COLOURS[owner], str(owner))
         axes.axvline(LENGTHS[0], color="black", linewidth=2)
         _finish(axes, title, sum(LENGTHS), 1)

@@ -24,10 +24,7 @@ FACTORIES = {
             *(f"megatron.core.pipeline_parallel.{name}" for name in ("schedules", "stage_order")),
             "megatron.core.transformer.cuda_graphs",
             f"{MIMO}.colocated_schedule",
-            *(
-                f"{MIMO}.schedule.{n}"
-                for n in ("encoder_in_bubbles", "bubble_plan", "graph_capture")
-            ),
+            *(f"{MIMO}.schedule.{n}" for n in ("encoder_work", "bubble_plan", "graph_capture")),
         }
     ),
 }

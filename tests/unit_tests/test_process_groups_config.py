@@ -97,6 +97,13 @@ class TestFields:
         assert groups["intra_dist_opt"] == [4, 5, 6, 7]
         assert groups["dp_cp"] == [1, 3, 5, 7]
 
+    def test_optimizer_instances_that_experts_do_not_share_are_refused(self):
+        grid = HyperCommGrid([2, 2, 1], ["dp", "tp", "pp"])
+        grid.register_view("expert", [1, 2, 2, 1], ["expt_tp", "ep", "expt_dp", "pp"], ["pp"])
+        with RecordedGroups(0) as groups, pytest.raises(ValueError, match="make dp the slowest"):
+            groups_from_grid(grid, 2)
+        assert groups.calls == 0
+
     def test_ranks_of_each_field_with_pp_outermost(self):
         groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])
         assert {name: g for name, g in groups.items() if name not in ALWAYS_NONE} == dict(

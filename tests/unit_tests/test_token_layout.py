@@ -14,8 +14,6 @@ from megatron.core.token_layout import (
     gather_tokens,
     pad_lengths,
     plan_route,
-    received_tokens,
-    thd_partitioned_indices,
     zigzag_layout,
     zigzag_owners,
 )
@@ -114,10 +112,6 @@ class TestPadding:
             params = lengths.packed_seq_params(Utils.device)
             assert PaddedLengths.of_packed(params) == lengths
 
-    def test_refuses_a_negative_length(self):
-        with pytest.raises(ValueError, match=r"lengths=\(4, -1\)"):
-            pad_lengths([4, -1], cp_size=2)
-
     def test_refuses_tokens_of_another_batch(self):
         with pytest.raises(ValueError, match="expected 5 real tokens in dim 0, got 6"):
             pad_lengths([5], cp_size=2).pad(torch.zeros(6))
@@ -145,18 +139,13 @@ class TestLayouts:
         tokens = contiguous_layout(PaddedLengths((3, 5), (4, 8)), cp_size=3).tokens
         assert tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
-    def test_thd_indices_are_int32_on_the_device_of_cu_seqlens(self):
-        cu_seqlens = torch.tensor([0, 8, 8, 12], dtype=torch.int32)
-        indices = thd_partitioned_indices(cu_seqlens, 12, cp_size=2, cp_rank=1)
-        assert indices.dtype == torch.int32
-        assert indices.tolist() == [2, 3, 4, 5, 9, 10]
-
     @given(lengths_of_samples, cp_sizes)
     @plans
     def test_owners_are_those_of_the_zigzag_layout(self, lengths, cp_size):
         padded = pad_lengths(lengths, cp_size)
-        owners = zigzag_owners(padded, cp_size)
-        assert owners.tolist() == zigzag_layout(padded, cp_size).owners.tolist()
+        layout = zigzag_layout(padded, cp_size)
+        owners = (layout.places // max(layout.shard_size, 1))[padded.valid]
+        assert zigzag_owners(padded, cp_size).tolist() == owners.tolist()
 
     @pytest.mark.parametrize("dim", (0, 1))
     @pytest.mark.parametrize("cp_size", CP_SIZES)
@@ -169,10 +158,6 @@ class TestLayouts:
     def test_zigzag_refuses_lengths_that_do_not_divide(self):
         with pytest.raises(ValueError, match=r"multiples of 4, got \(8, 10\)"):
             zigzag_layout(PaddedLengths((8, 10), (8, 10)), cp_size=2)
-
-    def test_contiguous_refuses_a_total_that_does_not_divide(self):
-        with pytest.raises(ValueError, match="10 padded tokens do not divide over cp=3"):
-            contiguous_layout(PaddedLengths((10,), (10,)), cp_size=3)
 
     def test_shard_refuses_unpadded_tokens(self):
         layout = zigzag_layout(pad_lengths([5], 2), cp_size=2)
@@ -198,31 +183,26 @@ class TestRoutes:
     @plans
     def test_only_tokens_that_change_rank_travel(self, lengths, cp_size):
         source, destination = both_layouts(lengths, cp_size)
-        received = received_tokens(source, destination)
-        for rank in range(cp_size):
-            route = plan_route(source, destination, rank)
+        routes = [plan_route(source, destination, rank) for rank in range(cp_size)]
+        travels = any(sum(route.recv_splits) for route in routes)
+        for rank, route in enumerate(routes):
             here = set(source.tokens[rank].tolist()) & set(destination.tokens[rank].tolist())
             assert len(route.kept_from) == len(here)
-            assert sum(route.recv_splits) == received[rank] == source.shard_size - len(here)
-            assert route.is_local == (not any(received))
+            assert sum(route.recv_splits) == source.shard_size - len(here)
+            assert route.is_local == (not travels)
 
     # The half-chunks, 2·cp in all, that the two layouts give to different ranks: a bound that no
     # exchange between them can beat.
     @pytest.mark.parametrize(("cp_size", "moving"), ((2, 2), (3, 5), (4, 6), (8, 14)))
     def test_traffic_of_one_sequence_is_the_least_possible(self, cp_size, moving):
         source, destination = both_layouts([2 * cp_size * 10], cp_size)
-        assert sum(received_tokens(source, destination)) == moving * 10
+        routes = [plan_route(source, destination, rank) for rank in range(cp_size)]
+        assert sum(sum(route.recv_splits) for route in routes) == moving * 10
 
     @pytest.mark.parametrize("cp_size", CP_SIZES)
     def test_route_from_a_layout_to_itself_is_local(self, cp_size):
         for layout in both_layouts(ODD_LENGTHS, cp_size):
             assert plan_route(layout, layout, cp_size - 1).is_local
-
-    def test_refuses_layouts_of_different_batches(self):
-        with pytest.raises(ValueError, match="two layouts of one batch on the same ranks"):
-            plan_route(
-                zigzag_layout(pad_lengths([8], 2), 2), contiguous_layout(pad_lengths([9], 2), 2), 0
-            )
 
 
 class TestSequenceParallelLayouts:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.token_layout import (
-    AttentionPlan,
     PaddedLengths,
+    attention_plan,
     lengths_of_batch,
     pad_lengths,
     plan_recurrence,
@@ -118,7 +118,7 @@ class TestAttentionPlan:
         padded = pad_lengths(lengths, cp_size)
         sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
         for rank in range(cp_size):
-            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal)
+            plan = attention_plan(padded, cp_size, rank, torch.device("cpu"), is_causal)
             seen = []
             for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
                 hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
@@ -136,7 +136,7 @@ class TestAttentionPlan:
         padded = pad_lengths(ODD_LENGTHS, cp_size)
         work = set()
         for rank in range(cp_size):
-            plan = AttentionPlan.make(padded, cp_size, rank, torch.device("cpu"), is_causal=True)
+            plan = attention_plan(padded, cp_size, rank, torch.device("cpu"), is_causal=True)
             work.add(sum(block.queries * block.keys for block in plan.blocks))
         assert len(work) == 1
 

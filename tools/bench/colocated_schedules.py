@@ -29,7 +29,7 @@ from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.forward.encoding import encode
 from megatron.core.models.mimo.forward.macro_batches import MacroBatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles, prepare_bubbles
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, prepare_bubbles
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -242,7 +242,7 @@ class Bench:
     def watched(self) -> Iterator[None]:
         """Make the schedules' operations sleep inside the block, and record them if asked to."""
         backward_step, receive = schedules.backward_step, MacroBatch.receive
-        piece = EncoderInBubbles._backward
+        piece = EncoderWork._backward
 
         def backward(*args, **kwargs):
             begin = self.recorder and self.recorder.now()
@@ -265,7 +265,7 @@ class Bench:
             mock.patch.object(schedules, "backward_step", backward),
             mock.patch.object(macro_batches, "encode", self._encode),
             mock.patch.object(MacroBatch, "receive", exchange),
-            mock.patch.object(EncoderInBubbles, "_backward", backward_piece),
+            mock.patch.object(EncoderWork, "_backward", backward_piece),
         ):
             yield
 

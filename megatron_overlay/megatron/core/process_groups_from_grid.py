@@ -7,7 +7,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.optimizer_instances import instance_groups
+from megatron.core.parallel_state import (
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
 
 # Dims of the group of each field, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {
@@ -53,6 +56,9 @@ REQUIRED_DIMS = DENSE_DIMS - {"cp"}
 EXPERT_VIEW = "expert"
 """Name of the view along ``expt_tp, ep, expt_dp, pp``, which shares ``pp`` with the base."""
 
+INSTANCE = "instance"
+"""Dim between distributed-optimizer instances, in views made for several."""
+
 Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 """This rank's group by the rank lists of all groups; fields with the same lists share it."""
 
@@ -88,27 +94,30 @@ def groups_from_grid(
             a size other than 1; or the optimizer instances don't divide the data-parallel ranks.
     """
     _check_dims(grid)
-    experts = _has_experts(grid)
-    instances = _optimizer_instances(grid, experts, num_distributed_optimizer_instances)
+    experts = EXPERT_VIEW in grid._views
+    instances = _instance_groups(grid, experts, num_distributed_optimizer_instances)
     make = _Maker(grid)
     dense: Shared = {}
     groups = {
-        f: make.over(_present(grid, dims), None, dense, f) for f, dims in DENSE_FIELDS.items()
+        field: make.over(_present(grid, dims), None, {} if field in GRADIENT_FIELDS else dense)
+        for field, dims in DENSE_FIELDS.items()
     }
 
-    pp_groups = grid.get_rank_enum("pp")
-    groups["embd"] = make.derived("embd", embedding_ranks(pp_groups), dense)
-    groups["pos_embd"] = make.derived("pos_embd", position_embedding_ranks(pp_groups), {})
+    pipelines = grid.get_rank_enum("pp")
+    tied = [default_embedding_ranks(ranks) for ranks in pipelines]  # the embedding's two copies
+    first = [default_position_embedding_ranks(ranks) for ranks in pipelines]
+    groups["embd"] = make.derived("embd", tied, dense)
+    groups["pos_embd"] = make.derived("pos_embd", first, {})
 
     expert: Shared = {}
     for field, dims in EXPERT_FIELDS.items():
-        groups[field] = make.over(dims, EXPERT_VIEW, expert, field) if experts else None
+        shared = {} if field in GRADIENT_FIELDS else expert
+        groups[field] = make.over(dims, EXPERT_VIEW, shared) if experts else None
 
     groups.update({field: groups[same] for field, same in SAME_GROUPS.items()})
     groups.update(dict.fromkeys(UNUSED_FIELDS))
-    for field, rank_enum in instances.items():
-        name = f"{field}/{num_distributed_optimizer_instances}"
-        groups[field] = make.derived(name, rank_enum, {})
+    for field, (dims, view) in instances.items():
+        groups[field] = make.over(dims, view, {})
 
     return groups if grid.is_current_rank_in_grid() else None
 
@@ -129,36 +138,54 @@ def _check_dims(grid: HyperCommGrid) -> None:
         )
 
 
-def _has_experts(grid: HyperCommGrid) -> bool:
-    try:
-        grid.get_rank_enum("ep", view=EXPERT_VIEW)
-    except KeyError:
-        return False
-    return True
+def _instance_groups(
+    grid: HyperCommGrid, experts: bool, instances: int
+) -> dict[str, tuple[list[str], str]]:
+    """Dims and view of the groups that several distributed-optimizer instances add, by field.
 
-
-def _optimizer_instances(
-    grid: HyperCommGrid, experts: bool, number: int
-) -> dict[str, list[list[int]]]:
-    if number == 1:
+    With n instances the optimizer's state is sharded over 1/n of the data-parallel ranks; gradients
+    are reduce-scattered within an instance, then all-reduced between instances. Views of the grid
+    cut the data-parallel dims into an inner one and one between instances.
+    """
+    if instances == 1:
         return {}
-    expt_dp = grid.get_rank_enum("expt_dp", view=EXPERT_VIEW) if experts else None
-    dp_cp = grid.get_rank_enum(_present(grid, DENSE_FIELDS["dp_cp"]))
-    return instance_groups(dp_cp, expt_dp, number)
+    dense = _cut_into_instances(grid, None, "dp", instances)
+    between = grid.get_rank_enum(INSTANCE, view=dense)
+    groups = {
+        "intra_dp_cp": (_present(grid, DENSE_FIELDS["dp_cp"]), dense),
+        "inter_dist_opt": ([INSTANCE], dense),
+        "intra_dist_opt": (_present(grid, DENSE_FIELDS["intra_dist_opt"]), dense),
+    }
+    if experts:
+        expert = _cut_into_instances(grid, EXPERT_VIEW, "expt_dp", instances)
+        if between != (of_experts := grid.get_rank_enum(INSTANCE, view=expert)):
+            raise ValueError(
+                f"{instances} optimizer instances pair ranks {between} by their dense groups, but "
+                f"{of_experts} by their expert groups: make dp the slowest dim inside a pipeline "
+                f"stage, and expt_dp the slowest of the experts"
+            )
+        groups["intra_expt_dp"] = (EXPERT_FIELDS["expt_dp"], expert)
+    return groups
+
+
+def _cut_into_instances(grid: HyperCommGrid, view: str | None, dim: str, instances: int) -> str:
+    """Register a view with ``dim`` cut into instances, unless there is one; return its name."""
+    base, name = grid._resolve_view(view), f"{dim} in {instances} instances"
+    at = base.dim_names.index(dim)
+    inner, rest = divmod(base.shape[at], instances)
+    if rest:
+        raise ValueError(
+            f"{instances} optimizer instances must divide {dim} = {base.shape[at]} ranks"
+        )
+    if name not in grid._views:
+        shape = [*base.shape[:at], inner, instances, *base.shape[at + 1 :]]
+        dims = [*base.dim_names[: at + 1], INSTANCE, *base.dim_names[at + 1 :]]
+        grid.register_view(name, shape, dims, shared_dims=["pp"])
+    return name
 
 
 def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:
     return [dim for dim in dims if dim in grid.dim_names]
-
-
-def embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First and last rank of each pipeline, which hold the two copies of a tied embedding."""
-    return [sorted({ranks[0], ranks[-1]}) for ranks in pp_groups]
-
-
-def position_embedding_ranks(pp_groups: list[list[int]]) -> list[list[int]]:
-    """First rank of each pipeline, which holds the position embedding."""
-    return [ranks[:1] for ranks in pp_groups]
 
 
 class _Maker:
@@ -171,9 +198,7 @@ class _Maker:
     def __init__(self, grid: HyperCommGrid) -> None:
         self.grid = grid
 
-    def over(
-        self, dims: list[str], view: str | None, shared: Shared, field: str
-    ) -> dist.ProcessGroup | None:
+    def over(self, dims: list[str], view: str | None, shared: Shared) -> dist.ProcessGroup | None:
         """This rank's group over ``dims``; without dims, the group of this rank alone."""
         grid = self.grid
         if not dims:
@@ -185,12 +210,11 @@ class _Maker:
         if key not in grid._pgs:
             if len(ranks[0]) == 1:
                 grid._pgs[key] = self._alone()
-            elif ranks in shared and field not in GRADIENT_FIELDS:
+            elif ranks in shared:
                 grid._pgs[key] = shared[ranks]
             else:
                 grid.create_pg(dims, view=view)
-        if field not in GRADIENT_FIELDS:
-            shared.setdefault(ranks, grid._pgs[key])
+        shared.setdefault(ranks, grid._pgs[key])
         return grid._pgs[key]
 
     def derived(

@@ -15,7 +15,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_override
 from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import prepare_bubbles
+from megatron.core.models.mimo.schedule.encoder_work import prepare_bubbles
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.initialization import initialize_weights
 from megatron.core.models.mimo.setup.module_groups import Modules, prepare_process

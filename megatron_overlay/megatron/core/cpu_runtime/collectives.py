@@ -87,14 +87,6 @@ def _process_group_name(original: Callable) -> Callable:
     return process_group_name
 
 
-def _split_group(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def split_group(*args, **kwargs):
-        raise refusal("torch.distributed.split_group")
-
-    return split_group
-
-
 def _barrier(original: Callable) -> Callable:
     @functools.wraps(original)
     def barrier(group=None, async_op=False, device_ids=None, **kwargs):
@@ -168,7 +160,6 @@ def replacements() -> list[Replacement]:
     wrappers = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,
-        "split_group": _split_group,
         "barrier": _barrier,
         "all_reduce": _all_reduce,
         "all_gather": _all_gather,

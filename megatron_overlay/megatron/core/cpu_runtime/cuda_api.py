@@ -5,6 +5,7 @@
 To support another call, add it to `ANSWERS`, but only if its answer on a CPU is a fact.
 """
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -16,19 +17,12 @@ import torch
 from megatron.core.cpu_runtime import random, streams
 from megatron.core.cpu_runtime.replacement import Replacement, refusal
 
-_SUBMODULES = (
-    torch.cuda.memory,
-    torch.cuda.random,
-    torch.cuda.streams,
-    torch.cuda.graphs,
-    torch.cuda.nvtx,
-    torch.cuda.nccl,
-    torch.cuda.profiler,
-    torch.cuda.tunable,
-    torch.cuda.gds,
-    torch.cuda.jiterator,
-    torch.cuda.green_contexts,
-)
+_MODULES = [torch.cuda] + [
+    module
+    for name, module in vars(torch.cuda).items()
+    if getattr(module, "__name__", "") == f"torch.cuda.{name}" and isinstance(module, ModuleType)
+    if not name.startswith("_") and name != "amp"
+]
 _TENSOR_TYPES = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
 _device_index = 0
 
@@ -72,13 +66,6 @@ class device:
         set_device(self.prev_idx)
 
 
-class device_of(device):
-    """`with torch.cuda.device_of(tensor)`: no tensor is on a CUDA device, so nothing changes."""
-
-    def __init__(self, obj):
-        super().__init__(None)
-
-
 class DeviceProperties(NamedTuple):
     """Properties of the "device": the host's cores and memory, and compute capability 0.0."""
 
@@ -93,16 +80,6 @@ def get_device_properties(device=None) -> DeviceProperties:
     """The host's properties; capability 0.0 is below every requirement, so none is met."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceProperties("cpu", 0, 0, memory, os.cpu_count() or 1)
-
-
-def get_device_capability(device=None) -> tuple[int, int]:
-    """Return (0, 0), which is below every requirement."""
-    return (0, 0)
-
-
-def get_device_name(device=None) -> str:
-    """Return `"cpu"`."""
-    return "cpu"
 
 
 def memory_allocated(device=None) -> int:
@@ -139,19 +116,6 @@ def _returns(value: Any) -> Callable:
     return answer
 
 
-class _NvtxRange:
-    """Stand-in for `torch.cuda.nvtx.range`; marks nothing."""
-
-    def __init__(self, msg: str, *args, **kwargs):
-        self.msg = msg
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc_info) -> None:
-        return None
-
-
 ANSWERS: dict[str, Any] = {
     "is_available": _returns(True),
     "is_initialized": _returns(True),
@@ -164,10 +128,9 @@ ANSWERS: dict[str, Any] = {
     "set_device": set_device,
     "device_count": device_count,
     "device": device,
-    "device_of": device_of,
     "get_device_properties": get_device_properties,
-    "get_device_capability": get_device_capability,
-    "get_device_name": get_device_name,
+    "get_device_capability": _returns((0, 0)),
+    "get_device_name": _returns("cpu"),
     "memory_allocated": memory_allocated,
     "memory_reserved": memory_allocated,
     "max_memory_allocated": max_memory_allocated,
@@ -175,24 +138,18 @@ ANSWERS: dict[str, Any] = {
     "memory_stats": memory_stats,
     "Stream": streams.Stream,
     "Event": streams.Event,
-    "StreamContext": streams.StreamContext,
     "stream": streams.stream,
     "current_stream": streams.current_stream,
     "default_stream": streams.default_stream,
     "set_stream": streams.set_stream,
     "get_rng_state": random.get_rng_state,
     "set_rng_state": random.set_rng_state,
-    "get_rng_state_all": random.get_rng_state_all,
-    "set_rng_state_all": random.set_rng_state_all,
     "manual_seed": random.manual_seed,
     "manual_seed_all": random.manual_seed,
-    "seed": random.seed,
-    "seed_all": random.seed,
     "initial_seed": random.initial_seed,
     "nvtx.range_push": _returns(None),
     "nvtx.range_pop": _returns(None),
-    "nvtx.mark": _returns(None),
-    "nvtx.range": _NvtxRange,
+    "nvtx.range": _returns(contextlib.nullcontext()),
 }
 
 
@@ -221,7 +178,7 @@ def _public_callables(module: ModuleType) -> Iterator[tuple[str, Any]]:
 def replacements() -> list[Replacement]:
     """Replacements, by answers or errors, of all public callables of `torch.cuda`."""
     plan, stand_ins = [], {}
-    for module in (torch.cuda, *_SUBMODULES):
+    for module in _MODULES:
         prefix = "nvtx." if module is torch.cuda.nvtx else ""
         for name, value in _public_callables(module):
             if id(value) not in stand_ins:

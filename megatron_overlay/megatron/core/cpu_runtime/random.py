@@ -12,7 +12,6 @@ two consequences:
 """
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -36,25 +35,9 @@ def set_rng_state(new_state: torch.Tensor, device="cuda") -> None:
     _GENERATOR.set_state(new_state)
 
 
-def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all devices, of which a rank has one."""
-    return [get_rng_state()]
-
-
-def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
-    """Set the states of all devices, of which a rank has one."""
-    (state,) = new_states
-    set_rng_state(state)
-
-
 def manual_seed(seed: int) -> None:
     """Seed the generator."""
     _GENERATOR.manual_seed(int(seed))
-
-
-def seed() -> None:
-    """Seed the generator from the system's entropy."""
-    _GENERATOR.seed()
 
 
 def initial_seed() -> int:
@@ -72,34 +55,25 @@ class Generators(Sequence):
         return _GENERATOR
 
 
-class _DataLoadingStream:
-    """The state that data loaders draw from, seeded once from the generator's own seed."""
-
-    def __init__(self) -> None:
-        self.state: torch.Tensor | None = None
+def _data_loading_stream() -> Callable[[], contextlib.AbstractContextManager]:
+    """Contexts that draw from one stream, seeded from the generator's own seed at the first."""
+    state = None
 
     @contextlib.contextmanager
-    def active(self):
-        """Inside, draws come from this stream; afterwards the generator's state is restored."""
+    def active():
+        nonlocal state
         outer = _GENERATOR.get_state()
-        if self.state is None:
+        if state is None:
             _GENERATOR.manual_seed(_GENERATOR.initial_seed())
         else:
-            _GENERATOR.set_state(self.state)
+            _GENERATOR.set_state(state)
         try:
             yield
         finally:
-            self.state = _GENERATOR.get_state()
+            state = _GENERATOR.get_state()
             _GENERATOR.set_state(outer)
 
-
-def _drawing_from(stream: _DataLoadingStream, method: Callable) -> Callable:
-    @functools.wraps(method)
-    def wrapper(*args, **kwargs):
-        with stream.active():
-            return method(*args, **kwargs)
-
-    return wrapper
+    return active
 
 
 def silence_tracker_warning() -> None:
@@ -110,8 +84,8 @@ def silence_tracker_warning() -> None:
 
 def replacements() -> list[Replacement]:
     """The replacements that keep data loading away from the device's state."""
-    stream = _DataLoadingStream()
+    active = _data_loading_stream()
     return [
-        Replacement(owner, name, _drawing_from(stream, getattr(owner, name)))
+        Replacement(owner, name, active()(getattr(owner, name)))
         for owner, name in ((DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"))
     ]

@@ -2,30 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams and events of a device on which every op has finished when its call returns.
 
-Ordering between streams therefore always holds, and waits return at once. Events store the time at
-which they are recorded, so intervals between them are real measurements.
+They are those of `torch.cpu`, whose waits return at once, with what `torch.cuda`'s have besides.
+Events store the time at which they are recorded, so intervals between them are real measurements.
 """
 
-import threading
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
-_CURRENT = threading.local()
 
-
-class Stream:
+class Stream(torch.cpu.Stream):
     """Stand-in for `torch.cuda.Stream`; distinct streams are distinct objects, all of them idle."""
 
-    def __init__(self, device=None, priority: int = 0, **kwargs):
-        self.device = torch.device("cpu")
-        self.priority = priority
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """Return at once: the work of `stream` is done."""
-
-    def wait_event(self, event: "Event") -> None:
-        """Return at once: the work before `event` is done."""
+    def __init__(self, *args, **kwargs):
+        super().__init__()
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record `event`, or a new one, now."""
@@ -40,19 +32,11 @@ class Stream:
     def synchronize(self) -> None:
         """Return at once: nothing is ever pending."""
 
-    def __enter__(self) -> "Stream":
-        self._context = stream(self)
-        self._context.__enter__()
-        return self
 
-    def __exit__(self, *exc_info) -> None:
-        self._context.__exit__(*exc_info)
-
-
-class Event:
+class Event(torch.cpu.Event):
     """Stand-in for `torch.cuda.Event`: a point in host time."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, **kwargs):
+    def __init__(self, *args, **kwargs):
         self.time_s: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -65,18 +49,9 @@ class Event:
             raise RuntimeError("both events must be recorded before the time between them is read")
         return (end_event.time_s - self.time_s) * 1e3
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Return at once: nothing is ever pending."""
-
-    def query(self) -> bool:
-        """True: nothing is ever pending."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once: nothing is ever pending."""
-
 
 _DEFAULT = Stream()
+_current = _DEFAULT
 
 
 def default_stream(device=None) -> Stream:
@@ -85,33 +60,22 @@ def default_stream(device=None) -> Stream:
 
 
 def current_stream(device=None) -> Stream:
-    """The stream that this thread set last, or the default stream."""
-    return getattr(_CURRENT, "stream", _DEFAULT)
+    """The stream that was set last, or the default stream."""
+    return _current
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make `stream` this thread's current one; None changes nothing."""
-    if stream is not None:
-        _CURRENT.stream = stream
+    """Make `stream` the current one; None changes nothing."""
+    global _current
+    _current = stream or _current
 
 
-class StreamContext:
-    """Stand-in for `torch.cuda.StreamContext`.
-
-    Inside, `stream` is this thread's current stream; None changes nothing.
-    """
-
-    def __init__(self, stream: Stream | None):
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self._previous = current_stream()
-        set_stream(self.stream)
-
-    def __exit__(self, *exc_info) -> None:
-        set_stream(self._previous)
-
-
-def stream(stream: Stream | None) -> StreamContext:
-    """The context manager that makes `stream` current."""
-    return StreamContext(stream)
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Inside, `stream` is the current one; None changes nothing."""
+    before = _current
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)

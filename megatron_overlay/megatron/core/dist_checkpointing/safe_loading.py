@@ -23,42 +23,23 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 CHECKPOINT = "torch.distributed.checkpoint"
 
-ALLOWED = frozenset(
-    {
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        *((f"{CHECKPOINT}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-        *(
-            (f"{CHECKPOINT}.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *(
-            (f"{CHECKPOINT}.planner", name)
-            for name in (
-                "BytesIOWriteData",
-                "SavePlan",
-                "TensorWriteData",
-                "WriteItem",
-                "WriteItemType",
-            )
-        ),
-    }
-)
+ALLOWED = {
+    "collections": "OrderedDict",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    f"{CHECKPOINT}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{CHECKPOINT}.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
+    f"{CHECKPOINT}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+}
+"""Names, by module, that the metadata may have."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ALLOWED:
+        if name in ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

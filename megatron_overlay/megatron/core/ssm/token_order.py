@@ -33,16 +33,14 @@ def to_sequence_order(
         ValueError: a length (of a sample, if packed) is not a multiple of 2·cp_size, or the tensor
             does not hold the tokens that ``packed_seq_params`` describes.
     """
-    layout = _zigzag(tensor, cp_size, packed_seq_params)
-    return _Permute.apply(tensor, layout.places, layout.tokens.flatten())
+    return tensor.index_select(0, _zigzag(tensor, cp_size, packed_seq_params).places)
 
 
 def to_rank_order(
     tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None = None
 ) -> Tensor:
     """Permute back to rank order: the inverse of :func:`to_sequence_order`, bit for bit."""
-    layout = _zigzag(tensor, cp_size, packed_seq_params)
-    return _Permute.apply(tensor, layout.tokens.flatten(), layout.places)
+    return tensor.index_select(0, _zigzag(tensor, cp_size, packed_seq_params).tokens.flatten())
 
 
 def sample_of_each_token(packed_seq_params: PackedSeqParams, tokens: int) -> Tensor | None:
@@ -96,16 +94,3 @@ def sample_starts(
 def _zigzag(tensor: Tensor, cp_size: int, packed_seq_params: PackedSeqParams | None) -> TokenLayout:
     lengths = lengths_of_batch(packed_seq_params, tensor.size(0))
     return zigzag_layout(lengths, cp_size).to(tensor.device)
-
-
-class _Permute(torch.autograd.Function):
-    """Permutation of rows; the gradient is gathered by the inverse order, never scattered."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.order, ctx.inverse = order, inverse
-        return tensor.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _Permute.apply(grad, ctx.inverse, ctx.order), None, None

@@ -17,8 +17,7 @@ Execute in the layers, without waiting for the device::
 from megatron.core.token_layout.attention_plan import (
     AttentionBlock,
     AttentionPlan,
-    packed_attention_plan,
-    sequence_attention_plan,
+    attention_plan,
 )
 from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.exchange import Moving, exchange, gather_tokens
@@ -26,7 +25,6 @@ from megatron.core.token_layout.layouts import (
     TokenLayout,
     check_zigzag_lengths,
     contiguous_layout,
-    thd_partitioned_indices,
     zigzag_layout,
     zigzag_owners,
 )
@@ -40,7 +38,7 @@ from megatron.core.token_layout.recurrence_plan import (
     RecurrencePlan,
     plan_recurrence,
 )
-from megatron.core.token_layout.route import Route, plan_route, received_tokens
+from megatron.core.token_layout.route import Route, plan_route
 
 __all__ = [
     "AttentionBlock",
@@ -51,19 +49,16 @@ __all__ = [
     "RecurrencePlan",
     "Route",
     "TokenLayout",
+    "attention_plan",
     "check_zigzag_lengths",
     "contiguous_layout",
     "copied_to",
     "exchange",
     "gather_tokens",
     "lengths_of_batch",
-    "packed_attention_plan",
     "pad_lengths",
     "plan_recurrence",
     "plan_route",
-    "received_tokens",
-    "sequence_attention_plan",
-    "thd_partitioned_indices",
     "zigzag_layout",
     "zigzag_owners",
 ]

@@ -20,13 +20,11 @@ class TokenLayout:
     """The padded tokens of one batch that each CP rank holds; plain data, no process group.
 
     Attributes:
-        name: ``"zigzag"`` or ``"contiguous"``.
         lengths: samples of the batch, which number its tokens.
         tokens: global token at each place, int64 ``[cp, total/cp]``; row r is group rank r's
             shard in its local order. Every token occurs exactly once.
     """
 
-    name: str
     lengths: PaddedLengths
     tokens: Tensor
 
@@ -45,11 +43,6 @@ class TokenLayout:
         """Place of each global token in the rank-ordered concatenation, int64 [total]."""
         flat = self.tokens.flatten()
         return torch.empty_like(flat).scatter_(0, flat, torch.arange(len(flat), device=flat.device))
-
-    @cached_property
-    def owners(self) -> Tensor:
-        """Group rank that holds each real token, int64 [sum(lengths.real)]."""
-        return (self.places // max(self.shard_size, 1))[self.lengths.valid]
 
     def to(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its index table on ``device``; copied once, without waiting."""
@@ -103,12 +96,9 @@ def zigzag_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     Raises:
         ValueError: a padded length does not divide by 2·cp_size.
     """
-    check_zigzag_lengths(lengths, cp_size)
-    rows = [
-        thd_partitioned_indices(lengths.cu_seqlens_padded, lengths.total, cp_size, rank).long()
-        for rank in range(cp_size)
-    ]
-    return TokenLayout("zigzag", lengths, torch.stack(rows))
+    padded = PaddedLengths(lengths.padded, lengths.padded)
+    tokens = zigzag_owners(padded, cp_size).argsort(kind="stable").reshape(cp_size, -1)
+    return TokenLayout(lengths, torch.from_numpy(tokens))
 
 
 def zigzag_owners(lengths: PaddedLengths, cp_size: int) -> np.ndarray:
@@ -140,43 +130,7 @@ def check_zigzag_lengths(lengths: PaddedLengths, cp_size: int) -> None:
 def contiguous_layout(lengths: PaddedLengths, cp_size: int) -> TokenLayout:
     """Layout for recurrences: rank r holds the r-th of cp equal runs of the whole token stream.
 
-    Raises:
-        ValueError: the padded total does not divide by cp_size.
+    ``cp_size`` divides the padded total.
     """
-    if lengths.total % cp_size:
-        raise ValueError(
-            f"{lengths.total} padded tokens do not divide over cp={cp_size}; "
-            f"pad them with pad_lengths(lengths, {cp_size})"
-        )
     tokens = torch.arange(lengths.total).view(cp_size, lengths.total // cp_size)
-    return TokenLayout("contiguous", lengths, tokens)
-
-
-def thd_partitioned_indices(
-    cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int
-) -> Tensor:
-    """Zigzag token numbers of one rank; replaces TE's ``tex.thd_get_partitioned_indices``.
-
-    Runs on the device of ``cu_seqlens`` without waiting for it.
-
-    Args:
-        cu_seqlens: global boundaries [samples + 1]; intervals are multiples of 2·cp_size
-            (any length with one rank).
-        total_tokens: ``cu_seqlens[-1]``, known on the host.
-
-    Returns:
-        int32 [total_tokens / cp_size], in the rank's local order.
-    """
-    bounds = cu_seqlens.long()
-    place = torch.arange(total_tokens // cp_size, device=bounds.device)
-    if cp_size == 1:
-        return place.int()
-    local_bounds = bounds // cp_size
-    sample = torch.searchsorted(local_bounds, place, right=True) - 1
-    half = (local_bounds[sample + 1] - local_bounds[sample]) // 2
-    offset = place - local_bounds[sample]
-    in_second = offset >= half
-    # The second half-chunk starts 2·cp-1-rank half-chunks into the sample, and lies one
-    # half-chunk into the shard.
-    skipped = torch.where(in_second, 2 * cp_size - 2 - cp_rank, cp_rank)
-    return (bounds[sample] + skipped * half + offset).int()
+    return TokenLayout(lengths, tokens)

@@ -140,16 +140,8 @@ def pad_lengths(
     With one CP rank there is nothing to halve, so samples are not padded for it. The last sample is
     padded further until ``sequence_parallel_size`` (the TP size with sequence parallelism, else 1)
     divides every rank's shard.
-
-    Raises:
-        ValueError: a length is negative, or a size is below 1.
     """
     real = tuple(int(length) for length in lengths)
-    if any(length < 0 for length in real) or cp_size < 1 or sequence_parallel_size < 1:
-        raise ValueError(
-            "lengths must be >= 0 and sizes >= 1; got "
-            f"lengths={real}, cp_size={cp_size}, sequence_parallel_size={sequence_parallel_size}"
-        )
     multiple = 2 * cp_size if cp_size > 1 else 1
     padded = [-(-length // multiple) * multiple for length in real]
     if padded:

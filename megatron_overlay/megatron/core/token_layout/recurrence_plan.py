@@ -95,18 +95,18 @@ class RecurrencePlan:
         """Whether no sample spans two ranks, so that all ranks skip the collectives."""
         return not any(self.continues)
 
-    def ranks_before(self, rank: int | None = None) -> range:
-        """The ranks, ascending, whose tokens make up the state that enters ``rank``."""
-        first = end = self.rank if rank is None else rank
+    def ranks_before(self) -> range:
+        """The ranks, ascending, whose tokens make up the state that enters this one."""
+        first = end = self.rank
         while self.continues[first]:
             first -= 1
             if not self.crosses[first]:
                 break
         return range(first, end)
 
-    def ranks_after(self, rank: int | None = None) -> range:
-        """The ranks, ascending, that the state leaving ``rank`` reaches."""
-        start = last = self.rank if rank is None else rank
+    def ranks_after(self) -> range:
+        """The ranks, ascending, that the state leaving this one reaches."""
+        start = last = self.rank
         while last + 1 < self.cp_size and self.continues[last + 1]:
             last += 1
             if not self.crosses[last]:

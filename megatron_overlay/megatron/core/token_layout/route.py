@@ -68,18 +68,14 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
 
     Made on the host once per batch. A message has its rows in the sender's local order.
 
-    Raises:
-        ValueError: the layouts are of different batches, or of different numbers of ranks.
+    Args:
+        source, destination: layouts of one batch on the same ranks.
     """
-    if source.lengths != destination.lengths or source.cp_size != destination.cp_size:
-        raise ValueError(
-            "a route joins two layouts of one batch on the same ranks; got "
-            f"{source.name} of {source.lengths} on {source.cp_size} ranks and "
-            f"{destination.name} of {destination.lengths} on {destination.cp_size}"
-        )
     size, ranks = source.shard_size, source.cp_size
     goes_to = destination.places[source.tokens[group_rank]]
-    comes_from = source.places[destination.tokens[group_rank]]
+    origins = source.places[destination.tokens]  # places before, of all ranks' tokens
+    stay = origins // max(size, 1) == torch.arange(ranks).unsqueeze(1)
+    comes_from = origins[group_rank]
     to_rank, from_rank = goes_to // max(size, 1), comes_from // max(size, 1)
 
     send_places = to_rank.argsort(stable=True)
@@ -95,19 +91,8 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
         kept_from=kept_from,
         kept_to=goes_to[kept_from] - group_rank * size,
         size=size,
-        is_local=not any(received_tokens(source, destination)),
+        is_local=bool(stay.all()),
     )
-
-
-def received_tokens(source: TokenLayout, destination: TokenLayout) -> tuple[int, ...]:
-    """Number of tokens that each group rank receives along the route from ``source``.
-
-    A rank sends as many tokens as it receives, since shards are equal.
-    """
-    size = max(source.shard_size, 1)
-    origin = source.places[destination.tokens] // size
-    own = torch.arange(source.cp_size, device=origin.device).unsqueeze(1)
-    return tuple((origin != own).sum(dim=1).tolist())
 
 
 def _splits(peer: Tensor, ranks: int, group_rank: int) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_layout import (
     AttentionBlock,
     AttentionPlan,
+    attention_plan,
     gather_tokens,
-    packed_attention_plan,
-    sequence_attention_plan,
+    lengths_of_batch,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -119,20 +119,12 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError("ContextParallelAttention takes no attention_bias")
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
-            plan = packed_attention_plan(packed_seq_params, self.cp_group, query.device, causal)
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-        elif self.cp_size > 1:
-            plan = sequence_attention_plan(
-                query.size(0) * self.cp_size,
-                self.cp_size,
-                self.cp_group.rank(),
-                query.device,
-                causal,
-            )
-        else:
-            block = AttentionBlock.causal if causal else AttentionBlock
-            context = self._attend(query, key, value, block(query.size(0), key.size(0)), causal)
-            return context.flatten(2)
+        lengths = lengths_of_batch(
+            packed_seq_params if packed else None, query.size(0) * self.cp_size
+        )
+        rank = self.cp_group.rank() if self.cp_size > 1 else 0
+        plan = attention_plan(lengths, self.cp_size, rank, query.device, causal)
         context = self._attend_planned(query, key, value, plan).flatten(2)
         return context.squeeze(1) if packed else context
 
@@ -140,12 +132,7 @@ class ContextParallelAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
     ) -> Tensor:
         """Attend in all blocks of the plan, on ``[tokens, B, heads, dim]`` with sharded keys."""
-        lengths = plan.layout.lengths
-        if query.size(0) != plan.layout.shard_size:
-            raise ValueError(
-                f"cu_seqlens place {plan.layout.shard_size} tokens on each of {self.cp_size} CP "
-                f"ranks, but this one has {query.size(0)}"
-            )
+        lengths = plan.lengths
         if not plan.blocks:
             return query
         if self.cp_size > 1:
@@ -159,15 +146,14 @@ class ContextParallelAttention(MegatronModule):
         # One split per tensor: its backward is one concatenation, however many samples there are.
         keys, values = key.split(lengths.padded), value.split(lengths.padded)
         queries = iter(query.split([block.queries for block in plan.blocks]))
-        return torch.cat(
-            [
-                self._attend(
-                    next(queries), key[: block.keys], value[: block.keys], block, plan.is_causal
-                )
-                for key, value, sample in zip(keys, values, plan.samples, strict=True)
-                for block in sample
-            ]
-        )
+        contexts = [
+            self._attend(
+                next(queries), key[: block.keys], value[: block.keys], block, plan.is_causal
+            )
+            for key, value, sample in zip(keys, values, plan.samples, strict=True)
+            for block in sample
+        ]
+        return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
 
     def _attend(
         self,

@@ -19,7 +19,7 @@ from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import run_microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import prepare_bubbles
+from megatron.core.models.mimo.schedule.encoder_work import prepare_bubbles
 from megatron.core.models.mimo.schedule.grad_finalization import global_token_count
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.module_groups import encoder_part, schedule_collection

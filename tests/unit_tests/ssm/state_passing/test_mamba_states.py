@@ -11,12 +11,6 @@ import pytest
 import torch
 
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
-from megatron.core.ssm.state_passing.scan_over_ranks import (
-    entering_state,
-    leaving_gradient,
-    transitions_after,
-)
-from megatron.core.token_layout import PaddedLengths, RecurrencePlan
 from tests.unit_tests.test_utilities import Utils
 
 HEADS, CHUNK = 3, 16
@@ -71,29 +65,6 @@ def test_a_state_crosses_the_chunks(batch, state, bounds):
     entered, _ = gone_through(states, decay, ends, entering)
     (wanted,) = torch.autograd.grad(entered, entering, grads)
     torch.testing.assert_close(mamba_states.entering_gradient(grads, decay, seq_idx), wanted)
-
-
-@pytest.mark.parametrize("lengths", [(40,), (9, 31), (25, 15), (10, 10, 10, 10)])
-@pytest.mark.parametrize("rank", range(4))
-def test_a_state_crosses_the_ranks(lengths, rank):
-    torch.manual_seed(1)
-    plan = RecurrencePlan(PaddedLengths(lengths, lengths), 4, rank, DEVICE)
-    # The layout is that of a gather: each rank's state, then its decays.
-    gathered = torch.randn(4, 2 * HEADS * (600 + 1), device=DEVICE)
-    states, decays = gathered.split([2 * HEADS * 600, 2 * HEADS], dim=1)
-    states = states.unflatten(1, (2, HEADS, 20, 30))
-    crosses = torch.tensor(plan.crosses, device=DEVICE).view(4, 1, 1, 1, 1)
-    decays = decays.unflatten(1, (2, HEADS, 1, 1)).sigmoid_().mul_(crosses)
-    after = transitions_after(decays, plan)
-    for ranks, expected in (
-        (plan.ranks_before(), entering_state(states, decays, plan)),
-        (plan.ranks_after()[::-1], leaving_gradient(states, after, plan)),
-    ):
-        found = mamba_states.over_ranks(states, decays, ranks)
-        if expected is None:
-            assert found is None
-        else:
-            torch.testing.assert_close(found, expected)
 
 
 def test_a_chunk_that_forgets_all_leaves_the_others_exact():

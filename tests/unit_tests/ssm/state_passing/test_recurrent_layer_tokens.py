@@ -1,13 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How recurrent layers move their tokens: what travels, and that the host never waits."""
+"""How recurrent layers move their tokens: over which group, and that the host never waits."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.core.ssm.state_passing import layer_tokens
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer import TransformerConfig
@@ -45,32 +44,7 @@ def tokens_of(tp_size: int, sequence_parallel: bool, tp_cp) -> LayerTokens:
     return LayerTokens(config, groups)
 
 
-class TestWhatTravels:
-    @pytest.mark.parametrize(
-        "tp_size, sequence_parallel, width, travels",
-        [
-            # Hidden states are 8 wide on every TP rank, or 8/tp on average if tokens are spread.
-            (1, False, 20, 8),
-            (4, False, 5, 5),
-            (4, True, 5, 8),
-            (1, False, 4, 4),
-        ],
-    )
-    def test_the_smaller_of_hidden_states_and_projection(
-        self, monkeypatch, tp_size, sequence_parallel, width, travels
-    ):
-        seen = []
-        monkeypatch.setattr(
-            layer_tokens, "exchange", lambda tensor, *_: (seen.append(tensor.shape[-1]), tensor)[1]
-        )
-        tokens = tokens_of(tp_size, sequence_parallel, stand_in_group(2 * tp_size))
-        hidden = torch.zeros(8, 1, 8)
-        projected = tokens.project_in(
-            hidden, None, lambda h: (h.new_zeros(8, 1, width), None), width
-        )
-        tokens.project_out(projected, None, lambda y: (y.new_zeros(8, 1, 8), None), width)
-        assert seen == [travels, travels]
-
+class TestGroups:
     def test_sequence_parallel_tokens_need_a_group_whose_tp_is_the_fastest(self):
         with pytest.raises(ValueError, match="rank 0 of 4 here, found 1"):
             tokens_of(2, True, stand_in_group(4, rank=1))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -29,9 +28,9 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.forward.equal_samples import shared_out
-from megatron.core.models.mimo.forward.macro_batches import MacroBatches, Microbatch
+from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles, loads_kernels
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, loads_kernels
 from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
@@ -107,16 +106,13 @@ def colocated_forward_backward(
     recorded = not (fills_bubbles and loads_kernels(stages[0]))
     held_back = contextlib.nullcontext() if recorded else nothing_recorded()
     with torch.set_grad_enabled(not forward_only), held_back:
+        encoders = EncoderWork(
+            stages, data_iterator, num_microbatches, size, pg_collection, fills_bubbles
+        )
+        iterators = [encoders.microbatches(chunk) for chunk in range(len(stages))]
         if fills_bubbles:
-            encoded = EncoderInBubbles(stages, data_iterator, num_microbatches, size, pg_collection)
-            iterators = [encoded.microbatches(chunk) for chunk in range(len(stages))]
-            communicator = FilledWaits(pg_collection.pp, config, encoded.work)
-        else:
-            encoded = MacroBatches(stages, data_iterator, num_microbatches, size)
-            # Encoding is collective, but later stages would draw their first microbatch later.
-            microbatches = list(encoded) if pipelined else encoded
-            iterators = [iter(microbatches) for _ in stages]
-        with _grad_finalization_deferred(config) as deferred, capture_deferred():
+            communicator = FilledWaits(pg_collection.pp, config, encoders.work)
+        with _grad_finalization_deferred(config) as counted, capture_deferred():
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -131,13 +127,13 @@ def colocated_forward_backward(
                 pg_collection=pg_collection,
                 force_all_reduce=force_all_reduce,
             )
-        encoded.finish()
+        encoders.finish()
         if isinstance(communicator, FilledWaits):
             communicator.finish()
-    if deferred.called and config.finalize_model_grads_func is not None:
+    if counted and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             stages,
-            deferred.num_tokens,
+            *counted,
             pg_collection=pg_collection,
             force_all_reduce=force_all_reduce,
         )
@@ -203,21 +199,13 @@ def _forward_step(microbatches: Iterator[Microbatch], model: MimoModel) -> tuple
     return output, loss
 
 
-@dataclass
-class _Deferred:
-    """The pipeline's deferred call to finalize gradients: whether made, and its token count."""
-
-    called: bool = False
-    num_tokens: torch.Tensor | None = None
-
-
 @contextlib.contextmanager
-def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferred]:
-    """Inside, the schedule records the token count instead of finalizing the gradients."""
-    deferred = _Deferred()
+def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[list[torch.Tensor | None]]:
+    """Inside, the schedule appends its token count to a list instead of finalizing gradients."""
+    counted = []
 
     def note(model, num_tokens=None, **_):
-        deferred.called, deferred.num_tokens = True, num_tokens
+        counted.append(num_tokens)
 
     changed = {
         "finalize_model_grads_func": note,
@@ -228,7 +216,7 @@ def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[_Deferr
     for name, value in changed.items():
         setattr(config, name, value)
     try:
-        yield deferred
+        yield counted
     finally:
         for name, value in before.items():
             setattr(config, name, value)

@@ -45,7 +45,6 @@ class LayerTokens:
         self.tp_size = pg_collection.tp.size()
         self.cp_size = self.cp_group.size()
         self.is_zigzag = True
-        self.hidden_size = config.hidden_size
         self.sp_size = self.tp_size if config.sequence_parallel else 1
         self._hidden_group = self.cp_group
         if self.sp_size > 1 and self.cp_size > 1:
@@ -69,46 +68,31 @@ class LayerTokens:
 
     def to_contiguous(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Convert ``hidden [S/(cp·sp), B, …]`` from zigzag to contiguous; a collective."""
-        route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
-        return exchange(hidden, route, self._hidden_group)
+        return exchange(hidden, self._route(hidden, packed), self._hidden_group)
 
     def to_zigzag(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Convert from contiguous to zigzag: the inverse of :meth:`to_contiguous`, bit for bit."""
-        route = self._hidden_route(self.lengths(hidden, packed), hidden.device)
-        return exchange(hidden, route.reversed(), self._hidden_group)
+        return exchange(hidden, self._route(hidden, packed).reversed(), self._hidden_group)
 
     def project_in(
-        self, hidden: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
+        self, hidden: Tensor, packed: PackedSeqParams | None, projection: Projection
     ) -> Tensor:
-        """Project ``hidden [S/(cp·sp), B, H]`` to ``[S/cp, B, width]``, contiguous.
-
-        If tokens have to change ranks, the smaller of input and projection is exchanged.
-        """
-        if not self.is_zigzag:
-            return projection(hidden)[0]
-        if self._hidden_is_smaller(width):
-            return projection(self.to_contiguous(hidden, packed))[0]
-        route = _route(self.lengths(hidden, packed), self.cp_group, 1, hidden.device)
-        return exchange(projection(hidden)[0], route, self.cp_group)
+        """Project ``hidden [S/(cp·sp), B, H]`` to contiguous ``[S/cp, B, …]``."""
+        if self.is_zigzag:
+            hidden = self.to_contiguous(hidden, packed)
+        return projection(hidden)[0]
 
     def project_out(
-        self, y: Tensor, packed: PackedSeqParams | None, projection: Projection, width: int
+        self, y: Tensor, packed: PackedSeqParams | None, projection: Projection
     ) -> tuple[Tensor, Tensor | None]:
-        """Project contiguous ``y [S/cp, B, width]`` to ``[S/(cp·sp), B, H]``; and the bias."""
-        if not self.is_zigzag:
-            return projection(y)
-        if self._hidden_is_smaller(width):
-            out, bias = projection(y)
-            return self.to_zigzag(out, packed), bias
-        lengths = lengths_of_batch(packed, y.size(0) * self.cp_size)
-        route = _route(lengths, self.cp_group, 1, y.device)
-        return projection(exchange(y, route.reversed(), self.cp_group))
+        """Project contiguous ``y [S/cp, B, …]`` to ``[S/(cp·sp), B, H]``; and the bias."""
+        out, bias = projection(y)
+        return (self.to_zigzag(out, packed) if self.is_zigzag else out), bias
 
-    def _hidden_is_smaller(self, width: int) -> bool:
-        return self.hidden_size <= width * self.sp_size
-
-    def _hidden_route(self, lengths: PaddedLengths, device: torch.device) -> Route:
-        return _route(lengths, self._hidden_group, self.sp_size, device)
+    def _route(self, hidden: Tensor, packed: PackedSeqParams | None) -> Route:
+        lengths = self.lengths(hidden, packed)
+        rank = self._hidden_group.rank()
+        return _cached_route(lengths, self.cp_size, self.sp_size, rank, hidden.device)
 
 
 def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None]:
@@ -142,10 +126,6 @@ class _OneRank:
     def rank(self) -> int:
         """Group rank, which is 0."""
         return 0
-
-
-def _route(lengths: PaddedLengths, group, sp_size: int, device: torch.device) -> Route:
-    return _cached_route(lengths, group.size() // sp_size, sp_size, group.rank(), device)
 
 
 @lru_cache(maxsize=64)

@@ -270,7 +270,8 @@ class TestReader:
         tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]
         assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])
         places = (self.SOURCE.text("train", number).input_ids == IMAGE).nonzero()[:, 0]
-        owners = zigzag_layout(PaddedLengths((SEQ_LENGTH,), (SEQ_LENGTH,)), 2).owners[places]
+        layout = zigzag_layout(PaddedLengths((SEQ_LENGTH,), (SEQ_LENGTH,)), 2)
+        owners = (layout.places // layout.shard_size)[places]
         encoded, consumed = (side["images"] for side in (plan.encoded, plan.consumed))
         own = slice(TOKENS_PER_TILE, 2 * TOKENS_PER_TILE)
         assert (encoded.counts, encoded.owners.tolist()) == ([4], owners[own].tolist())

@@ -180,11 +180,11 @@ def model_of(places: dict[str, Place], frozen: tuple[str, ...] = ()) -> Iterator
         grid.destroy()
 
 
-def optimizer_of(model: Model, module_configs: dict | None = None, **options) -> MimoOptimizer:
+def optimizer_of(model: Model, **options) -> MimoOptimizer:
     """Make the optimizer under test; ``options`` are fields of its configuration."""
     settings = ADAM | dict(clip_grad=1.0) | options
     config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **settings)
-    return get_mimo_optimizer(model, config, module_configs)
+    return get_mimo_optimizer(model, config)
 
 
 def initial_weights(modules: dict[str, bool]) -> dict[str, torch.Tensor]:
@@ -205,14 +205,12 @@ class Expected:
 def expected_step(
     modules: dict[str, bool],
     clip_grad: float = 1.0,
-    lr: dict[str, float] | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Expected:
     """The oracle.
 
     Args:
         modules: by name, whether they have experts.
-        lr: by module name, in place of ADAM's.
         frozen: as in :func:`model_of`.
     """
     parameters = {n: torch.nn.Parameter(w) for n, w in initial_weights(modules).items()}
@@ -223,10 +221,8 @@ def expected_step(
     clip = clip_grad or float("inf")
     norm = torch.nn.utils.clip_grad_norm_(trained.values(), clip).item()
     torch.optim.AdamW(
-        [
-            {"params": [parameter], "lr": (lr or {}).get(name.partition(".")[0], ADAM["lr"])}
-            for name, parameter in trained.items()
-        ],
+        trained.values(),
+        lr=ADAM["lr"],
         betas=(ADAM["adam_beta1"], ADAM["adam_beta2"]),
         eps=ADAM["adam_eps"],
         weight_decay=ADAM["weight_decay"],

@@ -15,6 +15,7 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
     Costs,
     bubble_plan,
     most_kept,
+    pieces_in_turn,
 )
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
@@ -139,6 +140,13 @@ class TestEveryPlan:
             for place, (way, chunk, _) in enumerate(order):
                 if way == "backward" and chunk == case["vpp"] - 1:
                     assert not bubble_plan(**case).before[last][place]
+
+
+def test_without_a_pipeline_a_macro_batch_goes_back_before_the_next_is_encoded():
+    none, back = (), [[(RETURN, k), (BACKWARD, k)] for k in range(2)]
+    turns = ((ENCODE, 0),), none, none, none, (*back[0], (ENCODE, 1)), none, (*back[1],)
+    assert pieces_in_turn(3, 2, trained=True) == turns
+    assert sum(pieces_in_turn(3, 2, trained=False), ()) == ((ENCODE, 0), (ENCODE, 1))
 
 
 class TestMemory:

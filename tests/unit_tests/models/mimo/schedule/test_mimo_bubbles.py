@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.core.cpu_runtime import collectives
 from megatron.core.models.mimo.forward import macro_batches
-from megatron.core.models.mimo.schedule import encoder_in_bubbles
+from megatron.core.models.mimo.schedule import encoder_work
 from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
@@ -28,7 +28,7 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
     Piece,
     bubble_plan,
 )
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import EncoderInBubbles
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
@@ -54,9 +54,9 @@ LAYOUTS = [PP_4, PP_2, CP_2_PP_2, VPP_2]
 class TestFourRanks:
     @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
     def test_a_first_step_in_which_kernels_are_loaded(self, language, monkeypatch):
-        monkeypatch.setattr(encoder_in_bubbles, "_is_on_gpu", lambda _: True)
-        around = mock.Mock(wraps=encoder_in_bubbles.pieces_around_the_pipeline)
-        monkeypatch.setattr(encoder_in_bubbles, "pieces_around_the_pipeline", around)
+        monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
+        around = mock.Mock(wraps=encoder_work.pieces_around_the_pipeline)
+        monkeypatch.setattr(encoder_work, "pieces_around_the_pipeline", around)
         check(replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), language, images=FAN_IN)
         assert around.call_count == 1
 
@@ -82,9 +82,9 @@ class TestFourRanks:
             for owner, name in (
                 (schedules, "forward_step"),
                 (schedules, "backward_step"),
-                (EncoderInBubbles, "_encode"),
-                (EncoderInBubbles, "_return"),
-                (EncoderInBubbles, "_backward"),
+                (EncoderWork, "_encode"),
+                (EncoderWork, "_return"),
+                (EncoderWork, "_backward"),
             ):
                 slow = late(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, slow))
@@ -201,7 +201,7 @@ def _too_early(*arguments):
 def test_two_pieces_swapped_end_in_a_message(monkeypatch):
     limit = timedelta(seconds=4)
     monkeypatch.setattr(collectives, "_time_limit_of_world", lambda: limit)
-    monkeypatch.setattr(encoder_in_bubbles, "bubble_plan", _too_early)
+    monkeypatch.setattr(encoder_work, "bubble_plan", _too_early)
     language = PP_4 | {"variable_lengths": False}
     with modules(images=dict(dp=4), language=language) as made:
         with pytest.raises(RuntimeError, match="(?i)timed out|connection"):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.models.mimo.schedule import encoder_in_bubbles
+from megatron.core.models.mimo.schedule import encoder_work
 from megatron.core.models.mimo.schedule.graph_capture import capture_each_use, nothing_recorded
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules
@@ -42,7 +42,7 @@ class TestRecording:
         with trainer(*job, "--train-iters", "2", "--lr", "1e-3") as run:
             stage = run.stages[0]
             stage.config.cuda_graph_impl = "local"
-            monkeypatch.setattr(encoder_in_bubbles, "_is_on_gpu", lambda _: True)
+            monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
             stage.language_model.register_forward_pre_hook(note)
             for encoders in stage.modality_submodules.values():
                 encoders.register_forward_pre_hook(note)

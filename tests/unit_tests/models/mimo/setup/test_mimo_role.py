@@ -59,4 +59,5 @@ def test_without_grids_or_pp_there_is_one_stage(monkeypatch):
     role = role_of(3, None, monkeypatch)
     assert role.modules[MIMO_LANGUAGE_MODULE_KEY] == ModuleStageInfo(True, True)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert stage_position(HyperCommGrid([2, 4], ["tp", "dp"]), 5) == (True, True)
+    grid = HyperCommGrid([2, 4], ["tp", "dp"])
+    assert stage_position(grid, 5) == ModuleStageInfo(True, True)

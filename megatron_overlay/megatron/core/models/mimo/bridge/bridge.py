@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,9 +13,6 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import AtomRows, plan_block
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.token_layout import Moving, Route, exchange
-from megatron.core.utils import log_single_rank
-
-logger = logging.getLogger(__name__)
 
 NAME = "mimo bridge"
 """Name of the exchanges in a profiler's trace."""
@@ -80,14 +75,6 @@ class Bridge:
             members = dist.get_process_group_ranks(self.block_pg)
             self._plan = plan_block(self.topology, members)
             self._member = members.index(self.current_rank)
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"bridge {src_module_name} {dict(zip(src_grid.dim_names, src_grid.shape, strict=True))}"
-            f" -> {dest_module_name} "
-            f"{dict(zip(dest_grid.dim_names, dest_grid.shape, strict=True))}: "
-            f"{self.topology.atoms} atoms, {len(self.topology.blocks)} blocks",
-        )
 
     def communicate(
         self, tensor: Tensor, encoded: AtomRows | None = None, consumed: AtomRows | None = None

@@ -1,14 +1,17 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Merge text embeddings and modality rows into the language model's input."""
+"""Merge text embeddings and modality rows into the language model's input, and their gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.models.mimo.config.role import ModuleLayout
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
@@ -83,3 +86,37 @@ def place_rows(
         places = torch.nonzero_static(is_token, size=len(rows)).squeeze(1)
         flat = flat.index_copy(0, places, rows.to(flat.dtype))
     return flat.view(batch_size, seq_length, hidden).transpose(0, 1).contiguous()
+
+
+def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
+    """The same rows; the rank that sends their gradient back gets the sum over all CP ranks.
+
+    All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient
+    back. A CP rank uses only the rows of its own tokens, so the gradients of all CP ranks must be
+    added. Rows of colocated modules are returned unchanged: their bridge adds the gradients up.
+
+    Args:
+        model: the MimoModel.
+        rows: ``[n, H]``, the same on all TP and CP ranks of a stage.
+    """
+    if model.role.mode is ModuleLayout.COLOCATED:
+        return rows
+    groups = unwrap_model(model.language_model).pg_collection
+    if groups.cp.size() == 1 or groups.tp.rank() > 0:
+        return rows
+    return _GradientToFirst.apply(rows, groups.cp)
+
+
+class _GradientToFirst(torch.autograd.Function):
+    """Identity whose gradient is summed over a group onto the group's first rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.reduce(total, dist.get_global_rank(ctx.group, 0), group=ctx.group)
+        return total, None

@@ -11,8 +11,6 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -22,58 +20,9 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.forward.encoding import ModalityInputs, bridge_rows, encode
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
-from megatron.core.models.mimo.schedule.grad_finalization import no_encoder_grad_sync
 from megatron.core.token_layout import Moving, Route
 
 Microbatch = dict[str, object]
-
-
-class MacroBatches:
-    """The microbatches of a step, with ``encoder_embeddings`` in place of ``modality_inputs``.
-
-    An iterator, collective over all ranks of the model. Drawing the first microbatch of a
-    macro-batch runs the encoders' backward of the previous macro-batch, whose microbatches must
-    have run theirs, and then encodes the new macro-batch.
-
-    Args:
-        stages: one MimoModel for each virtual stage; the first holds the encoders.
-        microbatches: dicts of MimoModel's keyword arguments.
-        count: microbatches of the step.
-        size: microbatches of a macro-batch; the last one of a step may have fewer.
-    """
-
-    def __init__(
-        self, stages: list[MimoModel], microbatches: Iterator[Microbatch], count: int, size: int
-    ) -> None:
-        self._stages, self._microbatches = stages, microbatches
-        self._left, self._size = count, size
-        self._encoded: MacroBatch | None = None
-        self._ready: list[Microbatch] = []
-
-    def __iter__(self) -> MacroBatches:
-        return self
-
-    def __next__(self) -> Microbatch:
-        if not self._ready:
-            if not self._left:
-                raise StopIteration
-            with no_encoder_grad_sync(self._stages):
-                self.finish()
-            size = min(self._size, self._left)
-            self._ready = [dict(next(self._microbatches)) for _ in range(size)]
-            model = self._stages[0]
-            recompute = model.mimo_config.encoder_schedule.recompute
-            self._encoded = MacroBatch(model, list(self._ready), recompute)
-            self._encoded.receive()
-            self._left -= size
-        return self._ready.pop(0)
-
-    def finish(self) -> None:
-        """Run the encoders' backward of the last macro-batch, after that of its microbatches."""
-        if self._encoded is not None:
-            self._encoded.begin_return()
-            self._encoded.backward()
-            self._encoded = None
 
 
 class MacroBatch:

@@ -10,7 +10,7 @@ alike, and step or skip alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,8 +49,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
     Args:
         module_infos: optimizer and groups by module name, the same names in the same order on
             every rank.
-        config: settings shared by all modules; a module's own learning rate, clipping limit etc.
-            are in its optimizer's config.
+        config: settings of all modules.
         expert_biases: expert biases of the routers on this rank. The schedule updates them from
             the experts' loads; a skipped step restores their values at the last ``zero_grad``.
 
@@ -126,15 +125,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
         return float(torch.tensor(squares, dtype=torch.float32).sum().sqrt())
 
     @torch.no_grad()
-    def count_zeros(self) -> int:
-        """Number of zero gradient elements over all modules, each counted once. Collective."""
-        own = {
-            name: sum(int(leaf.count_zeros()) for leaf in leaves(opt))
-            for name, opt in self._optimizers.items()
-        }
-        return int(sum(_max_over_ranks([own.get(name, 0) for name in self.module_infos])))
-
-    @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         """Clip by the global gradient norm and step every module, or none. Collective.
 
@@ -167,11 +157,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
         for bias, before in self._expert_biases:
             before.copy_(bias)
         super().zero_grad(set_to_none)
-
-    @property
-    def state(self) -> dict[str, Mapping]:
-        """Optimizer state of the parameters, by module name."""
-        return {name: opt.state for name, opt in self._optimizers.items()}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
@@ -222,7 +207,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
 def get_mimo_optimizer(
     mimo_model: MimoModel | list[MimoModel],
     config: OptimizerConfig,
-    module_configs: Mapping[str, OptimizerConfig] | None = None,
     config_overrides: dict[ParamKey, ParamGroupOverride] | None = None,
 ) -> MimoOptimizer:
     """Make the optimizer of a MimoModel whose modules are wrapped in DDP.
@@ -233,25 +217,17 @@ def get_mimo_optimizer(
 
     Args:
         mimo_model: the model, or its list of virtual pipeline stages.
-        config: settings of every module that ``module_configs`` does not name.
-        module_configs: settings by module name, such as learning rates, weight decay and betas.
+        config: settings of every module.
         config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the
             model's ``optimizer_overrides``, if any, take precedence. Parameter names are those
             within a module.
-
-    Raises:
-        ValueError: ``module_configs`` names no module of the model.
     """
     models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
     grids = models[0].mimo_config.module_to_grid_map
-    configs = dict(module_configs or {})
     if own := models[0].mimo_config.optimizer_overrides:
         if config_overrides is None:
             config_overrides = get_standard_config_overrides(config)
         config_overrides = {**config_overrides, **own}
-    unknown = sorted(configs.keys() - grids.keys())
-    if unknown:
-        raise ValueError(f"no modules {unknown} to configure: the model has {sorted(grids)}")
     infos, found = {}, []
     for name, grid in grids.items():
         infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
@@ -259,7 +235,7 @@ def get_mimo_optimizer(
             stages = _stages(models, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
             infos[name].optimizer = _module_optimizer(
-                configs.get(name, config), stages, infos[name].pg_collection, config_overrides
+                config, stages, infos[name].pg_collection, config_overrides
             )
             found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
     return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])

@@ -153,15 +153,11 @@ class PartitionAdapter(utils.PartitionAdapter):
         """Sample lengths of a batch; None if there is nothing to shard."""
         if not self.cfg.is_partitioning_enabled:
             return None
-        if embeddings is not None:
-            return self.lengths(embeddings.size(0), packed_seq_params)
-        for tensor in (labels, loss_mask):
-            if tensor is not None:
-                return self.lengths(tensor.size(1), packed_seq_params)
-        if _is_packed(packed_seq_params):
-            total = sum(PaddedLengths.of_packed(packed_seq_params).padded)
-            return self.lengths(total, packed_seq_params)
-        return None
+        sized = ((embeddings, 0), (labels, 1), (loss_mask, 1))
+        length = next((tensor.size(dim) for tensor, dim in sized if tensor is not None), None)
+        if length is None and _is_packed(packed_seq_params):
+            length = sum(PaddedLengths.of_packed(packed_seq_params).padded)
+        return None if length is None else self.lengths(length, packed_seq_params)
 
 
 def _is_packed(packed_seq_params: PackedSeqParams | None) -> bool:

@@ -42,6 +42,10 @@ class Piece(NamedTuple):
     macro_batch: int
 
 
+StagePieces = tuple[tuple[Piece, ...], ...]
+"""Pieces before each operation of a stage, and last those after its last operation."""
+
+
 class Costs(NamedTuple):
     """Times in one common unit; they decide where pieces go, never whether a plan is correct.
 
@@ -84,13 +88,12 @@ class BubblePlan(NamedTuple):
     """Placement of all pieces in one step, and its simulated timeline.
 
     Args:
-        before: ``before[stage][i]`` lists the pieces before the stage's i-th operation; a stage's
-            last entry lists the pieces after its last operation.
+        before: pieces of each stage.
         spans: simulated timeline of each stage.
         seconds: simulated duration of the step, in the unit of the costs.
     """
 
-    before: tuple[tuple[tuple[Piece, ...], ...], ...]
+    before: tuple[StagePieces, ...]
     spans: tuple[tuple[Span, ...], ...]
     seconds: float
 
@@ -136,10 +139,8 @@ def bubble_plan(
     return min(tried, key=lambda plan: plan.seconds)
 
 
-def pieces_around_the_pipeline(
-    operations: int, macro_batches: int, trained: bool
-) -> tuple[tuple[Piece, ...], ...]:
-    """A stage's entry of ``BubblePlan.before`` if no piece runs between pipeline operations.
+def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: bool) -> StagePieces:
+    """A stage's pieces if none runs between pipeline operations.
 
     Args:
         operations: number of pipeline operations of the stage.
@@ -151,6 +152,23 @@ def pieces_around_the_pipeline(
 
     last = all_of(RETURN, BACKWARD) if trained else ()
     return all_of(ENCODE), *[()] * (operations - 1), last
+
+
+def pieces_in_turn(microbatches: int, macro_batch: int, trained: bool) -> StagePieces:
+    """The only stage's pieces without a pipeline.
+
+    A macro-batch is encoded before its first forward, and goes back after its last backward.
+
+    Args:
+        microbatches, macro_batch, trained: as in :func:`bubble_plan`.
+    """
+    before = [[] for _ in range(2 * microbatches + 1)]
+    for k, first in enumerate(range(0, microbatches, macro_batch)):
+        before[2 * first].append(Piece(ENCODE, k))
+        if trained:
+            end = min(first + macro_batch, microbatches)
+            before[2 * end] += [Piece(RETURN, k), Piece(BACKWARD, k)]
+    return tuple(map(tuple, before))
 
 
 class _Simulation:

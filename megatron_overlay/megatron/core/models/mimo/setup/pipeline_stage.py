@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -18,17 +16,12 @@ from megatron.core.models.mimo.config.role import (
 )
 
 
-class StagePosition(NamedTuple):
-    """Whether a (virtual) stage is the first, which embeds, or the last, which has the loss."""
-
-    is_first_stage: bool
-    is_last_stage: bool
-
-
 def stage_position(
     grid: HyperCommGrid, rank: int, vp_stage: int | None = None, vp_size: int | None = None
-) -> StagePosition:
-    """Position of one rank's (virtual) stage in a module's pipeline; needs no process group.
+) -> ModuleStageInfo:
+    """Whether a rank's (virtual) stage is the first of a module's pipeline, and the last.
+
+    Needs no process group.
 
     Args:
         grid: the module's grid; without ``pp`` the pipeline has one stage.
@@ -39,7 +32,7 @@ def stage_position(
     if "pp" in grid.dim_names:
         (pipeline,) = (ranks for ranks in grid.get_rank_enum("pp") if rank in ranks)
         stage, stages = pipeline.index(rank), len(pipeline)
-    return StagePosition(
+    return ModuleStageInfo(
         is_first_stage=stage == 0 and not vp_stage,
         is_last_stage=stage == stages - 1 and (vp_stage or 0) == (vp_size or 1) - 1,
     )
@@ -56,12 +49,10 @@ def role_with_pipeline(role: RankRole, config: MimoModelConfig) -> RankRole:
     """
     if role.mode is ModuleLayout.COLOCATED and config.module_to_grid_map:
         language = config.language_model_spec.params
-        role.modules[MIMO_LANGUAGE_MODULE_KEY] = ModuleStageInfo(
-            *stage_position(
-                config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY],
-                dist.get_rank(),
-                language.get("vp_stage"),
-                language["config"].virtual_pipeline_model_parallel_size,
-            )
+        role.modules[MIMO_LANGUAGE_MODULE_KEY] = stage_position(
+            config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY],
+            dist.get_rank(),
+            language.get("vp_stage"),
+            language["config"].virtual_pipeline_model_parallel_size,
         )
     return role

@@ -17,9 +17,8 @@ def causal_conv1d_fn(
     bias: Tensor | None = None,
     seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
-    return_final_states: bool = False,
     activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Compute `y_t = activation(bias + sum_k weight[:, W - 1 - k] x_{t-k})`, k = 0 .. W - 1.
 
     Args:
@@ -32,8 +31,7 @@ def causal_conv1d_fn(
         activation: None, "silu" or "swish" (the same).
 
     Returns:
-        `y [B, D, S]`, and with `return_final_states` also the last W - 1 inputs of the last
-        sequence, `[B, D, W - 1]`, zero where it is shorter.
+        `y [B, D, S]`.
     """
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation must be None, 'silu' or 'swish', not {activation!r}")
@@ -54,11 +52,4 @@ def causal_conv1d_fn(
         if ids is not None:
             shifted = shifted * (ids[:, start : start + length] == seq_idx).unsqueeze(1)
         y = torch.addcmul(y, shifted, weight[:, start : start + 1])
-    if activation is not None:
-        y = F.silu(y)
-    if not return_final_states:
-        return y
-    final_states = row[..., length:]
-    if ids is not None:
-        final_states = final_states * (ids[:, length:] == ids[:, -1:]).unsqueeze(1)
-    return y, final_states
+    return y if activation is None else F.silu(y)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that chunked scans share: decays between tokens, and visibility in a packed row.
+"""Parts that chunked scans share: decays between tokens, and sequences of a packed row.
 
 Below, `ids [B, c, Q]` is the sequence index of each token of c chunks of Q tokens.
 """
@@ -15,6 +15,21 @@ from torch import Tensor
 def pad_tokens(t: Tensor, padding: int) -> Tensor:
     """Appends zero tokens to `[B, S, ...]`."""
     return F.pad(t, (0, 0) * (t.dim() - 2) + (0, padding)) if padding else t
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    """Sequence index of each token of one packed row.
+
+    Args:
+        cu_seqlens: start of each sequence, then the end of the last one, `[num_sequences + 1]`.
+        total_tokens: length of the row; tokens past `cu_seqlens[-1]` (padding) form one more
+            sequence.
+
+    Returns:
+        `[1, total_tokens]` int32. Empty sequences use up an index.
+    """
+    tokens = torch.arange(total_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(tokens, cu_seqlens[1:], right=True, out_int32=True).unsqueeze(0)
 
 
 def chunk_ids(seq_idx: Tensor, size: int) -> Tensor:

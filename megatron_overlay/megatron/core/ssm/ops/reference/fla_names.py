@@ -5,8 +5,8 @@
 from torch import Tensor
 
 from .causal_conv1d import causal_conv1d_fn
+from .chunking import seq_idx_from_cu_seqlens
 from .gated_delta_rule import chunk_gated_delta_rule, l2norm
-from .packing import seq_idx_from_cu_seqlens
 
 __all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm"]
 

@@ -19,8 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunking import chunk_ids, pad_tokens, pairwise_decay, sees, state_ids
-from .packing import seq_idx_from_cu_seqlens
+from .chunking import (
+    chunk_ids,
+    pad_tokens,
+    pairwise_decay,
+    sees,
+    seq_idx_from_cu_seqlens,
+    state_ids,
+)
 
 
 def chunk_gated_delta_rule(

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2 layer between its two projections: convolution, scan and gate."""
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -19,18 +18,15 @@ def mamba_split_conv1d_scan_combined(
     A: Tensor,
     D: Tensor,
     chunk_size: int,
-    initial_states: Tensor | None = None,
+    *,
     seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
     activation: str | None = "silu",
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
-    *,
     conv_initial_states: Tensor | None = None,
     enter: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Compute what the fused `mamba_ssm` kernel of this name computes without a fused norm.
 
     Args:
@@ -44,7 +40,7 @@ def mamba_split_conv1d_scan_combined(
         enter: as for `mamba_chunk_scan_combined`; not an argument of the kernel.
 
     Returns:
-        `[B, S, H * P]`, and with `return_final_states` also the state `[B, H, P, N]`.
+        `[B, S, H * P]`.
     """
     heads = D.shape[0]
     headdim = D.shape[1] if headdim is None else headdim
@@ -60,7 +56,7 @@ def mamba_split_conv1d_scan_combined(
     ).transpose(1, 2)
     state_width = (xBC.shape[-1] - inner) // 2
     x, B, C = xBC.split([inner, state_width, state_width], dim=-1)
-    result = mamba_chunk_scan_combined(
+    y = mamba_chunk_scan_combined(
         x.unflatten(-1, (heads, headdim)),
         dt,
         A,
@@ -70,14 +66,8 @@ def mamba_split_conv1d_scan_combined(
         D=D,
         z=z.unflatten(-1, (heads, headdim)),
         dt_bias=dt_bias,
-        initial_states=initial_states,
         seq_idx=seq_idx,
         dt_softplus=True,
-        dt_limit=dt_limit,
-        return_final_states=return_final_states,
         enter=enter,
     )
-    if not return_final_states:
-        return result.flatten(-2)
-    y, final_states = result
-    return y.flatten(-2), final_states
+    return y.flatten(-2)

@@ -11,7 +11,6 @@ Every decay is the exponential of a sum of non-positive terms, formed before it 
 nothing overflows at any length. Memory grows with S * Q and with (S / Q) ** 2, not with S ** 2.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -34,7 +33,6 @@ def mamba_chunk_scan_combined(
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
     enter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -42,7 +40,7 @@ def mamba_chunk_scan_combined(
 
     Args:
         x: `[B, S, H, P]`; S need not be a multiple of `chunk_size`.
-        dt: step sizes, `[B, S, H]`, before `dt_bias [H]`, softplus and clamping to `dt_limit`.
+        dt: step sizes, `[B, S, H]`, before `dt_bias [H]` and softplus.
         A: log decay per unit of dt, negative, `[H]`.
         B, C: `[B, S, G, N]`; G divides H, and head h uses group `h // (H / G)`.
         D: skip weight, `[H]` or `[H, P]`.
@@ -60,7 +58,8 @@ def mamba_chunk_scan_combined(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     length = x.shape[1]
-    dt = _step_sizes(dt.to(dtype), dt_bias, dt_softplus, dt_limit)
+    dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
     chunks = _Chunks(x.shape, B.shape, min(chunk_size, length))
 
     decay = chunks.by_head(dt * A.to(dtype)).cumsum(-1)
@@ -84,18 +83,6 @@ def mamba_chunk_scan_combined(
         y = y * F.silu(z.to(dtype))
     y = y.to(x.dtype)
     return (y, boundaries[:, -1].flatten(1, 2)) if return_final_states else y
-
-
-def _step_sizes(
-    dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]
-) -> Tensor:
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    if softplus:
-        dt = F.softplus(dt)
-    if limit != (0.0, math.inf):
-        dt = dt.clamp(*limit)
-    return dt
 
 
 class _Chunks:

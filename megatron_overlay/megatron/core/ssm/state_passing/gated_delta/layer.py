@@ -47,7 +47,7 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     plan = tokens.recurrence(hidden_states, packed)
     heads = layer.num_value_heads // layer.tp_size
     widths = [2 * layer.qk_dim_local_tp + layer.v_dim_local_tp, layer.v_dim_local_tp, heads, heads]
-    projected = tokens.project_in(hidden_states, packed, layer.in_proj, sum(widths)).transpose(0, 1)
+    projected = tokens.project_in(hidden_states, packed, layer.in_proj).transpose(0, 1)
     batch, length = projected.shape[:2]
     qkv, gate, beta, alpha = projected.split(widths, dim=-1)
     on_kernels = qkv.is_cuda and not layer.config.deterministic_mode
@@ -62,7 +62,7 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     norm = partial(_norm, layer)
     again = CheckpointWithoutOutput(layer.config.fp8) if layer.recompute_norm_out else None
     y = again.checkpoint(norm, y, gate) if again else norm(y, gate)
-    out, bias = tokens.project_out(y, packed, layer.out_proj, layer.v_dim_local_tp)
+    out, bias = tokens.project_out(y, packed, layer.out_proj)
     if again:
         again.discard_output_and_register_recompute(out)
     return out, bias

@@ -39,7 +39,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
-from megatron.core.ssm.state_passing.scan_over_ranks import StateGather
+from megatron.core.ssm.state_passing.scan_over_ranks import (
+    StateGather,
+    entering_state,
+    leaving_gradient,
+    transitions_after,
+)
 from megatron.core.token_layout import RecurrencePlan
 
 
@@ -99,12 +104,11 @@ class _Scan(torch.autograd.Function):
             own = mamba_states.leaving_state(states, decay, seq_idx)
             coming = StateGather(own, _shapes_per_rank(states), group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
-        entering = transitions = None
+        entering = after = None
         if coming is not None:
             every_state, transitions = coming.wait()
-            entering = mamba_states.over_ranks(every_state, transitions, plan.ranks_before())
-            # A copy, so that the gathered tensor of cp states need not outlive this call.
-            transitions = transitions.contiguous()
+            entering = entering_state(every_state, transitions, plan)
+            after = transitions_after(transitions, plan)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
         out, ungated = _chunk_scan_fwd(
@@ -112,7 +116,7 @@ class _Scan(torch.autograd.Function):
         )
         ctx.save_for_backward(
             projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
-            entering, transitions,
+            entering, after,
         )  # fmt: skip
         ctx.sizes, ctx.plan, ctx.group = sizes, plan, group
         return out.flatten(-2)
@@ -122,7 +126,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad):
         (
             projected, conv_weight, conv_bias, dt_bias, A, D, decay, steps, ungated, window, head,
-            entering, transitions,
+            entering, after,
         ) = ctx.saved_tensors  # fmt: skip
         sizes, plan, group, heads = ctx.sizes, ctx.plan, ctx.group, A.shape[0]
         seq_idx = plan.seq_idx
@@ -160,7 +164,7 @@ class _Scan(torch.autograd.Function):
         decay_grad = _chunk_scan_bwd_ddAcs_stable(x, steps, decay, grad, scores)
         leaving = None
         if coming is not None:
-            leaving = mamba_states.over_ranks(*coming.wait(), transitions, plan.ranks_after()[::-1])
+            leaving = leaving_gradient(*coming.wait(), after, plan)
         states_grad, chunk_decay_grad, _, states = _state_passing_bwd(
             states.flatten(-2),
             decay[..., -1],

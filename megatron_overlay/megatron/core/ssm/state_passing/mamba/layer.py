@@ -37,9 +37,7 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
             f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}"
         )
     plan = tokens.recurrence(hidden_states, packed)
-    groups, inner = mixer.ngroups_local_tp, mixer.d_inner_local_tp
-    width = 2 * inner + 2 * groups * mixer.d_state + mixer.nheads_local_tp
-    projected = tokens.project_in(hidden_states, packed, mixer.in_proj, width)
+    projected = tokens.project_in(hidden_states, packed, mixer.in_proj)
     kernels = gpu_kernels("mamba.kernels") if projected.is_cuda else None
     scan = kernels.kernel_scan if kernels else reference_scan
     y = scan(
@@ -51,14 +49,14 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,
         mixer.chunk_size,
         mixer.headdim,
-        groups,
+        mixer.ngroups_local_tp,
         plan,
         tokens.cp_group,
     )
     y = y.transpose(0, 1).contiguous()
     if mixer.rmsnorm:
         y = mixer.norm(y)
-    return tokens.project_out(y, packed, mixer.out_proj, inner)
+    return tokens.project_out(y, packed, mixer.out_proj)
 
 
 def reference_scan(

@@ -47,28 +47,6 @@ def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> T
     return found
 
 
-def over_ranks(states: Tensor, decays: Tensor, ranks: range) -> Tensor | None:
-    """Pass a state, initially zero, along ``ranks``: ``state = decay · state + states[rank]``.
-
-    Args:
-        states: fp32 ``[cp, B, H, P, N]``. decays: fp32 ``[cp, B, H, 1, 1]``. Both are contiguous
-            from dim B on.
-
-    Returns:
-        fp32 ``[B, H, P, N]``; None where ``ranks`` is empty.
-    """
-    if not ranks:
-        return None
-    _, batch, heads, *state = states.shape
-    size = state[0] * state[1]
-    found = states.new_empty(batch, heads, *state)
-    _over_ranks_kernel[(triton.cdiv(size, BLOCK), batch * heads)](
-        states, decays, found, len(ranks), ranks.start, ranks.step,
-        states.stride(0), decays.stride(0), size, BLOCK=BLOCK,
-    )  # fmt: skip
-    return found
-
-
 def add_decay_gradients(grad: Tensor, after: Tensor, before: Tensor, of_chunk: Tensor) -> None:
     """Add the gradients of the log decay through the states to ``grad``, in place.
 
@@ -140,21 +118,6 @@ def _sum_chunks_kernel(
         left = tl.zeros((1,), dtype=tl.float32) if IS_PACKED else tl.exp(crossing)
         is_first = (tl.program_id(0) + tl.arange(0, 1)) == 0
         tl.store(crossed + row * heads + head + tl.arange(0, 1), left, mask=is_first)
-
-
-@triton.jit(do_not_specialize=["count", "first", "step"])
-def _over_ranks_kernel(
-    states, decays, found, count, first, step, states_rank, decays_rank, size, BLOCK: tl.constexpr
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1)
-    state = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in range(count):
-        rank = (first + i * step).to(tl.int64)
-        decay = tl.load(decays + rank * decays_rank + head)
-        own = tl.load(states + rank * states_rank + head * size + at, mask=at < size, other=0.0)
-        state = decay * state + own
-    tl.store(found + head * size + at, state, mask=at < size)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run a step's encoder pieces where a `bubble_plan` puts them among the pipeline's operations."""
+"""Run a step's encoder pieces where a plan puts them among the language model's operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 
+import torch
+
 from megatron.core.models.mimo.forward.macro_batches import MacroBatch, Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.bubble_plan import (
     Costs,
     bubble_plan,
     pieces_around_the_pipeline,
+    pieces_in_turn,
 )
 from megatron.core.models.mimo.schedule.grad_finalization import no_encoder_grad_sync
 from megatron.core.models.mimo.schedule.graph_capture import capture_each_use
@@ -73,16 +76,21 @@ def _is_on_gpu(model: MimoModel) -> bool:
     return next(model.parameters()).is_cuda
 
 
-class EncoderInBubbles:
-    """One rank's encoder pieces of a step; construction runs those that precede the pipeline.
+class EncoderWork:
+    """One rank's encoder pieces of a step; construction runs those that precede everything else.
+
+    Without a pipeline, each macro-batch is encoded when its first microbatch is drawn, after the
+    backward of the one before. With one, all are encoded before it, or in its bubbles. Collective
+    over all ranks of the model.
 
     Args:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
-        microbatches: the step's microbatches, with ``modality_inputs`` and ``batch_plan``; drawn
+        microbatches: the step's microbatches, dicts of MimoModel's keyword arguments; drawn
             macro-batch by macro-batch.
         count: number of microbatches of the step.
-        size: microbatches of a macro-batch.
+        size: microbatches of a macro-batch; the last one of a step may have fewer.
         groups: the language model's groups.
+        in_bubbles: fill the pipeline's bubbles, which takes microbatches with a ``batch_plan``.
     """
 
     def __init__(
@@ -92,12 +100,13 @@ class EncoderInBubbles:
         count: int,
         size: int,
         groups: ProcessGroupCollection,
+        in_bubbles: bool,
     ) -> None:
         self._stages, self._microbatches, self._size = stages, microbatches, size
-        self._count, self._macro_batches = count, {}
+        self._count, self._macro_batches, self._in_bubbles = count, {}, in_bubbles
         vpp, group = len(stages), get_model_config(stages[0]).microbatch_group_size_per_vp_stage
         stage, pp = groups.pp.rank(), groups.pp.size()
-        trained = any(
+        trained = torch.is_grad_enabled() and any(
             parameter.requires_grad
             for module in stages[0].modality_submodules.values()
             for parameter in module.parameters()
@@ -105,15 +114,20 @@ class EncoderInBubbles:
         order = list(enumerate(order_of_stage(stage, pp, count, vpp, group)))
         settings = stages[0].mimo_config.encoder_schedule
         self._recompute = settings.recompute
-        if loads_kernels(stages[0]):
-            self._before = pieces_around_the_pipeline(len(order), -(-count // size), trained)
-            self._recompute = size  # so that no more activations are kept than in later steps
-        else:
+        if pp == 1:
+            self._before = pieces_in_turn(count, size, trained)
+        elif in_bubbles and not loads_kernels(stages[0]):
             costs = Costs.of_share(settings.share, vpp)
             plan = bubble_plan(pp, count, size, vpp, trained, costs, group)
             self._before = plan.before[stage]
+        else:
+            self._before = pieces_around_the_pipeline(len(order), -(-count // size), trained)
+            if in_bubbles:
+                self._recompute = size  # so that no more activations are kept than in later steps
         for bridge in stages[0].colocated_comms.values():
-            bridge.ran_in_bubbles = True
+            bridge.ran_in_bubbles |= in_bubbles
+        with no_encoder_grad_sync(stages):
+            pass  # now each encoder's last backward starts its reductions, or none does
         self._place = 0
         self._forwards = deque(place for place, (way, _, _) in order if way == "forward")
         first, last = (0, 0), (pp - 1, vpp - 1)
@@ -144,7 +158,7 @@ class EncoderInBubbles:
                 held.microbatches[place] = None
 
     def finish(self) -> None:
-        """Run the pieces that follow the pipeline's last operation."""
+        """Run the pieces that follow the last operation."""
         self._advance(len(self._before) - 1)
 
     def _advance(self, place: int) -> None:
@@ -156,7 +170,7 @@ class EncoderInBubbles:
     def _encode(self, k: int) -> None:
         size = min(self._size, self._count - k * self._size)
         microbatches = [dict(next(self._microbatches)) for _ in range(size)]
-        if any("batch_plan" not in microbatch for microbatch in microbatches):
+        if self._in_bubbles and any("batch_plan" not in found for found in microbatches):
             raise ValueError(
                 "encoding in bubbles needs microbatches with a batch_plan; without it, train in "
                 "three phases"
