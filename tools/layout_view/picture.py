@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch, Rectangle
 
-from bench.timeline import COLOURS
 from layout_view.bridge import Flows
 from layout_view.view import Module, View
 
@@ -25,6 +24,13 @@ ARROWS = 32
 """Most ranks for which the bridge is drawn and groups are numbered."""
 STAGES = 32
 """Most stages for which the timeline is drawn."""
+COLOURS = {
+    "encoder forward": "#5b8ff9",
+    "encoder backward": "#1d39c4",
+    "language forward": "#5ad8a6",
+    "language backward": "#237804",
+}
+"""Colours of the phases of the timeline."""
 EMPTY, WAITING, LEAVES = "#f0f0f0", "#d9d9d9", "#cf1322"
 SHOWN = ("tp", "cp", "dp", "pp", "ep")
 """Axes whose coordinates are written into a rank's cell."""
