@@ -232,7 +232,6 @@ def _this_cpu() -> Machine:
         microbatch_overhead=0.01,
         step_overhead=0.01,
         optimizer_bandwidth=1e9,
-        launches_ahead=False,
         fused=False,
         precision=4,
         shared_cores=cores,

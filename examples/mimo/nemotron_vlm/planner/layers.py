@@ -30,16 +30,11 @@ RECOMPUTED = {"none": "", "moe": "E", "full": "*MGE-"}
 
 @dataclass(frozen=True)
 class Rows:
-    """A microbatch on a language DP rank, with the properties that decide what layers do with it.
-
-    samples: number of sequences of ``seq_length`` tokens. fused: whether layers are fused.
-    imbalance: tokens of the rank with the busiest experts over the mean.
-    """
+    """A microbatch on a language DP rank: its samples, and whether its layers are fused."""
 
     samples: int
     seq_length: int
     fused: bool
-    imbalance: float = 1.0
 
     def tokens(self, lay: Layout) -> float:
         """Return the tokens of one rank, with sequence parallelism."""
@@ -143,7 +138,7 @@ def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
 
 def _experts(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
     tokens, h, ffn = rows.tokens(lay), p.hidden_size, p.moe_ffn_hidden_size
-    shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk * rows.imbalance
+    shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk
     kept = _norm(p, rows) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
     kept += sent * lay.etp * (h + 3 * ffn / lay.etp)
     work = {
@@ -179,11 +174,3 @@ def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool 
     kept += e.tokens_per_tile * (3 * e.output_size + 1 + 2 * preset.projector_ffn / lay.tp) * last
     work = {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
     return Layer(work, kept)
-
-
-def operations_of_sample(preset: VLMPreset, seq_length: int, tiles: float) -> float:
-    """Return the operations of forward and backward of one sample, for reported throughput."""
-    one, p, rows = Layout(dp=1, etp=1), preset.language, Rows(1, seq_length, fused=True)
-    layers = [language_layer(k, p, one, rows) for k in p.hybrid_layer_pattern.replace("|", "")]
-    forward = sum(sum(layer.work.values()) for layer in (*layers, head(p, one, rows)))
-    return (1 + BACKWARD) * forward + tiles * preset.flops_per_tile

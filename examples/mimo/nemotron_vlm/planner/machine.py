@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from examples.mimo.common.errors import UserError
@@ -35,7 +35,6 @@ class Machine:
     optimizer_bandwidth: float  # bytes per second of the optimizer's pass over its state
     fused: bool = True  # whether layers are fused, see ``layers``
     precision: int = 2  # bytes of a parameter, 2 or 4
-    launches_ahead: bool = True  # whether the host launches while the device is still busy
     shared_cores: int = 0  # cores that all ranks share; 0 if each rank has a device of its own
     reserved_bytes: float = 0.0  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect
@@ -60,13 +59,13 @@ class Machine:
         """Return the seconds of ``layers`` layers, whose work takes ``seconds``, with the host's
         overhead.
 
-        If the host launches ahead, work and overhead overlap partly: the time is their hypotenuse,
-        between their maximum and their sum. Otherwise it is their sum.
+        A host launches ahead of its device, so work and overhead overlap partly: the time is their
+        hypotenuse, between their maximum and their sum. On the host's own cores it is their sum.
         """
         host = layers * self.overhead[kind]
         if kind == "E":
             host += self.overhead["expert"] * experts
-        return math.hypot(seconds, host) if self.launches_ahead else seconds + host
+        return seconds + host if self.shared_cores else math.hypot(seconds, host)
 
 
 def find_machine(name: str) -> Machine:
@@ -88,13 +87,3 @@ def find_machine(name: str) -> Machine:
     except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
         raise UserError(f"GPU {name}: not a file of tools/calibrate.py, with {wanted}") from error
-
-
-def write_machine(machine: Machine, path: Path, fitted_to: dict[str, list]) -> None:
-    """Write a machine for ``find_machine``, with the measurements that it was fitted to, a line
-    each.
-    """
-    texts = {name: ",\n  ".join(map(json.dumps, found)) for name, found in fitted_to.items()}
-    parts = [f' "{name}": [\n  {text}\n ]' for name, text in texts.items()]
-    parts.append(f' "machine": {json.dumps(asdict(machine))}')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

@@ -79,10 +79,10 @@ def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     if plan.layouts.non_colocated:
         return parts
     at_once = plan.encoded_and_kept
-    kept = min(plan.recompute_encoder or at_once, at_once)
+    kept = min(plan.schedule.recompute or at_once, at_once)
     tile = layers.encoder_tile(plan.preset, plan.layouts.encoder).kept
     encoder = width * plan.most_tiles(kept) * tile
-    if plan.recompute_encoder:  # recomputed when the language model's are freed
+    if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
     row = p.hidden_size * plan.preset.encoder.tokens_per_tile
     consumed = at_once * plan.images.mean * rows.samples if stage == 0 else 0.0

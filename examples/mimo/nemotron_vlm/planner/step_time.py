@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
@@ -91,7 +92,7 @@ def _layer(
     tensor = GATHERS * ring(machine, groups["tp"], size)
     experts = context = 0.0
     if kind == "E":
-        sent = size / lay.tp * p.moe_router_topk * rows.imbalance
+        sent = size / lay.tp * p.moe_router_topk
         # forward: the router's load, and the number of tokens that each rank receives
         experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
         experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
@@ -124,8 +125,8 @@ def encoder_cost(plan: Plan, machine: Machine) -> Cost:
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     reduced = all_reduce(machine, group, tokens * e.hidden * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
-    if plan.recompute_encoder and not plan.layouts.non_colocated:
-        again = math.ceil(at_once / plan.recompute_encoder) - 1
+    if plan.schedule.recompute and not plan.layouts.non_colocated:
+        again = math.ceil(at_once / plan.schedule.recompute) - 1
         launches = again * e.layers * machine.overhead["vit"]
         cost += Cost(recompute=cost.forward + launches)
     return cost
@@ -150,7 +151,7 @@ def bridge_seconds(plan: Plan, machine: Machine) -> float:
     if not received:
         return 0.0
     crossings = 2
-    if lay.pp == 1 or plan.in_bubbles:
+    if lay.pp == 1 or plan.schedule.in_bubbles:
         crossings *= plan.layouts.num_microbatches
     return crossings * machine.latency(leaves) + received / machine.bandwidth(leaves)
 
@@ -186,8 +187,15 @@ def step_time(plan: Plan, machine: Machine) -> Step:
     work = work_of(plan, machine)
     gradients, optimizer = after_backward(plan, machine)
     after = gradients + optimizer + machine.step_overhead
-    total = max(line[-1][2] for line in timeline(work)) + after
-    everyone = _all_work(work, after)
+    spans = timeline(work)
+    total = max(line[-1][2] for line in spans) + after
+    everyone = sum(
+        stage.ranks * (after + sum(end - begin for _, begin, end in line))
+        for stage, line in zip(work.stages, spans, strict=True)
+    )
+    # Messages to and from the next virtual stage are work of the ranks of both.
+    ranks = [work.stages[chunk % len(spans)].ranks for chunk in range(len(work.chunks))]
+    everyone += 2 * work.microbatches * work.hop * sum(map(add, ranks, ranks[1:]))
     if machine.shared_cores:
         total = max(total, everyone / machine.shared_cores)
     busiest = max(work.by_stage, key=lambda cost: cost.total).times(work.microbatches)
@@ -210,7 +218,7 @@ def estimate(plan: Plan, machine: Machine) -> float:
     each = [cost.total + work.overhead for cost in work.by_stage]
     ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
     alone = work.macro_batches * work.encoder.total + work.bridge
-    around = max(ends, alone) if plan.in_bubbles else ends + alone
+    around = max(ends, alone) if plan.schedule.in_bubbles else ends + alone
     after = sum(after_backward(plan, machine)) + machine.step_overhead
     return work.microbatches * max(each) + around + after
 
@@ -226,16 +234,5 @@ def work_of(plan: Plan, machine: Machine) -> Work:
     if layouts.non_colocated:
         chunks = (encoder,) * layouts.encoder.pp + chunks
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
-    encoded = encoder, plan.encoded_at_once, plan.in_bubbles
+    encoded = encoder, plan.encoded_at_once, plan.schedule.in_bubbles
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)
-
-
-def _all_work(work: Work, after: float) -> float:
-    """Return the busy seconds of all ranks together, which shared cores must work whoever waits."""
-    alone = work.macro_batches * work.encoder.total + work.bridge + after
-    each = [work.microbatches * (cost.total + work.overhead) + alone for cost in work.by_stage]
-    last = len(work.chunks) - 1
-    for virtual in range(last + 1):  # messages to and from both neighbours, forward and backward
-        neighbours = (virtual > 0) + (virtual < last)
-        each[virtual % len(each)] += work.microbatches * 2 * neighbours * work.hop
-    return sum(stage.ranks * busy for stage, busy in zip(work.stages, each, strict=True))
