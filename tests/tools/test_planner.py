@@ -27,10 +27,9 @@ from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.planner import communication, layers  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import groups, layers  # noqa: E402
 from examples.mimo.nemotron_vlm.planner import parameters as params  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.communication import Group, all_reduce, ring  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import most_in_flight  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402
@@ -99,9 +98,9 @@ class TestLayers:
             padded_vocab_size=p.vocab_size,
             linear_conv_kernel_dim=4,
         )
-        rows = layers.Rows(3, 64, fused=True)
         for lay in (Layout(dp=1, etp=1), Layout(tp=2, cp=4, dp=1, ep=4, etp=1)):
-            mine = layers.language_layer(kind, p, lay, rows), layers.head(p, lay, rows)
+            part = layers.Part(p, lay, 3, 64, fused=True)
+            mine = layers.language_layer(kind, part), layers.head(part)
             counted = 3 * lay.size * sum(sum(layer.work.values()) for layer in mine)
             router = 3 * 2 * 3 * 64 * p.hidden_size * p.num_experts if kind == "E" else 0
             assert counted - router == pytest.approx(num_floating_point_operations(args, 3))
@@ -168,7 +167,7 @@ class TestCommunication:
         self, language, world, rank, per_node
     ):
         layouts = plan_of("tp=4", language, world).layouts
-        expected = communication.groups_of(layouts.language, per_node)
+        expected = groups.groups_of(layouts.language, per_node)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             encoder, module = make_modules(placed(layouts), "fake").values()
@@ -179,7 +178,7 @@ class TestCommunication:
                 each.grid.destroy()
         finally:
             dist.destroy_process_group()
-        expected = expected | {"encoder dp": communication.replicas_of(layouts, per_node)[0]}
+        expected = expected | {"encoder dp": groups.replicas_of(layouts, per_node)[0]}
         for name, ranks in found.items():
             assert expected[name] == Group(len(ranks), len({r // per_node for r in ranks})), name
 
@@ -187,15 +186,15 @@ class TestCommunication:
         machine = replace(H200, node_latency=0.0, network_latency=0.0)
         node, network = (machine.bandwidth(leaves_node) for leaves_node in (False, True))
         inside, across = Group(8, 1), Group(8, 8)
-        assert ring(machine, inside, 8.0) == pytest.approx(7 / node)
-        assert ring(machine, across, 8.0) == pytest.approx(7 / network)
-        assert communication.all_to_all(machine, across, 8.0) == pytest.approx(7 / network)
+        assert machine.ring(inside, 8.0) == pytest.approx(7 / node)
+        assert machine.ring(across, 8.0) == pytest.approx(7 / network)
+        assert machine.all_to_all(across, 8.0) == pytest.approx(7 / network)
         eight_adapters = min(node, 8 * network)
-        assert ring(machine, Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
-        assert all_reduce(machine, Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
+        assert machine.ring(Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
+        assert machine.all_reduce(Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
         steps = replace(H200, node_latency=1.0, network_latency=10.0)  # up a tree, and down
         for group, seconds in ((Group(1, 1), 0), (Group(8, 1), 6), (Group(32, 4), 46)):
-            assert all_reduce(steps, group) == pytest.approx(seconds)
+            assert steps.all_reduce(group) == pytest.approx(seconds)
 
     @pytest.mark.parametrize(
         "language, world",
@@ -315,13 +314,6 @@ class TestStep:
 
         of_a_boundary = 2 * 2  # forward and backward, on both of its ranks
         assert work(1.0) - work(0.0) == pytest.approx(8 * 3 * of_a_boundary)
-
-    def test_recompute_costs_time(self):
-        def seconds(recompute):
-            plan = plan_of("dp=8", "ep=8", 8, model=LARGE, recompute=recompute)
-            return step_time(plan, H200).seconds
-
-        assert seconds("none") < seconds("moe") < seconds("full")
 
 
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():

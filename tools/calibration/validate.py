@@ -82,10 +82,10 @@ def compare(machine: Machine, runs: list[dict]) -> list[dict]:
         seconds["measured"] = run["step_s"] * (1 - run["data_wait"])
         tensors = {"predicted": memory - machine.reserved_bytes}
         tensors["measured"] = (run["peak_memory_gib"] or 0.0) * 2**30
-        shown = {"ranks": run["ranks"], "encoder": plan.layouts.encoder}
-        shown |= {"language": plan.layouts.language, "micro": plan.layouts.batch.micro_size}
-        rows.append({name: str(value) for name, value in shown.items()})
-        rows[-1] |= {"seconds": seconds, "bytes": tensors}
+        lay = plan.layouts
+        shown = {"ranks": run["ranks"], "micro": lay.batch.micro_size}
+        shown |= {"encoder": str(lay.encoder), "language": str(lay.language)}
+        rows.append(shown | {"seconds": seconds, "bytes": tensors})
     return rows
 
 

@@ -13,7 +13,7 @@ from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.planner.layers import Rows
+from examples.mimo.nemotron_vlm.planner.layers import Part
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
@@ -104,10 +104,10 @@ class Plan:
         spread = self.images.deviation * math.sqrt(samples * 2 * math.log(lay.encoder.dp))
         return mean + spread
 
-    def rows(self, machine: Machine) -> Rows:
-        """Return a microbatch as the language model's layers process it."""
-        batch = self.layouts.batch
-        return Rows(batch.micro_size, batch.seq_length, machine.fused)
+    def part(self, machine: Machine) -> Part:
+        """Return a microbatch as a rank of the language model processes it."""
+        lay, batch = self.layouts.language, self.layouts.batch
+        return Part(self.preset.language, lay, batch.micro_size, batch.seq_length, machine.fused)
 
 
 def plan_of(options: Options) -> Plan:

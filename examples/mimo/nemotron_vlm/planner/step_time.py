@@ -14,21 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add
 
-from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.communication import (
-    Group,
-    all_reduce,
-    all_to_all,
-    group_of,
-    groups_of,
-    replicas_of,
-    ring,
-    send,
-)
-from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Rows
-from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.groups import group_of, groups_of, replicas_of
+from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
+from examples.mimo.nemotron_vlm.planner.machine import Group, Machine
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import (
@@ -49,55 +38,45 @@ STEP_REDUCTIONS = 12
 loss, token count, routers' statistics, and whether all have finite gradients and continue."""
 
 
-def language_chunks(plan: Plan, machine: Machine) -> tuple[Cost, ...]:
-    """Return the cost of one microbatch in each virtual stage, in the pipeline's order."""
-    p, lay, offset = plan.preset.language, plan.layouts.language, plan.layouts.language_offset
-    return _chunks(p, lay, plan.rows(machine), plan.recompute, machine, offset)
-
-
 @cache
-def _chunks(
-    p: LanguagePreset, lay: Layout, rows: Rows, again: str, machine: Machine, first: int
-) -> tuple[Cost, ...]:
+def language_chunks(part: Part, again: str, machine: Machine, first: int) -> tuple[Cost, ...]:
+    """Return the cost of one microbatch in each virtual stage, in the pipeline's order.
+
+    Args:
+        again: recompute setting.
+        first: the language model's first rank.
+    """
+    p, lay = part.p, part.lay
     groups = groups_of(lay, machine.gpus_per_node, first)
     pattern = p.hybrid_layer_pattern
-    of_layer = {
-        kind: _layer(kind, p, lay, rows, again, machine, groups) for kind in set(pattern) - {"|"}
-    }
+    of_layer = {kind: _layer(kind, part, again, machine, groups) for kind in set(pattern) - {"|"}}
     chunks = [
         sum((of_layer[kind].times(chunk.count(kind)) for kind in sorted(set(chunk))), Cost())
         for chunk in chunks_of(pattern, lay)
     ]
-    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
-    chunks[0] += Cost(tensor=2 * ring(machine, groups["tp"], size))
-    loss = (1 + BACKWARD) * machine.seconds(layers.head(p, lay, rows).work)
-    gathered = GATHERS * ring(machine, groups["tp"], size)
+    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    chunks[0] += Cost(tensor=2 * machine.ring(groups["tp"], size))
+    loss = (1 + BACKWARD) * machine.seconds(layers.head(part).work)
+    gathered = GATHERS * machine.ring(groups["tp"], size)
     chunks[-1] += Cost(language=machine.with_overhead(loss, "head"), tensor=gathered)
     return tuple(chunks)
 
 
-def _layer(
-    kind: str,
-    p: LanguagePreset,
-    lay: Layout,
-    rows: Rows,
-    again: str,
-    machine: Machine,
-    groups: dict[str, Group],
-) -> Cost:
-    layer = layers.language_layer(kind, p, lay, rows)
+def _layer(kind: str, part: Part, again: str, machine: Machine, groups: dict[str, Group]) -> Cost:
+    p, lay = part.p, part.lay
+    layer = layers.language_layer(kind, part)
     compute = (1 + BACKWARD) * machine.seconds(layer.work)
     compute = machine.with_overhead(compute, kind, experts=p.num_experts / lay.ep)
-    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
-    tensor = GATHERS * ring(machine, groups["tp"], size)
+    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    tensor = GATHERS * machine.ring(groups["tp"], size)
     experts = context = 0.0
     if kind == "E":
         sent = size / lay.tp * p.moe_router_topk
         # forward: the router's load, and the number of tokens that each rank receives
-        experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
-        experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
-        experts += 4 * all_to_all(machine, groups["ep"], sent)
-        experts += 4 * ring(machine, groups["expt_tp"], sent * lay.etp)
+        experts = machine.all_reduce(groups["tp"]) + machine.all_reduce(groups["cp"])
+        experts += machine.ring(groups["ep"], 0.0) + machine.ring(groups["expt_tp"], 0.0)
+        experts += 4 * machine.all_to_all(groups["ep"], sent)
+        experts += 4 * machine.ring(groups["expt_tp"], sent * lay.etp)
     elif lay.cp > 1:
         context = 2 * _context(layer, machine, groups["cp"])
     cost = Cost(language=compute, tensor=tensor, experts=experts, context=context)
@@ -109,11 +88,11 @@ def _layer(
 def _context(layer: Layer, machine: Machine, group: Group) -> float:
     """Return the seconds of CP's collectives in one forward: keys and values, or passed states."""
     if layer.states:  # and a few tokens from the neighbour, for the convolution
-        return send(machine, group, 0.0) + ring(machine, group, 4.0 * layer.states)
+        return machine.send(group, 0.0) + machine.ring(group, 4.0 * layer.states)
     if not layer.moved:
         return 0.0
-    moved = all_to_all(machine, group, layer.moved * machine.precision)
-    return moved + ring(machine, group, layer.gathered * machine.precision)
+    moved = machine.all_to_all(group, layer.moved * machine.precision)
+    return moved + machine.ring(group, layer.gathered * machine.precision)
 
 
 def encoder_cost(plan: Plan, machine: Machine) -> Cost:
@@ -123,7 +102,7 @@ def encoder_cost(plan: Plan, machine: Machine) -> Cost:
     compute = tiles * (1 + BACKWARD) * machine.seconds(layers.encoder_tile(plan.preset, lay).work)
     tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
-    reduced = all_reduce(machine, group, tokens * e.hidden * machine.precision)
+    reduced = machine.all_reduce(group, tokens * e.hidden * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
     if plan.schedule.recompute and not plan.layouts.non_colocated:
         again = math.ceil(at_once / plan.schedule.recompute) - 1
@@ -165,10 +144,10 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     layouts, per_node = plan.layouts, machine.gpus_per_node
     most = max(stages_of(plan.preset, layouts), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
-    reduced, adam = STEP_REDUCTIONS * all_reduce(machine, world), 0.0
+    reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
-        reduced += ring(machine, group, 4.0 * numbers)
-        reduced += ring(machine, group, machine.precision * numbers)
+        reduced += machine.ring(group, 4.0 * numbers)
+        reduced += machine.ring(group, machine.precision * numbers)
         adam += ADAM_BYTES * numbers / group.size + 4.0 * numbers
     return reduced, adam / machine.optimizer_bandwidth
 
@@ -226,10 +205,11 @@ def estimate(plan: Plan, machine: Machine) -> float:
 def work_of(plan: Plan, machine: Machine) -> Work:
     """Return the work of a plan's step, in seconds of a machine."""
     layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
-    encoder, chunks = encoder_cost(plan, machine), language_chunks(plan, machine)
+    encoder, part = encoder_cost(plan, machine), plan.part(machine)
+    chunks = language_chunks(part, plan.recompute, machine, layouts.language_offset)
     bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
-    size = plan.rows(machine).tokens(lay) * plan.preset.language.hidden_size * machine.precision
-    hop = send(machine, groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
+    size = part.tokens * plan.preset.language.hidden_size * machine.precision
+    hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
         chunks = (encoder,) * layouts.encoder.pp + chunks
