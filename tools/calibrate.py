@@ -22,8 +22,6 @@ from pathlib import Path
 from command_line import Parser
 from in_checkout import run
 
-MODELS = {"cpu": "tiny", "cuda": "nano-vl-30b-a3b"}
-
 
 def main(argv: list[str]) -> int:
     """Run the command; return the exit status, 2 for user errors."""
@@ -36,12 +34,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     fit = commands.add_parser("fit", help="measure this host, and fit a machine's figures")
-    fit.add_argument("out", type=Path, help="file for --plan-gpu; runs that it has are kept")
-    fit.add_argument("--device", choices=MODELS, default="cpu", help="what to measure")
+    fit.add_argument("out", type=Path, help="file to write, for --plan-gpu")
+    fit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what to measure")
     fit.add_argument("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
-    fit.add_argument("--model", metavar="NAME|FILE", help="whose layers; tiny, or nano-vl-30b-a3b")
     measure = commands.add_parser("measure", help="measure layouts of CPU ranks, to compare")
-    measure.add_argument("out", type=Path, help="file to write; runs that it has are kept")
+    measure.add_argument("out", type=Path, help="file to write")
     compare = commands.add_parser("compare", help="compare predictions with measured runs")
     compare.add_argument("machine", help="a GPU of the planner's table, or a file of fit")
     compare.add_argument("runs", nargs="+", type=Path, help="of measure or tools/bench/vlm.py")
@@ -64,8 +61,7 @@ def _run(options: argparse.Namespace) -> None:
 
     measure.OF_RANKS = of_ranks
     if options.command == "fit":
-        model = options.model or MODELS[options.device]
-        fit.calibrate(options.out, model, options.device, options.gpu)
+        fit.calibrate(options.out, options.device, options.gpu)
         print(f"{options.out}: for --plan-gpu", file=sys.stderr)
     elif options.command == "measure":
         validate.measure(options.out)

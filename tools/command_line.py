@@ -21,16 +21,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def share(text: str) -> float:
-    """Parse a number between 0 and 1, both excluded."""
-    try:
-        if 0 < float(text) < 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-
-
 def numbers(text: str) -> list[int]:
     """Parse comma-separated integers of 1 or more."""
     return [positive(part) for part in text.split(",")]

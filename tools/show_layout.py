@@ -11,12 +11,12 @@ It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from command_line import Parser, positive, share
+from command_line import Parser, positive
 from in_checkout import run
 
 
@@ -47,21 +47,18 @@ def _parser() -> argparse.ArgumentParser:
     samples = "samples of a microbatch, on each DP rank of the language model"
     add("--micro-batch-size", default=1, help=samples, **number)
     add("--tiles", default=1, help="image tiles of a sample", **number)
-    part = "part of a step without waiting that the encoder takes; 0.3 by default"
-    add("--encoder-share", type=share, default=0.3, metavar="E", help=part)
-    gpu = "show the planner's seconds on this GPU, instead of shares: h100, …, or a calibrated file"
-    add("--gpu", metavar="NAME|FILE", help=gpu)
-    again = "layers of the language model that run again, with --gpu"
+    gpu = "GPU of the timeline's seconds, as predicted: h100, h200, b200, or a calibrated file"
+    add("--gpu", default="h200", metavar="NAME|FILE", help=gpu)
+    again = "layers of the language model that run again"
     add("--recompute", choices=["none", "moe", "full"], default="none", help=again)
     schedule = "where colocated modules with a pipeline encode, as in training"
     choices = ["three-phases", "bubbles"]
     add("--encoder-schedule", choices=choices, default="three-phases", help=schedule)
     at_once = "microbatches that are encoded at once, in the bubbles or without a pipeline"
     add("--encoder-macro-batch", default=1, help=at_once, **number)
-    add("--png", type=Path, metavar="FILE", help="write a picture")
-    add("--svg", type=Path, metavar="FILE", help="write a picture")
-    add("--json", type=Path, metavar="FILE", help="write groups, messages of the bridge, and times")
-    parser.set_defaults(overlap_p2p_comm=True)  # as in training, whose rules read it
+    add("--png", type=Path, metavar="FILE", help="write a picture; other endings do too, as .svg")
+    # as in training, whose rules read them
+    parser.set_defaults(overlap_p2p_comm=True, recompute_encoder=0)
     return parser
 
 
@@ -71,13 +68,10 @@ def _show(options: argparse.Namespace) -> None:
     from layout_view.text import describe
 
     print(describe(view))
-    if options.png or options.svg:
+    if options.png:
         from layout_view.picture import draw
 
-        for path in filter(None, (options.png, options.svg)):
-            draw(view, path)
-    if options.json:
-        options.json.write_text(json.dumps(view.data()) + "\n")
+        draw(view, options.png)
 
 
 def view_of(options: argparse.Namespace):
@@ -89,18 +83,17 @@ def view_of(options: argparse.Namespace):
     """
     from examples.mimo.common.layout import Batch, parse_layout
     from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-        BUBBLES,
         check_bubbles,
         check_encoder_schedule,
+        schedule_of,
     )
     from examples.mimo.nemotron_vlm.model.presets import find_preset
     from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, resolve
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
     from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
-    from examples.mimo.nemotron_vlm.planner.schedule import unit_work
     from layout_view.view import View
 
-    preset = find_preset(options.model)
+    preset, tiles = find_preset(options.model), Tiles(options.tiles)
     asked = (
         parse_layout(options.encoder, "encoder"),
         parse_layout(options.language, "language"),
@@ -113,24 +106,10 @@ def view_of(options: argparse.Namespace):
     layouts = resolve(*asked, batch, options.world, preset, options.placement)
     check_encoder_schedule(options, layouts.language)
     check_bubbles(options, layouts)
-    tiles = Tiles(options.tiles)
     tiles.check(preset, batch.seq_length)
-    how = options.encoder_schedule == BUBBLES, options.encoder_macro_batch
-    share, where = options.encoder_share, " in the bubbles" * how[0]
-    if options.gpu:
-        from dataclasses import replace
-
-        from examples.mimo.nemotron_vlm.planner.step_time import work_of
-
-        machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
-        plan = Plan(preset, layouts, tiles, options.recompute, 0, how[1], in_bubbles=how[0])
-        work, costs = work_of(plan, machine), f"seconds on {options.gpu}, encoder{where}"
-    else:
-        work = unit_work(layouts, share, *how)
-        costs = f"encoder{where} {share:.2f}, language model {1 - share:.2f} of a step without "
-        costs += "waiting"
-    rows = options.tiles * preset.encoder.tokens_per_tile
-    return View(layouts, options.gpus_per_node, rows, work, costs)
+    machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
+    plan = Plan(preset, layouts, tiles, options.recompute, schedule_of(options))
+    return View(plan, machine)
 
 
 if __name__ == "__main__":

@@ -27,19 +27,17 @@ from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.planner import communication, layers  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import groups, layers  # noqa: E402
 from examples.mimo.nemotron_vlm.planner import parameters as params  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.communication import Group, all_reduce, ring  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.memory import most_in_flight  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402
     Cost,
     Stage,
     Work,
     simulate,
     timeline,
-    unit_work,
 )
 from examples.mimo.nemotron_vlm.planner.step_time import (  # noqa: E402
     after_backward,
@@ -50,6 +48,7 @@ from examples.mimo.nemotron_vlm.planner.step_time import (  # noqa: E402
 from layout_view.bridge import colocated_bridge  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule  # noqa: E402
 from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan  # noqa: E402
 from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
@@ -99,9 +98,9 @@ class TestLayers:
             padded_vocab_size=p.vocab_size,
             linear_conv_kernel_dim=4,
         )
-        rows = layers.Rows(3, 64, fused=True)
         for lay in (Layout(dp=1, etp=1), Layout(tp=2, cp=4, dp=1, ep=4, etp=1)):
-            mine = layers.language_layer(kind, p, lay, rows), layers.head(p, lay, rows)
+            part = layers.Part(p, lay, 3, 64, fused=True)
+            mine = layers.language_layer(kind, part), layers.head(part)
             counted = 3 * lay.size * sum(sum(layer.work.values()) for layer in mine)
             router = 3 * 2 * 3 * 64 * p.hidden_size * p.num_experts if kind == "E" else 0
             assert counted - router == pytest.approx(num_floating_point_operations(args, 3))
@@ -168,7 +167,7 @@ class TestCommunication:
         self, language, world, rank, per_node
     ):
         layouts = plan_of("tp=4", language, world).layouts
-        expected = communication.groups_of(layouts.language, per_node)
+        expected = groups.groups_of(layouts.language, per_node)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             encoder, module = make_modules(placed(layouts), "fake").values()
@@ -179,7 +178,7 @@ class TestCommunication:
                 each.grid.destroy()
         finally:
             dist.destroy_process_group()
-        expected = expected | {"encoder dp": communication.replicas_of(layouts, per_node)[0]}
+        expected = expected | {"encoder dp": groups.replicas_of(layouts, per_node)[0]}
         for name, ranks in found.items():
             assert expected[name] == Group(len(ranks), len({r // per_node for r in ranks})), name
 
@@ -187,15 +186,15 @@ class TestCommunication:
         machine = replace(H200, node_latency=0.0, network_latency=0.0)
         node, network = (machine.bandwidth(leaves_node) for leaves_node in (False, True))
         inside, across = Group(8, 1), Group(8, 8)
-        assert ring(machine, inside, 8.0) == pytest.approx(7 / node)
-        assert ring(machine, across, 8.0) == pytest.approx(7 / network)
-        assert communication.all_to_all(machine, across, 8.0) == pytest.approx(7 / network)
+        assert machine.ring(inside, 8.0) == pytest.approx(7 / node)
+        assert machine.ring(across, 8.0) == pytest.approx(7 / network)
+        assert machine.all_to_all(across, 8.0) == pytest.approx(7 / network)
         eight_adapters = min(node, 8 * network)
-        assert ring(machine, Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
-        assert all_reduce(machine, Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
+        assert machine.ring(Group(16, 2), 16.0) == pytest.approx(15 / eight_adapters)
+        assert machine.all_reduce(Group(16, 2), 16.0) == pytest.approx(30 / eight_adapters)
         steps = replace(H200, node_latency=1.0, network_latency=10.0)  # up a tree, and down
         for group, seconds in ((Group(1, 1), 0), (Group(8, 1), 6), (Group(32, 4), 46)):
-            assert all_reduce(steps, group) == pytest.approx(seconds)
+            assert steps.all_reduce(group) == pytest.approx(seconds)
 
     @pytest.mark.parametrize(
         "language, world",
@@ -206,7 +205,7 @@ class TestCommunication:
         grids = [make_grid(plan.layouts.encoder, "none"), make_grid(plan.layouts.language, "none")]
         samples, tokens = plan.layouts.batch.global_size, plan.preset.encoder.tokens_per_tile
         bridge = colocated_bridge(*grids, samples * plan.images.mean * tokens)
-        rows = bridge.forward.received(world) + bridge.backward.received(world)
+        rows = bridge.forward.sum(axis=0) + bridge.backward.sum(axis=0)
         machine = replace(H200, node_latency=0.0, gpus_per_node=world)
         row = plan.preset.language.hidden_size * machine.precision
         most = max(rows) * row / machine.bandwidth(leaves_node=False)
@@ -214,35 +213,41 @@ class TestCommunication:
         assert 0.99 * most <= bridge_seconds(plan, machine) <= 1.5 * most
 
 
+def unit_work(share, pp, vpp, number, module="language", **how) -> Work:
+    """Return the work of equal stages, whose step without waiting takes 1, ``share`` encoding."""
+    stages = [Stage(module, str(stage), 1) for stage in range(pp)]
+    chunk = Cost(language=(1 - share) / number / vpp)
+    at_once = how.get("at_once", number if pp > 1 else 1)
+    encoder = Cost(encoder=share * at_once / number)
+    return Work(stages, (chunk,) * pp * vpp, number, encoder, **{"at_once": at_once} | how)
+
+
 class TestSchedule:
     @pytest.mark.parametrize("share", [0.2, 0.5])
     @pytest.mark.parametrize(
-        "pp, vpp, microbatches", [(1, 1, 3), (2, 1, 1), (4, 1, 6), (8, 1, 16), (4, 2, 8)]
+        "pp, vpp, number", [(1, 1, 3), (2, 1, 1), (4, 1, 6), (8, 1, 16), (4, 2, 8)]
     )
-    def test_takes_what_the_formula_says(self, pp, vpp, microbatches, share):
-        layouts = plan_of("tp=1", f"pp={pp},vpp={vpp}", 8, microbatches).layouts
-        spans = timeline(unit_work(layouts, share, False, 1))
-        expected = share + (1 - share) * (1 + (pp - 1) / (microbatches * vpp))
+    def test_takes_what_the_formula_says(self, pp, vpp, number, share):
+        spans = timeline(unit_work(share, pp, vpp, number))
+        expected = share + (1 - share) * (1 + (pp - 1) / (number * vpp))
         assert max(line[-1][2] for line in spans) == pytest.approx(expected)
         for line in spans:
             assert sum(end - begin for _, begin, end in line) == pytest.approx(1)
             assert all(a[2] <= b[1] + 1e-12 for a, b in zip(line, line[1:], strict=False))
 
-    def test_ranks_of_a_module_work_as_long_as_its_share(self):
-        plan = plan_of("pp=2,dp=2", "pp=2,cp=2", 8, 4, 2, placement="non-colocated")
-        spans = timeline(unit_work(plan.layouts, 0.3, False, 1))
-        busy = [sum(end - begin for _, begin, end in line) for line in spans]
-        assert busy == pytest.approx([0.6, 0.6, 1.4, 1.4])  # half of the ranks for each module
+    def test_of_non_colocated_modules_is_one_pipeline(self):
+        spans = timeline(unit_work(0.0, 4, 1, 6, module="encoder"))
+        assert max(line[-1][2] for line in spans) == pytest.approx(1 + 3 / 6)
 
     @pytest.mark.parametrize("share", [0.3, 0.5])
-    @pytest.mark.parametrize("pp, vpp, microbatches, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])
+    @pytest.mark.parametrize("pp, vpp, number, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])
     def test_in_bubbles_is_the_plan_that_training_runs_by(
-        self, share, pp, vpp, microbatches, macro_batch
+        self, share, pp, vpp, number, macro_batch
     ):
-        layouts = plan_of("tp=1", f"pp={pp},vpp={vpp}", 8, microbatches).layouts
-        spans = timeline(unit_work(layouts, share, True, macro_batch))
-        plan = bubble_plan(pp, microbatches, macro_batch, vpp, costs=Costs.of_share(share, vpp))
-        unit = (1 - share) / (3 * microbatches)
+        how = {"in_bubbles": True, "at_once": macro_batch}
+        spans = timeline(unit_work(share, pp, vpp, number, **how))
+        plan = bubble_plan(pp, number, macro_batch, vpp, costs=Costs.of_share(share, vpp))
+        unit = (1 - share) / (3 * number)
         for line, planned in zip(spans, plan.spans, strict=True):
             for span, (name, _, begin, end) in zip(line, planned, strict=True):
                 assert span == (name, pytest.approx(unit * begin), pytest.approx(unit * end))
@@ -257,9 +262,10 @@ class TestSchedule:
                 Cost(language=3 * forward, recompute=backward - 2 * forward)
                 for forward, backward in (each[:2], each[2:])
             )
-            names = [Stage("language", str(stage), 1) for stage in range(stages)]
-            work = Work(names, (chunk,) * stages * vpp, number, encoder.times(at_once), at_once)
-            spans = simulate(work, number, plan.before)
+            work = unit_work(0.5, stages, vpp, number, at_once=at_once)
+            chunks = (chunk,) * stages * vpp
+            work = replace(work, chunks=chunks, encoder=encoder.times(at_once))
+            spans = simulate(work, plan.before)
             assert max(line[-1][2] for line in spans) == pytest.approx(plan.seconds), seed
 
 
@@ -288,7 +294,7 @@ class TestStep:
     @pytest.mark.parametrize("macro_batch", [1, 4])
     def test_in_bubbles_is_shorter_than_in_three_phases(self, macro_batch):
         phases = replace(plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model=LARGE), images=Tiles(12.0))
-        bubbles = replace(phases, in_bubbles=True, macro_batch=macro_batch)
+        bubbles = replace(phases, schedule=EncoderSchedule(macro_batch, in_bubbles=True))
         machine = replace(GRAPHS, microbatch_overhead=H200.microbatch_overhead)
         before, after = (step_time(plan, machine) for plan in (phases, bubbles))
         assert before.seconds - before.parts["bubble"] < after.seconds < before.seconds
@@ -298,7 +304,7 @@ class TestStep:
     def test_on_shared_cores_takes_what_all_ranks_have_to_do(self):
         """A message is work where it is sent and where it is received."""
         plan = plan_of("dp=4", "pp=4", 4)
-        alone, shared = step_time(plan, H200), step_time(plan, replace(H200, shared_cores=2))
+        alone, shared = (step_time(plan, replace(H200, shared_cores=n)) for n in (1000, 2))
         assert shared.seconds == pytest.approx(max(alone.seconds, alone.work / 2))
 
         def work(latency):
@@ -308,13 +314,6 @@ class TestStep:
 
         of_a_boundary = 2 * 2  # forward and backward, on both of its ranks
         assert work(1.0) - work(0.0) == pytest.approx(8 * 3 * of_a_boundary)
-
-    def test_recompute_and_imbalance_cost_time(self):
-        def seconds(**how):
-            return step_time(plan_of("dp=8", "ep=8", 8, model=LARGE, **how), H200).seconds
-
-        assert seconds() < seconds(recompute="moe") < seconds(recompute="full")
-        assert seconds() < seconds(imbalance=1.5)
 
 
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():

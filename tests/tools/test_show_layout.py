@@ -4,10 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from xml.etree import ElementTree
-
 import pytest
 
 import mini  # noqa: F401  (makes tools importable)
@@ -19,6 +15,7 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
+from layout_view.bridge import leaving  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
 
@@ -56,32 +53,16 @@ class TestGroups:
         groups = view.modules[1].groups
         assert {axis: len(view.leaving(groups[axis])) for axis in leaving} == leaving
 
-    @pytest.mark.parametrize(
-        "encoder, language, more, groups",
-        [
-            (
-                "tp=4",
-                "tp=2,cp=2,pp=2,ep=2,etp=1",
-                "",
-                {
-                    ("encoder", "dp"): [[0, 4], [1, 5], [2, 6], [3, 7]],
-                    ("language", "cp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-                    ("language", "ep"): [[0, 1], [2, 3], [4, 5], [6, 7]],
-                    ("language", "expt_dp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-                },
-            ),
-            (
-                "pp=2,dp=2",
-                "pp=2,cp=2,ep=2",
-                APART,
-                {("encoder", "pp"): [[0, 2], [1, 3]], ("language", "ep"): [[4, 5], [6, 7]]},
-            ),
-        ],
-    )
-    def test_and_each_ranks_place_in_them(self, encoder, language, more, groups):
-        for module in view_of(encoder, language, 8, more).modules:
+    def test_and_each_ranks_place_in_them(self):
+        expected = {
+            ("encoder", "dp"): [[0, 4], [1, 5], [2, 6], [3, 7]],
+            ("language", "cp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
+            ("language", "ep"): [[0, 1], [2, 3], [4, 5], [6, 7]],
+            ("language", "expt_dp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
+        }
+        for module in view_of("tp=4", "tp=2,cp=2,pp=2,ep=2,etp=1", 8).modules:
             for axis, found in module.groups.items():
-                assert found == groups.get((module.name, axis), found)
+                assert found == expected.get((module.name, axis), found)
                 for group in found:
                     places = [module.index[axis][rank] for rank in group]
                     assert places == list(range(module.sizes[axis]))
@@ -94,19 +75,16 @@ class TestBridge:
         view = view_of("dp=8", "cp=2,pp=2,dp=2", 8, more)
         assert view.rows_per_sample == 2 * 4
         rows = view.layouts.batch.global_size * view.rows_per_sample
-        forward = view.bridge.forward.received(8).tolist()
-        backward = view.bridge.backward.received(8).tolist()
+        forward, backward = (way.sum(axis=0).tolist() for way in view.bridge[2:])
         assert forward == [rows * (1 / 2 - 1 / 8)] * 4 + [0] * 4
         assert backward == [rows * (1 / 8 - 1 / 8 / 2)] * 4 + [rows / 8] * 4
-        assert (
-            view.bridge.blocks == [[0, 1, 4, 5], [2, 3, 6, 7]]
-            and len(view.leaving(view.bridge.blocks)) == 2
-        )
+        assert view.bridge.blocks == [[0, 1, 4, 5], [2, 3, 6, 7]]
+        assert len(view.leaving(view.bridge.blocks)) == 2
         # Ranks of stage 0 take from stage 1, but also from each other.
-        assert 0 < view.bridge.forward.leaving(4) < 1
-        assert view.bridge.forward.leaving(8) == 0
+        assert 0 < leaving(view.bridge.forward, 4) < 1
+        assert leaving(view.bridge.forward, 8) == 0
         same = view_of("dp=8", "dp=8", 8).bridge  # ranks encode what they consume
-        assert same.forward.total == same.backward.total == 0
+        assert same.forward.nnz == same.backward.nnz == 0
 
     @pytest.mark.parametrize(
         "encoder, language, givers, takers, blocks",
@@ -118,41 +96,33 @@ class TestBridge:
     def test_of_non_colocated_modules_is_megatrons(self, encoder, language, givers, takers, blocks):
         view = view_of(encoder, language, 8, APART)
         way, back = view.bridge.forward, view.bridge.backward
-        assert (way.givers.tolist(), way.takers.tolist()) == (givers, takers)
-        assert (back.givers.tolist(), back.takers.tolist()) == (takers, givers)
+        pairs = set(zip(givers, takers, strict=True))
+        assert set(zip(way.row, way.col, strict=True)) == pairs
+        assert set(zip(back.col, back.row, strict=True)) == pairs
         assert view.bridge.blocks == blocks
-        assert way.total == view.layouts.batch.global_size * view.rows_per_sample
+        assert way.sum() == view.layouts.batch.global_size * view.rows_per_sample
 
 
 def test_the_timeline_is_the_planners():
-    shares = view_of("tp=1", "pp=4", 8, "--microbatches 6 --encoder-share 0.2")
-    assert shares.total == pytest.approx(0.2 + 0.8 * (1 + 3 / 6))
-    assert shares.bubble == pytest.approx(1 - 1 / shares.total)
-    costs = "--gpu h200 --tiles 2 --recompute moe"
-    seconds = view_of("tp=1", "pp=4", 8, f"--microbatches 6 {costs}")
-    plan = Plan(find_preset("tiny"), seconds.layouts, Tiles(2.0), "moe")
-    step = step_time(plan, find_machine("h200"))
-    after = sum(step.parts[part] for part in ("gradients", "optimizer"))
-    after += find_machine("h200").step_overhead
-    assert seconds.total == pytest.approx(step.seconds - after)
-    assert "seconds on h200" in describe(seconds)
+    view = view_of("tp=1", "pp=4", 8, "--microbatches 6 --tiles 2 --recompute moe")
+    h200, plan = find_machine("h200"), Plan(find_preset("tiny"), view.layouts, Tiles(2.0), "moe")
+    step = step_time(plan, h200)
+    after = sum(step.parts[part] for part in ("gradients", "optimizer")) + h200.step_overhead
+    assert view.total == pytest.approx(step.seconds - after)
+    busy = sum(end - begin for spans in view.timeline.values() for _, begin, end in spans)
+    assert view.bubble == pytest.approx(1 - busy / 4 / view.total)
 
 
 class TestProgram:
-    def test_says_and_draws_it(self, tmp_path, capsys):
-        line = "--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 8"
-        files = {kind: tmp_path / f"layout.{kind}" for kind in ("png", "svg", "json")}
-        drawn = itertools.chain(*((f"--{kind}", str(file)) for kind, file in files.items()))
-        assert show_layout.main([*line.split(), *drawn]) == 0
+    @pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+    def test_says_and_draws_it(self, ending, begin, tmp_path, capsys):
+        line = f"--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 8 --png {tmp_path}/"
+        assert show_layout.main(f"{line}layout.{ending}".split()) == 0
         said = capsys.readouterr()
         assert said.err == ""
         for part in ("8 ranks, 1 node", "rank map", "groups", "bridge: 2 blocks", "timeline"):
             assert part in said.out
-        assert files["png"].read_bytes().startswith(b"\x89PNG")
-        assert ElementTree.parse(files["svg"]).getroot().tag.endswith("svg")
-        data = json.loads(files["json"].read_text())
-        assert data["groups"]["language"]["pp"][0] == [0, 4]
-        assert len(data["timeline"]["stages"]) == 2
+        assert (tmp_path / f"layout.{ending}").read_bytes().startswith(begin)
 
     @pytest.mark.parametrize(
         "line, reason",
@@ -168,7 +138,6 @@ class TestProgram:
             ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),
             ("--world 1 --png /nowhere/layout.png", "/nowhere/layout.png"),
             ("--world 0", "0 is not a number of 1 or more"),
-            ("--world 8 --encoder-share 1.5", "1.5 is not between 0 and 1"),
             ("--tiles 8", "required: --world"),
         ],
     )
@@ -188,5 +157,5 @@ def test_4096_ranks_need_no_processes(tmp_path):
     text = describe(view)
     draw(view, tmp_path / "layout.png")
     assert "4096 ranks, 512 nodes" in text and "of the first 16 ranks" in text
-    assert len(view.data()["groups"]["language"]["dp"]) == 128
+    assert len(view.modules[1].groups["ep"]) == 512
     assert (tmp_path / "layout.png").stat().st_size > 0

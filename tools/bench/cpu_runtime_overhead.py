@@ -35,9 +35,8 @@ def cases() -> dict[str, Callable[[], object]]:
 
 def nanoseconds(call: Callable[[], object]) -> float:
     """Return this thread's CPU time per call in the fastest, least disturbed of `ROUNDS` rounds."""
-    return (
-        min(timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=ROUNDS)) / CALLS * 1e9
-    )
+    rounds = timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=ROUNDS)
+    return min(rounds) / CALLS * 1e9
 
 
 def main() -> None:
@@ -52,8 +51,7 @@ def main() -> None:
     install()
     after = {name: nanoseconds(call) for name, call in calls.items()}
     print("| call | without (ns) | with (ns) | added (ns) | ratio |\n|---|---:|---:|---:|---:|")
-    for name, base in before.items():
-        now = after[name]
+    for (name, base), now in zip(before.items(), after.values(), strict=True):
         print(f"| `{name}` | {base:.0f} | {now:.0f} | {now - base:+.0f} | {now / base:.2f} |")
 
 

@@ -23,24 +23,9 @@ PARTS = {
 }
 """Shares of a step and their colours: data is waiting for it, exposed is communication alone."""
 
-
-COLUMNS = (
-    "row",
-    "run",
-    "GPUs",
-    "s/step",
-    "tokens/s a GPU",
-    "TFLOP/s a GPU",
-    "of peak",
-    "ratio",
-    "GiB",
-)
-HEAD = "\n".join(
-    [
-        "| " + " | ".join((*COLUMNS, *PARTS)) + " |",
-        "|---|---|" + "---:|" * (len(COLUMNS) - 2 + len(PARTS)),
-    ]
-)
+COLUMNS = "row|run|GPUs|s/step|tokens/s a GPU|TFLOP/s a GPU|of peak|ratio|GiB".split("|")
+HEAD = f"| {' | '.join([*COLUMNS, *PARTS])} |\n|---|---|"
+HEAD += "---:|" * (len(COLUMNS) - 2 + len(PARTS))
 """Head of the table in Markdown."""
 
 

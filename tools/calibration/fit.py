@@ -12,33 +12,29 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from calibration.measure import MATRIX, REPEATS, measure_collectives, measure_runs
+from calibration.measure import CORES, MATRIX, REPEATS, measure_collectives, measure_runs
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, Batch, Layout
 from examples.mimo.common.layout_rules import CHUNKWISE
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import FASTEST
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine, write_machine
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
-LAYERS = 8
-MOST = {"num_experts": 16, "vocab_size": 32768}
-"""Upper limits with which a model fits one GPU; only the width of its layers matters."""
-SEQ_LENGTH = 4096
-"""Upper limit of the sequence length."""
-SAMPLES = 4
-"""Samples of the larger microbatches; the smaller ones have one."""
+FITTED = {
+    "cpu": ("tiny", Path(__file__).with_name("cpu.json")),
+    "cuda": ("nano-vl-30b-a3b", Path(__file__).with_name("h200.json")),
+}
+"""The model and the fit of docs/planner.md, by device: its cases are what is measured elsewhere."""
 ON_GPU = (
     "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
@@ -82,7 +78,7 @@ class Case:
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
         layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
         tiles = most_that_fit(preset, self.seq_length)
-        return Plan(preset, layouts, tiles, macro_batch=self.macro_batch)
+        return Plan(preset, layouts, tiles, schedule=EncoderSchedule(self.macro_batch))
 
     def line(self, base: VLMPreset, device: str, model: Path) -> list[str]:
         """Write the model to a file, and return the program's command line."""
@@ -92,63 +88,36 @@ class Case:
         return (line + ON_GPU * (device == "cuda")).split()
 
 
-def calibrate(file: Path, model: str, device: str, gpu: str) -> None:
+def calibrate(file: Path, device: str, gpu: str) -> None:
     """Measure this host, and write its figures with the measurements that they were fitted to.
 
+    The cases are each kind of layer alone at several sizes, the encoder, and the whole model.
+
     Args:
-        file: file to write; if it exists, the runs that it has are not repeated.
-        model: name or file of the model whose layers are measured.
+        file: file to write.
         device: cpu or cuda.
         gpu: name of the GPU whose peaks a cuda device has, and with whose figures the fit begins.
 
     Raises:
-        UserError: an argument is bad, or no run worked.
+        UserError: ``gpu`` is not known, or no run worked.
     """
-    on_gpu, base = device == "cuda", find_preset(model)
-    machine = find_machine(gpu) if on_gpu else _this_cpu()
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    found = {Case(**run["case"]): run for run in kept.get("runs", [])}
-    cases = [case for case in _cases(base, FASTEST if on_gpu else 1) if case not in found]
+    on_gpu, (model, reference) = device == "cuda", FITTED[device]
+    machine = find_machine(gpu) if on_gpu else _this_cpu(find_machine(str(reference)))
+    base, plans, runs = find_preset(model), [], []
+    cases = [Case(**run["case"]) for run in json.loads(reference.read_text())["runs"]]
     with tempfile.TemporaryDirectory() as place:
         lines = [case.line(base, device, Path(place) / f"{n}.json") for n, case in enumerate(cases)]
         for case, ranks in zip(cases, measure_runs(lines, 1, on_gpu), strict=True):
             if ranks:
-                found[case] = {"case": asdict(case)} | ranks[0]
-    if not found:
+                plans.append(case.plan(base))
+                runs.append({"case": asdict(case)} | ranks[0])
+    if not runs:
         raise UserError(f"--device {device}: none of the runs that measure it worked")
-    runs = list(found.values())
-    collectives = kept.get("collectives") or measure_collectives(device)
-    fit = fitted(machine, [case.plan(base) for case in found], runs)
+    collectives = measure_collectives(device)
     source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
-    fit = with_collectives(replace(fit, source=source), collectives)
-    write_machine(fit, file, {"collectives": collectives, "runs": runs})
-
-
-def _cases(base: VLMPreset, at_once: int) -> Iterator[Case]:
-    """Yield cases of each kind of layer alone at two sizes, of the encoder, and of the whole model.
-
-    at_once: microbatches whose images are encoded at once, if a step has that many.
-    """
-    p = base.language
-    sizes = {name: min(most, getattr(p, name)) for name, most in MOST.items()}
-    sizes["seq_length"] = min(SEQ_LENGTH, base.seq_length)
-    pattern = p.hybrid_layer_pattern.replace("|", "")[:LAYERS]
-    deep, thin = base.encoder.layers, max(1, base.encoder.layers // 16)
-
-    def of(layers: str, encoder: int, samples: int, micro: int, **changed: int) -> Case:
-        batch = {"samples": samples, "micro": micro, "macro_batch": min(at_once, samples // micro)}
-        return Case(layers, encoder, **sizes | changed, **batch)
-
-    yield of(pattern, deep, 2, 1)
-    yield of(pattern, deep, 4, 2)
-    for kind in sorted(set(pattern)):
-        for samples in (1, SAMPLES):
-            yield of(kind * LAYERS, thin, samples, samples)
-    yield of("*" * LAYERS, thin, 2, 2, seq_length=2 * sizes["seq_length"])
-    yield of("E" * LAYERS, thin, 4, 2, num_experts=sizes["num_experts"] // 2)
-    yield of("*", deep, 1, 1)
-    yield of("*", deep, 4, 2)
-    yield of("*", thin, 2, 2, vocab_size=4 * sizes["vocab_size"])
+    fit = with_collectives(replace(fitted(machine, plans, runs), source=source), collectives)
+    found = {"collectives": collectives, "runs": runs, "machine": asdict(fit)}
+    file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
@@ -159,22 +128,20 @@ def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
     Args:
         runs: measured ``seconds`` of a step of each plan.
     """
-    kinds = sorted(
-        set("".join(plan.preset.language.hybrid_layer_pattern for plan in plans)) - {"|"}
-    )
+    kinds = sorted(set("".join(plan.preset.language.hybrid_layer_pattern for plan in plans)))
     work = ["gemm", "vit", *(WORK_OF[kind] for kind in kinds if kind in WORK_OF)]
     figures = [("efficiency", kind) for kind in work]
     figures += [("overhead", kind) for kind in (*kinds, "expert", "vit", "head")]
-    figures += [(name, "") for name in ("microbatch_overhead", "step_overhead")]
-    figures += [("optimizer_bandwidth", "")]
-    alone = replace(machine, shared_cores=0)
+    alone = ("microbatch_overhead", "step_overhead", "optimizer_bandwidth")
     seconds = np.array([run["seconds"] for run in runs])
 
     def scaled(logarithms: np.ndarray) -> Machine:
-        changed = asdict(alone)
-        for (group, kind), factor in zip(figures, np.exp(logarithms), strict=True):
-            place, key = (changed[group], kind) if kind else (changed, group)
-            place[key] = float(place[key] * factor)
+        factors = np.exp(logarithms).tolist()
+        changed = asdict(machine)
+        for (group, kind), factor in zip(figures, factors, strict=False):
+            changed[group][kind] *= factor
+        for name, factor in zip(alone, factors[len(figures) :], strict=True):
+            changed[name] *= factor
         return Machine(**changed)
 
     def misses(logarithms: np.ndarray) -> np.ndarray:
@@ -183,31 +150,27 @@ def fitted(machine: Machine, plans: list[Plan], runs: list[dict]) -> Machine:
         return np.append(predicted / seconds - 1, DRAWN * logarithms)
 
     # A figure may begin at the limit, from which the search has to keep away.
-    highest = [
-        max(np.log(HIGHEST / machine.efficiency[kind]), 1e-6) if group == "efficiency" else np.inf
-        for group, kind in figures
-    ]
-    found = least_squares(misses, np.zeros(len(figures)), bounds=(-np.inf, highest))
-    return replace(scaled(found.x), shared_cores=machine.shared_cores)
+    highest = [max(np.log(HIGHEST / machine.efficiency[kind]), 1e-6) for kind in work]
+    highest += [np.inf] * (len(figures) + len(alone) - len(work))
+    found = least_squares(misses, np.zeros(len(highest)), bounds=(-np.inf, highest))
+    return scaled(found.x)
 
 
 def with_collectives(machine: Machine, collectives: list[dict]) -> Machine:
     """Return the machine with the latency and bandwidth of timed collectives, if there are any."""
     if not collectives:
         return machine
-    hops = collectives[0]["ranks"] - 1
-    few, many = sorted({one["bytes"] for one in collectives})
-    small, large = (
-        mean(one["seconds"] for one in collectives if one["bytes"] == size) for size in (few, many)
-    )
-    latency = small / hops
-    bandwidth = (many - few) * hops / (hops + 1) / max(large - small, 1e-9)
+    few, many = collectives
+    hops = few["ranks"] - 1
+    latency = few["seconds"] / hops
+    more = max(many["seconds"] - few["seconds"], 1e-9)
+    bandwidth = (many["bytes"] - few["bytes"]) * hops / few["ranks"] / more
     links = dict.fromkeys(("node_bandwidth", "network_bandwidth"), bandwidth)
     links |= dict.fromkeys(("node_latency", "network_latency"), latency)
     return replace(machine, link_efficiency=1.0, **links)
 
 
-def _this_cpu() -> Machine:
+def _this_cpu(usual: Machine) -> Machine:
     """Return a machine of ranks on this host's cores: its measured peak, and usual figures."""
     torch.set_num_threads(1)
     matrix = torch.rand(MATRIX, MATRIX)
@@ -216,24 +179,10 @@ def _this_cpu() -> Machine:
     for _ in range(REPEATS):
         matrix @ matrix
     peak = REPEATS * 2 * MATRIX**3 / (time.process_time() - begin)
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    return Machine(
-        source=f"calibrated: ranks on {cores} CPU cores, fp32, in processor time",
+    return replace(
+        usual,
+        source=f"calibrated: ranks on {CORES} CPU cores, fp32, in processor time",
         peak_flops=peak,
-        memory_bytes=memory,
-        node_bandwidth=1.0,
-        network_bandwidth=1.0,
-        link_efficiency=1.0,
-        node_latency=0.0,
-        network_latency=0.0,
-        efficiency=dict(gemm=0.4, attention=0.1, scan=0.01, delta=0.01, experts=0.3, vit=0.4),
-        overhead=dict.fromkeys(["*", "M", "G", "E", "-", "vit", "head"], 2e-3) | {"expert": 5e-4},
-        microbatch_overhead=0.01,
-        step_overhead=0.01,
-        optimizer_bandwidth=1e9,
-        launches_ahead=False,
-        fused=False,
-        precision=4,
-        shared_cores=cores,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / CORES,
+        shared_cores=CORES,
     )

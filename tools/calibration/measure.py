@@ -5,14 +5,14 @@
 On CPU ranks, which share cores with each other and with other programs, a step's time is the
 processor time of the rank's process. On a GPU it is the device's time, waiting included.
 
-``torchrun -m calibration.measure LINES FILE`` is what `measure_runs` starts: each rank runs all
-command lines of LINES, and rank 0 writes what every rank measured to FILE.
+``torchrun -m calibration.measure FILE ARGUMENTS…`` is what is started: each rank does a run of the
+program, or times collectives if the arguments are a device alone, and rank 0 writes what every rank
+measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -30,25 +29,20 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.loop.run import close_session, open_session, train
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from megatron.core import cpu_runtime
-from megatron.training.global_vars import unset_global_variables
 
 STEPS, WARM_UP = 10, 2
 """Steps of a run, and how many of the first ones track memory and are not timed."""
-ROUNDS = 5
+ROUNDS = 3
 """Runs of each line on CPUs, spread over time as hosts have slow minutes; the median counts."""
-COLLECTIVES = "collectives"
-"""The line that times collectives instead of a run."""
-SMALL, LARGE = 2**12, {"cpu": 2**22, "cuda": 2**26}
-"""Approximate bytes of the collectives that give the latency, and of those for the bandwidth."""
+SIZES = {"cpu": (2**12, 2**22), "cuda": (2**12, 2**26)}
+"""Approximate bytes of the collectives, of which few give the latency and many the bandwidth."""
 REPEATS, MATRIX = 50, 512
 """Collectives in a row, and rows of the matrices multiplied before each, as training has it."""
-CROWD = 2
-"""CPU ranks per core, which take turns at each collective, as in training."""
+CORES = len(os.sched_getaffinity(0))
 
 OF_RANKS = dict(os.environ)
 """Environment of the ranks; tools/calibrate.py, which only predicts, has no GPU in its own."""
@@ -60,94 +54,62 @@ Figures = dict[str, float]
 def measure_runs(lines: list[list[str]], ranks: int, on_gpu: bool) -> list[list[Figures]]:
     """Run the program's command lines on ``ranks`` ranks; return each rank's figures, by line.
 
-    A line that fails on a single rank says why on stderr, and has no figures. Busy cores slow each
-    other down, so on CPUs as many runs go on side by side as have cores.
-
-    Raises:
-        UserError: runs on several ranks failed.
+    A line that fails says why on stderr, and has no figures. Busy cores slow each other down, so on
+    CPUs as many runs go on side by side as have cores.
     """
-    if not lines:
-        return []
-    groups = 1 if on_gpu else max(1, _cores() // ranks)
-    found = _started((1 if on_gpu else ROUNDS) * lines, ranks, groups, on_gpu)
-    by_line = [
-        [run for group in found for run in group[number :: len(lines)] if all(run)]
-        for number in range(len(lines))
-    ]
+    groups, rounds = (1, 1) if on_gpu else (max(1, CORES // ranks), ROUNDS)
+    found: list[list[list[Figures]]] = [[] for _ in lines]
+    for _ in range(rounds):
+        for of_line, line in zip(found, lines, strict=True):
+            of_line += _started(line, ranks, groups, on_gpu)
     return [
         [
             {name: median(figures[name] for figures in runs) for name in runs[0]}
             for runs in zip(*of_line, strict=True)
         ]
-        for of_line in by_line
+        for of_line in found
     ]
 
 
 def measure_collectives(device: str) -> list[dict]:
     """Time collectives between two GPUs of this host, if it has them, or between CPU ranks.
 
-    CPU ranks share cores, and their seconds are processor time.
+    Two CPU ranks share each core, and their seconds are processor time.
     """
     on_gpu = device == "cuda"
-    ((of_ranks,),) = _started([[COLLECTIVES, device]], 2 if on_gpu else CROWD * _cores(), 1, on_gpu)
-    return of_ranks[0]
+    found = _started([device], 2 if on_gpu else 2 * CORES, 1, on_gpu)
+    return found[0][0] if found else []
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _started(lines: list[list[str]], ranks: int, groups: int, on_gpu: bool) -> list[list[list]]:
-    """Run lines on several groups of ranks at the same time; return what each rank measured."""
+def _started(line: list[str], ranks: int, groups: int, on_gpu: bool) -> list[list]:
+    """Start ``groups`` groups of ranks at the same time; return what each rank measured."""
     environment = OF_RANKS | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
     environment |= {} if on_gpu else {"OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", str(ranks), "-m", "calibration.measure"]
     with tempfile.TemporaryDirectory() as directory:
-        listed = Path(directory) / "lines.json"
-        listed.write_text(json.dumps(lines))
         files = [Path(directory) / f"{number}.json" for number in range(groups)]
-        started = [subprocess.Popen([*launch, listed, file], env=environment) for file in files]
-        if any([process.wait() for process in started]):
-            raise UserError(f"runs on {ranks} ranks failed; the reason is above")
-        return [json.loads(file.read_text()) for file in files]
+        started = [subprocess.Popen([*launch, file, *line], env=environment) for file in files]
+        for process in started:
+            process.wait()
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+    for figures in (ranks[0] for ranks in found if len(line) > 1):
+        text = f"{figures['seconds']:.4f} s, {figures['peak_bytes'] / 1e9:.2f} GB"
+        print(f"{' '.join(line)}: {text}", file=sys.stderr, flush=True)
+    return found
 
 
-def main(lines: str, file: str) -> None:
-    """Run all lines on this rank; rank 0 writes what all ranks measured."""
-    found = []
-    for arguments in json.loads(Path(lines).read_text()):
-        if "cuda" not in arguments:
-            cpu_runtime.install()
-        if arguments[0] == COLLECTIVES:
-            mine = _timed_collectives(arguments[1])
-        else:
-            mine = _measured_or_empty(arguments)
-        found.append([mine] * int(os.environ["WORLD_SIZE"]))
-        if len(found[-1]) > 1 and dist.is_initialized():
-            dist.all_gather_object(found[-1], mine)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if os.environ["RANK"] == "0":
+def main(file: str, *arguments: str) -> None:
+    """Measure on this rank; rank 0 writes what all ranks measured."""
+    if "cuda" not in arguments:
+        cpu_runtime.install()
+    is_run = len(arguments) > 1
+    mine = measured(options_of(list(arguments))) if is_run else _timed_collectives(*arguments)
+    found = [mine] * int(os.environ["WORLD_SIZE"])
+    dist.all_gather_object(found, mine)
+    if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found) + "\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _measured_or_empty(arguments: list[str]) -> Figures:
-    """Measure a run; on a single rank, errors of any kind are printed and leave it out."""
-    try:
-        mine = measured(options_of(arguments))
-    except Exception as error:
-        if os.environ["WORLD_SIZE"] != "1":
-            raise
-        unset_global_variables()
-        mine, text = {}, f"{type(error).__name__}: {error}"
-    else:
-        text = f"{mine['seconds']:.4f} s, {mine['peak_bytes'] / 1e9:.2f} GB"
-    if os.environ["RANK"] == "0":
-        print(f"{' '.join(arguments)}: {text}", file=sys.stderr, flush=True)
-    return mine
+    dist.destroy_process_group()
 
 
 def options_of(arguments: list[str], world: int | None = None) -> Options:
@@ -180,18 +142,13 @@ def measured(options: Options) -> Figures:
         stages[0].register_forward_pre_hook(note)
         return stages
 
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     with contextlib.redirect_stdout(None), tracking:
         if is_tracked:
             tracking.enter_context(tracker)
         session = open_session(options, make_source(options.args, options.preset.encoder))
         session.cfg.model.post_wrap_hooks.append(observe)
-        try:
-            train(session)
-        finally:
-            if dist.get_world_size() == 1 or not sys.exc_info()[0]:  # the others may still train
-                close_session(session)
+        train(session)
+        close_session(session)
     steps = begins[::number][WARM_UP:]
     seconds = min(after - before for before, after in zip(steps, steps[1:], strict=False))
     peak = torch.cuda.max_memory_allocated() if on_gpu else tracker.peak
@@ -228,39 +185,35 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _timed_collectives(device: str) -> list[dict]:
-    """Time small and large collectives on this rank, in seconds of one."""
-    rank, on_gpu = int(os.environ["LOCAL_RANK"]), device == "cuda"
-    if on_gpu and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-        return []
-    if on_gpu:
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    clock = time.perf_counter if on_gpu else time.process_time
-    ranks, matrix, taken = dist.get_world_size(), torch.rand(MATRIX, MATRIX), []
+    """Time small and large collectives on this rank: seconds of an all-gather and a reduce-scatter,
+    as a mean.
+    """
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if device == "cuda" else 0)
+    dist.init_process_group("nccl")
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    ranks, matrix = dist.get_world_size(), torch.rand(MATRIX, MATRIX, device="cuda")
 
-    def seconds(collective: Callable[..., object], *tensors: torch.Tensor) -> float:
+    def seconds(whole: torch.Tensor, part: torch.Tensor, communicates: bool) -> float:
         dist.barrier()
-        float(matrix[0, 0])  # waits for the device
+        torch.cuda.synchronize()
         begin = clock()
         for _ in range(REPEATS):
             matrix @ matrix
-            collective(*tensors)
-        float(matrix[0, 0])
-        return (clock() - begin) / REPEATS
+            if communicates:
+                dist.all_gather_into_tensor(whole, part)
+            matrix @ matrix
+            if communicates:
+                dist.reduce_scatter_tensor(part, whole)
+        torch.cuda.synchronize()
+        return (clock() - begin) / REPEATS / 2
 
-    for size in (SMALL, LARGE[device]):
-        part = torch.zeros(size // 4 // ranks)
+    taken = []
+    for size in SIZES[device]:
+        part = torch.zeros(size // 4 // ranks, device="cuda")
         whole = part.repeat(ranks)
-        ways = {
-            "all-gather": (dist.all_gather_into_tensor, whole, part),
-            "reduce-scatter": (dist.reduce_scatter_tensor, part, whole),
-        }
-        for name, way in ways.items():
-            seconds(*way)  # warms up
-            more = [seconds(*way) - seconds(lambda: None) for _ in range(ROUNDS)]
-            found = {"collective": name, "ranks": ranks, "bytes": whole.nbytes}
-            taken.append(found | {"seconds": median(more)})
+        seconds(whole, part, True)  # warms up
+        more = [seconds(whole, part, True) - seconds(whole, part, False) for _ in range(ROUNDS)]
+        taken.append({"ranks": ranks, "bytes": whole.nbytes, "seconds": median(more)})
     return taken
 
 

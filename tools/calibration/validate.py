@@ -45,23 +45,20 @@ def read(file: Path) -> list[dict]:
     """
     try:
         runs = json.loads(file.read_text())["runs"]
-        if all(run["arguments"] and run["step_s"] for run in runs):
-            return runs
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise UserError(f"{file}: not a file of measure or tools/bench/vlm.py")
+        [run["arguments"] + str(run["step_s"]) for run in runs]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: not a file of measure or tools/bench/vlm.py") from error
+    return runs
 
 
 def measure(file: Path) -> None:
-    """Measure the layouts of ``CPU_RUNS`` on this host; runs in the file are not repeated.
+    """Measure the layouts of ``CPU_RUNS`` on this host.
 
     ``step_s`` is the processor time of all ranks. The memory of runs with context parallelism is
     None.
     """
-    found = read(file) if file.exists() else []
-    done = [run["arguments"] for run in found]
-    asked = [run for run in read(CPU_RUNS) if run["arguments"] not in done]
-    for world, runs in groupby(asked, key=lambda run: run["ranks"]):
+    found = []
+    for world, runs in groupby(read(CPU_RUNS), key=lambda run: run["ranks"]):
         runs = list(runs)
         lines = [run["arguments"].replace(SMALL, str(ROOT / SMALL)).split() for run in runs]
         for run, ranks in zip(runs, measure_runs(lines, world, on_gpu=False), strict=True):
@@ -69,7 +66,7 @@ def measure(file: Path) -> None:
                 run["step_s"] = sum(rank["seconds"] for rank in ranks)
                 memory = max(rank["peak_bytes"] for rank in ranks)
                 found.append(run | {"peak_memory_gib": memory / 2**30 or None})
-        file.write_text('{"runs": [\n' + ",\n".join(map(json.dumps, found)) + "\n]}\n")
+    file.write_text('{"runs": [\n' + ",\n".join(map(json.dumps, found)) + "\n]}\n")
 
 
 def compare(machine: Machine, runs: list[dict]) -> list[dict]:
@@ -78,27 +75,17 @@ def compare(machine: Machine, runs: list[dict]) -> list[dict]:
     Runs with CUDA graphs are left out: the machine's figures are for launches by the host.
     """
     rows = []
-    for run in runs:
-        if "--cuda-graph-impl" in run["arguments"]:
-            continue
+    for run in (run for run in runs if "--cuda-graph-impl" not in run["arguments"]):
         plan = planned(shlex.split(run["arguments"]), run["ranks"])
-        step = step_time(plan, machine)
-        rows.append(
-            {
-                "ranks": run["ranks"],
-                "encoder": str(plan.layouts.encoder),
-                "language": str(plan.layouts.language),
-                "micro batch": str(plan.layouts.batch.micro_size),
-                "seconds": {
-                    "predicted": step.work if machine.shared_cores else step.seconds,
-                    "measured": run["step_s"] * (1 - run["data_wait"]),
-                },
-                "bytes": {
-                    "predicted": peak(memory_of(plan, machine)) - machine.reserved_bytes,
-                    "measured": (run["peak_memory_gib"] or 0.0) * 2**30,
-                },
-            }
-        )
+        step, memory = step_time(plan, machine), peak(memory_of(plan, machine))
+        seconds = {"predicted": step.work if machine.shared_cores else step.seconds}
+        seconds["measured"] = run["step_s"] * (1 - run["data_wait"])
+        tensors = {"predicted": memory - machine.reserved_bytes}
+        tensors["measured"] = (run["peak_memory_gib"] or 0.0) * 2**30
+        lay = plan.layouts
+        shown = {"ranks": run["ranks"], "micro": lay.batch.micro_size}
+        shown |= {"encoder": str(lay.encoder), "language": str(lay.language)}
+        rows.append(shown | {"seconds": seconds, "bytes": tensors})
     return rows
 
 
@@ -129,20 +116,17 @@ def rank_correlation(rows: list[dict], what: str) -> float:
 def describe(rows: list[dict]) -> str:
     """Return the rows as a table, and a line about the errors of time and of memory."""
     units = {"seconds": ("s", 1.0, ".2f"), "bytes": ("MB", 1e6, ",.0f")}
-    names = ["ranks", "encoder", "language", "micro batch"]
-    heads = [f"{unit}: {what}" for unit, *_ in units.values() for what in ("predicted", "measured")]
-    lines = [[*names, *heads[:2], "error", *heads[2:], "error"]]
+    names = ["ranks", "encoder", "language", "micro"]
+    heads = [[f"{unit}: predicted", "measured", "error"] for unit, *_ in units.values()]
+    lines, summary = [[*names, *heads[0], *heads[1]]], ""
     for row in rows:
-        cells = [row[name] for name in names]
+        lines.append([row[name] for name in names])
         for what, (_, scale, form) in units.items():
-            cells += [f"{n / scale:{form}}" if n else "-" for n in row[what].values()]
-            cells += [f"{error:+.0%}" for error in errors([row], what)] or ["-"]
-        lines.append(cells)
-    text = table(lines)
+            lines[-1] += [f"{n / scale:{form}}" if n else "-" for n in row[what].values()]
+            lines[-1] += [f"{error:+.0%}" for error in errors([row], what)] or ["-"]
     for what in units:
         found = list(map(abs, errors(rows, what)))
-        text += (
-            f"\n{what}: largest error {max(found):.0%}, mean {sum(found) / len(found):.0%}, "
-            f"rank correlation {rank_correlation(rows, what):.2f}"
-        )
-    return text
+        mean, correlation = sum(found) / len(found), rank_correlation(rows, what)
+        summary += f"\n{what}: largest error {max(found):.0%}, mean {mean:.0%}, "
+        summary += f"rank correlation {correlation:.2f}"
+    return table(lines) + summary

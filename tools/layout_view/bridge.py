@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import NOBODY, Crossing, plan_block
@@ -16,58 +17,26 @@ from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_top
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 
-class Flows(NamedTuple):
-    """Rows that ranks send each other in one direction, as arrays of equal length.
-
-    Rows that stay on their rank are left out.
-
-    Attributes:
-        givers, takers: int64, global ranks that send and receive each message.
-        rows: float64, rows of each message.
-    """
-
-    givers: np.ndarray
-    takers: np.ndarray
-    rows: np.ndarray
-
-    @property
-    def total(self) -> float:
-        """Rows of all messages together."""
-        return float(self.rows.sum())
-
-    def sent(self, world: int) -> np.ndarray:
-        """Return the rows that each rank sends, float64 [world]."""
-        return np.bincount(self.givers, self.rows, minlength=world)
-
-    def received(self, world: int) -> np.ndarray:
-        """Return the rows that each rank receives, float64 [world]."""
-        return np.bincount(self.takers, self.rows, minlength=world)
-
-    def leaving(self, gpus_per_node: int) -> float:
-        """Return the share of the rows that leave a node."""
-        leaves = self.givers // gpus_per_node != self.takers // gpus_per_node
-        return float(self.rows[leaves].sum()) / self.total if self.total else 0.0
-
-
-@dataclass(frozen=True)
-class Bridge:
+class Bridge(NamedTuple):
     """The bridge between two modules.
 
     Attributes:
         topology: what each rank encodes and consumes; None if modules are non-colocated.
         blocks: groups of ranks that exchange rows only among themselves.
-        forward, backward: rows moved in a step.
+        forward, backward: rows that one rank sends another in a step, float64 [from, to]; rows that
+            stay on their rank are left out.
     """
 
     topology: BridgeTopology | None
-    blocks: list[list[int]]
-    forward: Flows
-    backward: Flows
+    blocks: Sequence[Sequence[int]]
+    forward: coo_array
+    backward: coo_array
 
-    @property
-    def ways(self) -> dict[str, Flows]:
-        """Both directions by name."""
-        return {"forward": self.forward, "backward": self.backward}
+
+def leaving(way: coo_array, gpus_per_node: int) -> float:
+    """Return the share of the rows that leave a node."""
+    leaves = way.row // gpus_per_node != way.col // gpus_per_node
+    return float(way.data[leaves].sum() / way.sum()) if way.nnz else 0.0
 
 
 def colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: float) -> Bridge:
@@ -80,27 +49,28 @@ def colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: floa
         rows: number of rows of the batch.
     """
     topology = bridge_topology(encoder, language)
-    moves = {}
-    found: tuple[list, list] = ([], [])
-    for block in topology.blocks:
-        plan = plan_block(topology, block)
-        key = plan.forward.before, plan.forward.after, plan.backward.copy
-        if key not in moves:  # most blocks are alike
-            moves[key] = [_moves(way) for way in plan]
-        for way, (givers, takers, share) in zip(found, moves[key], strict=True):
+    plans = [plan_block(topology, block) for block in topology.blocks]
+    found = {}  # most blocks are alike
+    ways = []
+    for crossings in zip(*plans, strict=True):
+        moves = []
+        for block, crossing in zip(topology.blocks, crossings, strict=True):
+            key = crossing.before, crossing.after, crossing.copy
+            found[key] = found.get(key) or _moves(crossing)
+            givers, takers, atoms = found[key]
             ranks = np.array(block)
-            way.append((ranks[givers], ranks[takers], share * rows / topology.atoms))
-    forward, backward = (Flows(*map(np.concatenate, zip(*way, strict=True))) for way in found)
-    return Bridge(topology, topology.blocks, forward, backward)
+            moves.append((ranks[givers], ranks[takers], atoms))
+        givers, takers, atoms = map(np.concatenate, zip(*moves, strict=True))
+        ways.append(_matrix(givers, takers, atoms * rows / topology.atoms, encoder.size))
+    return Bridge(topology, topology.blocks, *ways)
 
 
-def _moves(crossing: Crossing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _moves(crossing: Crossing) -> tuple[np.ndarray, ...]:
     """Return giver and taker of every message, as members of the block, and its size in atoms."""
     members = np.arange(len(crossing.before))[:, None, None]
-    taker, atom, copy = np.nonzero((crossing.giver != NOBODY) & (crossing.giver != members))
-    pair = crossing.giver[taker, atom, copy] * len(members) + taker
-    pairs, number = np.unique(pair, return_counts=True)
-    return pairs // len(members), pairs % len(members), number / crossing.owners
+    moved = (crossing.giver != NOBODY) & (crossing.giver != members)
+    givers, takers = crossing.giver[moved], np.nonzero(moved)[0]
+    return givers, takers, np.full(len(givers), 1 / crossing.owners)
 
 
 def non_colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: float) -> Bridge:
@@ -118,14 +88,15 @@ def non_colocated_bridge(encoder: HyperCommGrid, language: HyperCommGrid, rows: 
     receivers, _ = bridge.get_leader_rank(bridge.dest_grid, is_src=False)
     bridge.build_comm_map(senders, receivers)
     pairs = [(rank, to) for rank in senders for to in bridge.comm_map[rank].send_to_ranks]
-    givers, takers = np.array(pairs).T
-    each = np.full(len(pairs), rows / len(pairs))
-    blocks = sorted(_joined(pairs))
-    return Bridge(None, blocks, Flows(givers, takers, each), Flows(takers, givers, each))
+    each, world = np.full(len(pairs), rows / len(pairs)), language.rank_offset + language.size
+    forward = _matrix(*np.array(pairs).T, each, world)
+    of_rank = connected_components(forward)[1]
+    blocks = [np.flatnonzero(of_rank == of_rank[rank]).tolist() for rank in senders]
+    unique = [block for number, block in enumerate(blocks) if block not in blocks[:number]]
+    return Bridge(None, unique, forward, forward.T)
 
 
-def _joined(pairs: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Yield the ranks of pairs that have the sender, or else the receiver, in common."""
-    side = 0 if len({giver for giver, _ in pairs}) <= len({taker for _, taker in pairs}) else 1
-    for shared in {pair[side] for pair in pairs}:
-        yield sorted({rank for pair in pairs if pair[side] == shared for rank in pair})
+def _matrix(givers: np.ndarray, takers: np.ndarray, rows: np.ndarray, world: int) -> coo_array:
+    matrix = coo_array((rows, (givers, takers)), shape=(world, world))
+    matrix.sum_duplicates()
+    return matrix

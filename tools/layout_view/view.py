@@ -8,11 +8,14 @@ planner's.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 from examples.mimo.common.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.planner.schedule import Span, Work, timeline
+from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import Span, stages_of_pipeline, timeline
+from examples.mimo.nemotron_vlm.planner.step_time import work_of
 from layout_view.bridge import Bridge, colocated_bridge, non_colocated_bridge
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.setup.module_groups import make_grid
@@ -33,11 +36,6 @@ class Module:
     name: str
     layout: Layout
     grid: HyperCommGrid
-
-    @property
-    def ranks(self) -> range:
-        """Global ranks that hold the module."""
-        return range(self.grid.rank_offset, self.grid.rank_offset + self.grid.size)
 
     @cached_property
     def groups(self) -> dict[str, list[list[int]]]:
@@ -66,19 +64,15 @@ class Module:
 
 @dataclass(frozen=True)
 class View:
-    """A layout on nodes of some size; WORLD_SIZE in the environment must cover all its ranks.
+    """A plan on nodes of a machine; WORLD_SIZE in the environment must cover all its ranks."""
 
-    Attributes:
-        rows_per_sample: number of embeddings of each sample.
-        work: a step's work, in the unit of the timeline.
-        costs: what the timeline is computed from, in words.
-    """
+    plan: Plan
+    machine: Machine
 
-    layouts: Layouts
-    gpus_per_node: int
-    rows_per_sample: int
-    work: Work
-    costs: str
+    @property
+    def layouts(self) -> Layouts:
+        """The plan's layouts."""
+        return self.plan.layouts
 
     @property
     def world(self) -> int:
@@ -91,6 +85,11 @@ class View:
         e, lay = self.layouts.encoder, self.layouts.language
         grids = make_grid(e, "none"), make_grid(lay, "none", self.layouts.language_offset)
         return Module(ENCODER, e, grids[0]), Module(LANGUAGE, lay, grids[1])
+
+    @property
+    def rows_per_sample(self) -> float:
+        """Number of embeddings of each sample."""
+        return self.plan.images.mean * self.plan.preset.encoder.tokens_per_tile
 
     @cached_property
     def bridge(self) -> Bridge:
@@ -107,40 +106,34 @@ class View:
 
     def leaving(self, groups: list[list[int]]) -> list[list[int]]:
         """Return the groups that have ranks on several nodes."""
-        size = self.gpus_per_node
+        size = self.machine.gpus_per_node
         return [group for group in groups if len({rank // size for rank in group}) > 1]
 
     @cached_property
     def timeline(self) -> dict[str, list[Span]]:
         """Spans of a rank of each pipeline stage, by the stage's name."""
-        names = [stage.name for stage in self.work.stages]
-        return dict(zip(names, timeline(self.work), strict=True))
+        names = [stage.name for stage in stages_of_pipeline(self.layouts)]
+        return dict(zip(names, timeline(work_of(self.plan, self.machine)), strict=True))
 
     @property
     def total(self) -> float:
-        """Time of the step, up to the end of the backward."""
+        """Seconds of the step, up to the end of the backward."""
         return max(spans[-1][2] for spans in self.timeline.values())
 
     @property
     def bubble(self) -> float:
         """Share of the ranks' time that they spend waiting."""
+        stages = stages_of_pipeline(self.layouts)
         busy = sum(
             stage.ranks * sum(end - begin for _, begin, end in spans)
-            for stage, spans in zip(self.work.stages, self.timeline.values(), strict=True)
+            for stage, spans in zip(stages, self.timeline.values(), strict=True)
         )
         return max(0.0, 1 - busy / self.world / self.total)
 
-    def data(self) -> dict:
-        """Return everything for JSON: groups by module and axis, messages as giver, taker, rows."""
-        ways = {
-            name: list(zip(*(part.tolist() for part in way), strict=True))
-            for name, way in self.bridge.ways.items()
-        }
-        return {
-            "gpus_per_node": self.gpus_per_node,
-            "layouts": asdict(self.layouts),
-            "groups": {module.name: module.groups for module in self.modules},
-            "bridge": {"blocks": self.bridge.blocks, "rows_per_sample": self.rows_per_sample}
-            | ways,
-            "timeline": {"costs": self.costs, "total": self.total, "stages": self.timeline},
-        }
+    def describe_timeline(self) -> str:
+        """Return the microbatches, the predicted seconds, and the share of waiting."""
+        where = ", encoder in the bubbles" * self.plan.schedule.in_bubbles
+        return (
+            f"timeline{where}: {self.layouts.num_microbatches} microbatches, {self.total:.3g} s "
+            f"before gradients are reduced, bubble {self.bubble:.1%}"
+        )

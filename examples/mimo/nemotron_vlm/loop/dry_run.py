@@ -32,6 +32,7 @@ from examples.mimo.nemotron_vlm.planner.plan import Tiles, most_that_fit, plan_o
 from examples.mimo.nemotron_vlm.planner.report import as_data, describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.schedule import stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import Task, search
+from megatron.training.training import num_floating_point_operations
 
 KINDS = {
     "M": "Mamba-2 layers",
@@ -89,15 +90,17 @@ def plan(argv: list[str], own: Namespace) -> str:
     options = parse([*argv, *alone], 1)
     args, preset = options.args, options.preset
     is_chosen = any(word.partition("=")[0] == "--placement" for word in argv)
-    tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else None
+    fit = most_that_fit(preset, args.seq_length)
+    tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else fit
+    args.modality_flops_per_sample = tiles.mean * preset.flops_per_tile
     task = Task(
         preset=preset,
         world=own.plan,
         machine=replace(find_machine(own.plan_gpu), gpus_per_node=own.plan_gpus_per_node),
         seq_length=args.seq_length,
         global_batch=args.global_batch_size,
-        images=tiles or most_that_fit(preset, args.seq_length),
-        imbalance=own.plan_imbalance,
+        images=tiles,
+        operations=num_floating_point_operations(args, 1),
         placements=(own.placement,) if is_chosen else PLACEMENTS,
         in_bubbles=own.encoder_schedule == BUBBLES,
     )

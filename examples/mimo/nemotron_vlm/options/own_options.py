@@ -111,8 +111,6 @@ class OwnOptions:
     plan_tiles: str = ""
     """image tiles of a sample that --plan is for, N[:CHANCE],…, as in 1:0.3,7:0.5,13:0.2; default:
     as many as --seq-length holds"""
-    plan_imbalance: float = 1.0
-    """tokens of the rank with the busiest experts over the mean, for --plan"""
     plan_json: Path | None = None
     """write the plans of --plan to this file"""
 

@@ -13,7 +13,7 @@ MLPs are counted tensor by tensor. The residual, which two layers share, is coun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
@@ -29,21 +29,23 @@ RECOMPUTED = {"none": "", "moe": "E", "full": "*MGE-"}
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A microbatch on a language DP rank, with the properties that decide what layers do with it.
+class Part:
+    """A microbatch on one rank of the language model.
 
-    samples: number of sequences of ``seq_length`` tokens. fused: whether layers are fused.
-    imbalance: tokens of the rank with the busiest experts over the mean.
+    p: sizes of the model. lay: its layout. samples: sequences of the microbatch on a DP rank, of
+    seq_length tokens. fused: whether layers are fused.
     """
 
+    p: LanguagePreset
+    lay: Layout
     samples: int
     seq_length: int
     fused: bool
-    imbalance: float = 1.0
 
-    def tokens(self, lay: Layout) -> float:
-        """Return the tokens of one rank, with sequence parallelism."""
-        return self.samples * self.seq_length / lay.cp / lay.tp
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of the rank, with sequence parallelism."""
+        return self.samples * self.seq_length / self.lay.cp / self.lay.tp
 
 
 @dataclass(frozen=True)
@@ -70,46 +72,47 @@ class Layer:
 
 
 @cache
-def language_layer(kind: str, p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+def language_layer(kind: str, part: Part) -> Layer:
     """Return a layer of the language model by its letter in the pattern, without recompute."""
     count = {"*": _attention, "M": _mamba, "G": _gated_delta, "E": _experts, "-": _mlp}[kind]
-    return count(p, lay, rows)
+    return count(part)
 
 
-def kept_with_recompute(kind: str, p: LanguagePreset, lay: Layout, rows: Rows, again: str) -> float:
+def kept_with_recompute(kind: str, part: Part, again: str) -> float:
     """Return the elements that one layer keeps if ``again`` is recomputed: none, moe or full."""
     if kind not in RECOMPUTED[again]:
-        return language_layer(kind, p, lay, rows).kept
-    return rows.tokens(lay) * (p.hidden_size if again == "full" else _norm(p, rows))
+        return language_layer(kind, part).kept
+    return part.tokens * (part.p.hidden_size if again == "full" else _norm(part))
 
 
-def _norm(p: LanguagePreset, rows: Rows) -> int:
+def _norm(part: Part) -> int:
     """Count a norm's input, output and inverse deviation, per token; PyTorch's keeps one more."""
-    return (2 if rows.fused else 3) * p.hidden_size + 1
+    return (2 if part.fused else 3) * part.p.hidden_size + 1
 
 
-def _attention(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
-    tokens, heads = rows.tokens(lay), p.num_attention_heads
+def _attention(part: Part) -> Layer:
+    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.num_attention_heads
     q, kv = heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
-    gathered = kv * lay.cp if lay.cp > 1 and not rows.fused else 0
-    kept = _norm(p, rows) + (2 if rows.fused else 3) * q + kv + gathered + heads
+    gathered = kv * lay.cp if lay.cp > 1 and not part.fused else 0
+    kept = _norm(part) + (2 if part.fused else 3) * q + kv + gathered + heads
     work = {
         "gemm": 2 * tokens * p.hidden_size * (2 * q + kv),
-        "attention": 2 * tokens * rows.seq_length * q,
+        "attention": 2 * tokens * part.seq_length * q,
     }
     moved = tokens * (2 * q + kv)  # to the zigzag layout, and back
     return Layer(work, tokens * kept, tokens * (q + kv), moved, tokens * lay.cp * kv)
 
 
-def _mamba(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
-    tokens, heads, inner = rows.tokens(lay), p.mamba_num_heads, p.mamba_num_heads * p.mamba_head_dim
+def _mamba(part: Part) -> Layer:
+    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.mamba_num_heads
+    inner = heads * p.mamba_head_dim
     groups, state = p.mamba_num_groups, p.mamba_state_dim
     mixed = inner + 2 * groups * state
     projected, largest = inner + mixed + heads, inner + mixed + heads
-    if rows.fused:
+    if part.fused:
         kept = projected + 3 * inner
     else:
-        chunk = min(SSD_CHUNK, rows.seq_length / lay.cp)
+        chunk = min(SSD_CHUNK, part.seq_length / lay.cp)
         between_tokens = (2 * heads + groups) * chunk
         states = 2 * inner * state / chunk + 2 * heads * state
         kept = projected + 3 * mixed + 10 * inner + 2 * groups * state + between_tokens + states
@@ -118,33 +121,34 @@ def _mamba(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
         "gemm": 2 * tokens * p.hidden_size * (inner + projected),
         "scan": 7 * tokens * inner * state,
     }
-    states = rows.samples * inner * state / lay.tp * lay.cp
-    return Layer(work, tokens * (_norm(p, rows) + kept), tokens * largest, states=states)
+    states = part.samples * inner * state / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(part) + kept), tokens * largest, states=states)
 
 
-def _gated_delta(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
-    tokens, heads = rows.tokens(lay), p.linear_num_value_heads
+def _gated_delta(part: Part) -> Layer:
+    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.linear_num_value_heads
     key, value = p.linear_num_key_heads * p.linear_key_head_dim, heads * p.linear_value_head_dim
     projected, mixed, largest = 2 * (key + value + heads), 2 * key + value, 2 * (key + value)
     repeated = 2 * heads * p.linear_key_head_dim  # queries and keys repeated for all value heads
-    if rows.fused:
+    if part.fused:
         kept = projected + mixed + repeated + 3 * value + heads * GDN_CHUNK
     else:
-        chunk = min(GDN_CHUNK, rows.seq_length / lay.cp)
+        chunk = min(GDN_CHUNK, part.seq_length / lay.cp)
         kept = projected + 3 * mixed + 9 * value + 6 * repeated + 5.25 * heads * chunk
         largest = max(largest, heads * chunk)
     work = {
         "gemm": 2 * tokens * p.hidden_size * (projected + value),
         "delta": 2 * tokens * (CONV_KERNEL * mixed + 4 * value * p.linear_value_head_dim),
     }
-    states = rows.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
-    return Layer(work, tokens * (_norm(p, rows) + kept), tokens * largest, states=states)
+    states = part.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(part) + kept), tokens * largest, states=states)
 
 
-def _experts(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
-    tokens, h, ffn = rows.tokens(lay), p.hidden_size, p.moe_ffn_hidden_size
-    shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk * rows.imbalance
-    kept = _norm(p, rows) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
+def _experts(part: Part) -> Layer:
+    p, lay, tokens = part.p, part.lay, part.tokens
+    h, ffn = p.hidden_size, p.moe_ffn_hidden_size
+    shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk
+    kept = _norm(part) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
     kept += sent * lay.etp * (h + 3 * ffn / lay.etp)
     work = {
         "gemm": 2 * tokens * h * (2 * shared + p.num_experts),
@@ -153,20 +157,20 @@ def _experts(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
     return Layer(work, tokens * kept, tokens * sent * lay.etp * max(h, ffn / lay.etp))
 
 
-def _mlp(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
-    tokens, ffn = rows.tokens(lay), p.ffn_hidden_size or 4 * p.hidden_size
+def _mlp(part: Part) -> Layer:
+    p, tokens, ffn = part.p, part.tokens, part.p.ffn_hidden_size or 4 * part.p.hidden_size
     work = {"gemm": 4 * tokens * p.hidden_size * ffn}
-    return Layer(work, tokens * (_norm(p, rows) + 2 * ffn), tokens * ffn)
+    return Layer(work, tokens * (_norm(part) + 2 * ffn), tokens * ffn)
 
 
-def head(p: LanguagePreset, lay: Layout, rows: Rows) -> Layer:
+def head(part: Part) -> Layer:
     """Return the final norm and the logits of one microbatch.
 
     In bytes, each logit has an fp32 softmax, and with fused layers an fp32 gradient as well.
     """
-    tokens = rows.tokens(lay)
+    p, tokens = part.p, part.tokens
     work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}
-    return Layer(work, tokens * (_norm(p, rows) + p.vocab_size))
+    return Layer(work, tokens * (_norm(part) + p.vocab_size))
 
 
 def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool = True) -> Layer:
@@ -179,11 +183,3 @@ def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool 
     kept += e.tokens_per_tile * (3 * e.output_size + 1 + 2 * preset.projector_ffn / lay.tp) * last
     work = {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
     return Layer(work, kept)
-
-
-def operations_of_sample(preset: VLMPreset, seq_length: int, tiles: float) -> float:
-    """Return the operations of forward and backward of one sample, for reported throughput."""
-    one, p, rows = Layout(dp=1, etp=1), preset.language, Rows(1, seq_length, fused=True)
-    layers = [language_layer(k, p, one, rows) for k in p.hybrid_layer_pattern.replace("|", "")]
-    forward = sum(sum(layer.work.values()) for layer in (*layers, head(p, one, rows)))
-    return (1 + BACKWARD) * forward + tiles * preset.flops_per_tile

@@ -1,18 +1,36 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine: its peaks, links, and the share of the peak that each kind of work reaches."""
+"""A machine: its peaks, links, and the share of the peak that each kind of work reaches.
+
+Collectives take the time of the alpha-beta model. A ring takes the latency of every hop, and each
+rank sends its bytes at the bandwidth of the slowest link: NVLink within a node, or between nodes
+the network adapters of all ranks of the group that share a node.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
 
 TABLE = Path(__file__).with_name("gpus.toml")
+
+
+class Group(NamedTuple):
+    """A group of ranks: its size, and the number of nodes it spans."""
+
+    size: int
+    nodes: int
+
+    @property
+    def per_node(self) -> float:
+        """Mean number of ranks that share a node."""
+        return self.size / self.nodes
 
 
 @dataclass(frozen=True, eq=False)  # two machines are the same if they are one object, as in caches
@@ -35,7 +53,6 @@ class Machine:
     optimizer_bandwidth: float  # bytes per second of the optimizer's pass over its state
     fused: bool = True  # whether layers are fused, see ``layers``
     precision: int = 2  # bytes of a parameter, 2 or 4
-    launches_ahead: bool = True  # whether the host launches while the device is still busy
     shared_cores: int = 0  # cores that all ranks share; 0 if each rank has a device of its own
     reserved_bytes: float = 0.0  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect
@@ -60,13 +77,52 @@ class Machine:
         """Return the seconds of ``layers`` layers, whose work takes ``seconds``, with the host's
         overhead.
 
-        If the host launches ahead, work and overhead overlap partly: the time is their hypotenuse,
-        between their maximum and their sum. Otherwise it is their sum.
+        A host launches ahead of its device, so work and overhead overlap partly: the time is their
+        hypotenuse, between their maximum and their sum. On the host's own cores it is their sum.
         """
         host = layers * self.overhead[kind]
         if kind == "E":
             host += self.overhead["expert"] * experts
-        return math.hypot(seconds, host) if self.launches_ahead else seconds + host
+        return seconds + host if self.shared_cores else math.hypot(seconds, host)
+
+    def ring(self, group: Group, size: float) -> float:
+        """Time of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
+        hops = (group.size - group.nodes) * self.node_latency
+        hops += (group.nodes - 1) * self.network_latency
+        return hops + self._ring_bytes(group, size)
+
+    def all_reduce(self, group: Group, size: float = 0.0) -> float:
+        """Time of an all-reduce of ``size`` bytes.
+
+        Latency is that of a reduction up a tree and a broadcast down it, which libraries use for
+        few bytes; transfer time is that of a ring's reduce-scatter and all-gather.
+        """
+        hops = math.log2(group.per_node) * self.node_latency
+        hops += math.log2(group.nodes) * self.network_latency
+        return 2 * (hops + self._ring_bytes(group, size))
+
+    def all_to_all(self, group: Group, size: float) -> float:
+        """Time of an all-to-all, in which each rank sends equal parts of its ``size`` bytes to all.
+
+        Messages within the node follow one another, each with its latency. Those to other nodes are
+        under way at the same time, with one latency in all.
+        """
+        inside = size * (group.per_node - 1) / group.size / self.bandwidth(leaves_node=False)
+        outside = size * (group.size - group.per_node) / group.size / self.bandwidth(True)
+        latency = (group.per_node - 1) * self.node_latency
+        latency += self.network_latency if group.nodes > 1 else 0.0
+        return latency + max(inside, outside)
+
+    def send(self, group: Group, size: float) -> float:
+        """Time of sending ``size`` bytes from one rank of a group to the next."""
+        leaves = group.nodes > 1
+        return self.latency(leaves) + size / self.bandwidth(leaves)
+
+    def _ring_bytes(self, group: Group, size: float) -> float:
+        bandwidth = self.bandwidth(leaves_node=False)
+        if group.nodes > 1:
+            bandwidth = min(bandwidth, self.bandwidth(leaves_node=True) * group.per_node)
+        return size * (group.size - 1) / group.size / bandwidth
 
 
 def find_machine(name: str) -> Machine:
@@ -88,13 +144,3 @@ def find_machine(name: str) -> Machine:
     except (ValueError, TypeError, KeyError) as error:
         wanted = ", ".join(field.name for field in fields(Machine))
         raise UserError(f"GPU {name}: not a file of tools/calibrate.py, with {wanted}") from error
-
-
-def write_machine(machine: Machine, path: Path, fitted_to: dict[str, list]) -> None:
-    """Write a machine for ``find_machine``, with the measurements that it was fitted to, a line
-    each.
-    """
-    texts = {name: ",\n  ".join(map(json.dumps, found)) for name, found in fitted_to.items()}
-    parts = [f' "{name}": [\n  {text}\n ]' for name, text in texts.items()]
-    parts.append(f' "machine": {json.dumps(asdict(machine))}')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

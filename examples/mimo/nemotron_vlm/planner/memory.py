@@ -11,9 +11,8 @@ from __future__ import annotations
 from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Rows
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Part
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import (
     Held,
@@ -73,37 +72,34 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
-    p, lay, number = plan.preset.language, plan.layouts.language, plan.layouts.num_microbatches
-    width, rows = machine.precision, plan.rows(machine)
-    parts = dict(_language_kept(p, lay, rows, plan.recompute, number, width, stage))
+    part, width, number = plan.part(machine), machine.precision, plan.layouts.num_microbatches
+    parts = dict(_language_kept(part, plan.recompute, number, width, stage))
     if plan.layouts.non_colocated:
         return parts
     at_once = plan.encoded_and_kept
-    kept = min(plan.recompute_encoder or at_once, at_once)
+    kept = min(plan.schedule.recompute or at_once, at_once)
     tile = layers.encoder_tile(plan.preset, plan.layouts.encoder).kept
     encoder = width * plan.most_tiles(kept) * tile
-    if plan.recompute_encoder:  # recomputed when the language model's are freed
+    if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
-    row = p.hidden_size * plan.preset.encoder.tokens_per_tile
-    consumed = at_once * plan.images.mean * rows.samples if stage == 0 else 0.0
+    row = part.p.hidden_size * plan.preset.encoder.tokens_per_tile
+    consumed = at_once * plan.images.mean * part.samples if stage == 0 else 0.0
     bridge = width * (plan.most_tiles(at_once) + 2 * consumed) * row
     return parts | {"encoder activations": encoder, "bridge": bridge}
 
 
 @cache
-def _language_kept(
-    p: LanguagePreset, lay: Layout, rows: Rows, again: str, number: int, width: int, stage: int
-) -> Parts:
-    chunks = chunks_of_stage(p.hybrid_layer_pattern, lay, stage)
+def _language_kept(part: Part, again: str, number: int, width: int, stage: int) -> Parts:
+    lay, chunks = part.lay, chunks_of_stage(part.p.hybrid_layer_pattern, part.lay, stage)
     kinds = set("".join(chunks))
-    of_layer = {kind: layers.kept_with_recompute(kind, p, lay, rows, again) for kind in kinds}
+    of_layer = {kind: layers.kept_with_recompute(kind, part, again) for kind in kinds}
     kept = tuple(sum(of_layer[kind] for kind in chunk) for chunk in chunks)
     run_again = kinds & set(RECOMPUTED[again])
-    running = [layers.language_layer(kind, p, lay, rows).running for kind in run_again]
+    running = [layers.language_layer(kind, part).running for kind in run_again]
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width + 4 * rows.fused) * layers.head(p, lay, rows).kept * is_last,
+        "loss": (4 + width + 4 * part.fused) * layers.head(part).kept * is_last,
         "recomputed layer": width * max(running, default=0.0),
     }
 

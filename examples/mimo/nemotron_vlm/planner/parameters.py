@@ -124,15 +124,12 @@ def _aligned(preset: VLMPreset, places: dict[str, int], tp: int) -> int:
     )
 
 
+@cache
 def _one_of_each(preset: VLMPreset) -> dict[str, list[Parameter]]:
     """Return the parameters of a layer of each kind, of an expert, and of what is around them."""
     pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
     language = replace(preset.language, hybrid_layer_pattern=pattern)
-    return _built(replace(preset, language=language, encoder=replace(preset.encoder, layers=1)))
-
-
-@cache
-def _built(preset: VLMPreset) -> dict[str, list[Parameter]]:
+    preset = replace(preset, language=language, encoder=replace(preset.encoder, layers=1))
     with tempfile.TemporaryDirectory() as directory, redirect_stdout(None):
         file = Path(directory) / "model.json"
         write_preset(preset, file)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.sample import most_tiles
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.planner.layers import Rows
+from examples.mimo.nemotron_vlm.planner.layers import Part
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
@@ -70,25 +70,22 @@ class Plan:
     layouts: Layouts
     images: Tiles  # of a sample
     recompute: str = "none"  # or moe (Megatron's selective recompute of MoE layers), or full
-    recompute_encoder: int = 0  # ``--recompute-encoder``; 0 keeps activations
-    macro_batch: int = 1  # ``--encoder-macro-batch``, without a pipeline or in its bubbles
-    imbalance: float = 1.0  # tokens of the rank with the busiest experts over the mean
-    in_bubbles: bool = False  # whether the encoder works in the pipeline's bubbles
+    schedule: EncoderSchedule = EncoderSchedule()  # of a colocated encoder
 
     @property
     def encoded_at_once(self) -> int:
         """Microbatches whose images are encoded at once: all of a step in three phases."""
         if self.layouts.non_colocated:
             return 1
-        schedule = EncoderSchedule(self.macro_batch, self.in_bubbles)
-        return schedule.at_once(self.layouts.language.pp, self.layouts.num_microbatches)
+        return self.schedule.at_once(self.layouts.language.pp, self.layouts.num_microbatches)
 
     @property
     def encoded_and_kept(self) -> int:
         """Microbatches for whose images the encoder keeps activations at the same time."""
-        if not self.in_bubbles:
+        if not self.schedule.in_bubbles:
             return self.encoded_at_once
-        kept = most_kept(self.layouts.language.pp, self.macro_batch) * self.macro_batch
+        size = self.schedule.macro_batch
+        kept = most_kept(self.layouts.language.pp, size) * size
         return min(kept, self.layouts.num_microbatches)
 
     def most_tiles(self, microbatches: int = 1) -> float:
@@ -107,11 +104,10 @@ class Plan:
         spread = self.images.deviation * math.sqrt(samples * 2 * math.log(lay.encoder.dp))
         return mean + spread
 
-    def rows(self, machine: Machine) -> Rows:
-        """Return a microbatch as the language model's layers process it."""
-        batch, has_ranks = self.layouts.batch, self.layouts.language.ep > 1
-        imbalance = self.imbalance if has_ranks else 1.0
-        return Rows(batch.micro_size, batch.seq_length, machine.fused, imbalance)
+    def part(self, machine: Machine) -> Part:
+        """Return a microbatch as a rank of the language model processes it."""
+        lay, batch = self.layouts.language, self.layouts.batch
+        return Part(self.preset.language, lay, batch.micro_size, batch.seq_length, machine.fused)
 
 
 def plan_of(options: Options) -> Plan:
@@ -120,15 +116,8 @@ def plan_of(options: Options) -> Plan:
     recompute = args.recompute_granularity or "none"
     if recompute == "selective":
         recompute = "moe" if "moe" in args.recompute_modules else "none"
-    return Plan(
-        options.preset,
-        options.layouts,
-        most_that_fit(options.preset, args.seq_length),
-        recompute,
-        args.recompute_encoder,
-        args.encoder_macro_batch,
-        in_bubbles=args.encoder_schedule == BUBBLES,
-    )
+    images = most_that_fit(options.preset, args.seq_length)
+    return Plan(options.preset, options.layouts, images, recompute, schedule_of(args))
 
 
 def most_that_fit(preset: VLMPreset, seq_length: int) -> Tiles:

@@ -6,22 +6,20 @@ Colocated modules encode a macro-batch, run the language model's pipeline on its
 run the encoder's backward; with a pipeline, the whole step is one macro-batch (three phases), or
 the encoder works where stages would wait (bubbles), as training plans it with these costs.
 Non-colocated modules form one pipeline.
-
-The unit of time is that of the costs: seconds of a machine, or shares of a step (`unit_work`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from operator import add
 from typing import NamedTuple
 
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD
-from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import BACKWARD as BACKWARD_PIECE
 from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, RETURN, Costs, Piece, bubble_plan
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
@@ -126,106 +124,72 @@ class Work:
         return getattr(self.chunks[virtual], way) + self.overhead / 2 / self.vpp
 
 
-def unit_work(layouts: Layouts, share: float, in_bubbles: bool, macro_batch: int) -> Work:
-    """Return the work of a step of unit time, in which all stages of a module have equal work.
-
-    A step in which no rank waits takes 1, of which the encoder takes ``share`` and the language
-    model the rest. Communication takes no time. Stages of non-colocated modules take as long as if
-    all ranks had shared the module's work, so a module with few ranks takes longer.
-
-    Args:
-        in_bubbles: whether the colocated encoder works in the pipeline's bubbles.
-        macro_batch: microbatches encoded at once, in the bubbles or without a pipeline.
-    """
-    lay, number, stages = layouts.language, layouts.num_microbatches, stages_of_pipeline(layouts)
-    world = layouts.language_offset + lay.size
-    encoder, language = Cost(encoder=share), Cost(language=1 - share)
-    chunk = language.times(world / lay.size / number / lay.vpp)
-    chunks = (chunk,) * (lay.pp * lay.vpp)
-    if layouts.non_colocated:
-        chunk = encoder.times(world / layouts.encoder.size / number)
-        return Work(stages, (chunk,) * layouts.encoder.pp + chunks, number)
-    at_once = EncoderSchedule(macro_batch, in_bubbles).at_once(lay.pp, number)
-    return Work(stages, chunks, number, encoder.times(at_once / number), at_once, in_bubbles)
+Pieces = Sequence[Sequence[Sequence[Piece]]]
+"""Pieces of encoder work before each operation of each stage and after the last, as in
+``BubblePlan``."""
 
 
 def timeline(work: Work) -> list[list[Span]]:
     """Simulate a step up to the end of its backward; return the spans of each stage."""
-    if work.in_bubbles:
-        return simulate(work, work.microbatches, _bubbles_filled(work))
-    if work.stages[0].module == "encoder":
-        return simulate(work, work.microbatches)
-    spans: list[list[Span]] = [[] for _ in work.stages]
-    now = 0.0
-    for k in range(math.ceil(work.macro_batches)):
-        number = min(work.at_once, work.microbatches - k * work.at_once)
-        lines = simulate(work, number)
-        begin = now + work.encoding("forward", k)
-        end = begin + max(line[-1][2] for line in lines)
-        before, now = now, end + work.encoding("backward", k)
-        for mine, line in zip(spans, lines, strict=True):
-            mine.append(("encoder forward", before, begin))
-            mine += [(name, begin + start, begin + stop) for name, start, stop in line]
-            mine.append(("encoder backward", end, now))
-    return spans
+    return simulate(work, _pieces(work))
 
 
-Pieces = tuple[tuple[tuple[Piece, ...], ...], ...]
-"""Pieces of encoder work before each operation of each stage, as in ``BubblePlan``."""
-
-
-def _bubbles_filled(work: Work) -> Pieces:
+def _pieces(work: Work) -> Pieces:
     """Return the pieces where training would put them at these costs."""
-    language = sum(cost.total for cost in work.by_stage) / len(work.stages) * work.microbatches
-    encoder = work.macro_batches * work.encoder.total
-    costs = Costs.of_share(encoder / (encoder + language), work.vpp)
-    sizes = len(work.stages), work.microbatches, work.at_once, work.vpp
-    return bubble_plan(*sizes, costs=costs).before
+    size, number = len(work.stages), work.microbatches
+    if work.in_bubbles:
+        language = sum(cost.total for cost in work.by_stage) / size * number
+        encoder = work.macro_batches * work.encoder.total
+        costs = Costs.of_share(encoder / (encoder + language), work.vpp)
+        return bubble_plan(size, number, work.at_once, work.vpp, costs=costs).before
+    operations = 2 * number * work.vpp
+    before: list[list[Piece]] = [[] for _ in range(operations + 1)]
+    if work.stages[0].module != "encoder":
+        each = 2 * work.at_once * work.vpp
+        for k, first in enumerate(range(0, operations, each)):
+            before[first].append(Piece(ENCODE, k))
+            after = before[min(first + each, operations)]
+            after += [Piece(RETURN, k), Piece(BACKWARD_PIECE, k)]
+    return [before] * size
 
 
 _Action = tuple[str, int, int]
 """An operation, its virtual stage and microbatch; or the encoder's, a stage and macro-batch."""
 
 
-def simulate(work: Work, microbatches: int, pieces: Pieces | None = None) -> list[list[Span]]:
-    """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches.
-
-    Args:
-        pieces: the encoder's work in the bubbles, if any.
-    """
-    size = len(work.stages)
-    orders = [_actions(stage, size, microbatches, work.vpp, pieces) for stage in range(size)]
-
-    def needed(way: str, place: int, number: int) -> list[_Action]:
-        if way == ENCODER_BACKWARD:
-            return [(RETURN, stage, number) for stage in range(size)]
-        if pieces and (way, place) == ("forward", 0):
-            return [(ENCODE, stage, number // work.at_once) for stage in range(size)]
-        source = place - 1 if way == "forward" else place + 1
-        is_sent = way in ("forward", "backward") and source not in (-1, size * work.vpp)
-        return [(way, source, number)] if is_sent else []
-
+def simulate(work: Work, pieces: Pieces) -> list[list[Span]]:
+    """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches."""
+    stages = range(len(work.stages))
+    orders = [deque(_actions(stage, work, pieces[stage])) for stage in stages]
     done: dict[_Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in work.stages]
-    following = [next(order) for order in orders]
-    while any(following):
+    spans: list[list[Span]] = [[] for _ in stages]
+    while any(orders):
         for stage, order in enumerate(orders):
             now = spans[stage][-1][2] if spans[stage] else 0.0
-            while action := following[stage]:
-                way, place, number = action
-                sources = needed(*action)
-                if not all(source in done for source in sources):
-                    break
+            while order and all(source in done for source in _sources(work, *order[0])):
+                action = way, place, number = order.popleft()
                 is_hop = way == "backward" or (way == "forward" and place > 0)
                 wait = work.hop if is_hop else 0.0
-                begin = max([now, *(done[source] + wait for source in sources)])
-                following[stage] = next(order, None)
+                arrived = (done[source] + wait for source in _sources(work, *action))
+                done[action] = begin = max([now, *arrived])
                 if way != RETURN:
                     name, length = _name_and_time(work, stage, *action)
-                    now = begin + length
+                    done[action] = now = begin + length
                     spans[stage].append((name, begin, now))
-                done[action] = now
     return spans
+
+
+def _sources(work: Work, way: str, place: int, number: int) -> list[_Action]:
+    """Return what an action waits for; without an encoder of its own, the first stage's input."""
+    size, is_apart = len(work.stages), work.stages[0].module == "encoder"
+    if way == ENCODER_BACKWARD:
+        return [(RETURN, stage, number) for stage in range(size)]
+    if (way, place) == ("forward", 0):
+        encoded = [(ENCODE, stage, number // work.at_once) for stage in range(size)]
+        return [] if is_apart else encoded
+    source = place - 1 if way == "forward" else place + 1
+    is_sent = way in ("forward", "backward") and source < size * work.vpp
+    return [(way, source, number)] if is_sent else []
 
 
 def _name_and_time(work: Work, stage: int, way: str, place: int, number: int) -> tuple[str, float]:
@@ -236,13 +200,12 @@ def _name_and_time(work: Work, stage: int, way: str, place: int, number: int) ->
     return f"{work.stages[stage].module} {way}", work.operation(way, place)
 
 
-def _actions(
-    stage: int, size: int, microbatches: int, vpp: int, pieces: Pieces | None
-) -> Iterator[_Action]:
-    """Yield all operations of a stage, in order."""
-    order = order_of_stage(stage, size, microbatches, vpp)
-    operations = [(way, chunk * size + stage, number) for way, chunk, number in order]
-    for place, before in enumerate(pieces[stage] if pieces else [()] * len(operations)):
+def _actions(stage: int, work: Work, pieces: Sequence[Sequence[Piece]]) -> Iterator[_Action]:
+    """Yield all actions of a stage, in order."""
+    order = order_of_stage(stage, len(work.stages), work.microbatches, work.vpp)
+    operations = [(way, chunk * len(work.stages) + stage, number) for way, chunk, number in order]
+    for before, operation in zip_longest(pieces, operations):
         for kind, number in before:
             yield ENCODER_BACKWARD if kind == BACKWARD_PIECE else kind, stage, number
-        yield from operations[place : place + 1]
+        if operation:
+            yield operation

@@ -38,6 +38,7 @@ from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 MICRO_SIZES = (1, 2, 4, 8)
 MACRO_BATCHES = (1, FASTEST, 4)
@@ -58,7 +59,7 @@ class Task:
     seq_length: int
     global_batch: int
     images: Tiles  # of a sample
-    imbalance: float = 1.0  # see ``Plan``
+    operations: float  # of a sample's forward and backward, for reported throughput
     placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
     in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
 
@@ -95,8 +96,8 @@ def search(task: Task, keep: int = 10) -> Found:
             continue
         for macro_batch in _macro_batches(layouts, in_bubbles):
             allowed += 1
-            how = "none", 0, macro_batch, task.imbalance, in_bubbles
-            plan = Plan(task.preset, layouts, task.images, *how)
+            schedule = EncoderSchedule(macro_batch, in_bubbles)
+            plan = Plan(task.preset, layouts, task.images, schedule=schedule)
             slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
             if estimate(plan, machine) >= slowest:
                 continue  # with recompute it would take even longer
@@ -136,10 +137,11 @@ def candidates(task: Task) -> Iterator[Layouts]:
 
 def fitting(plan: Plan, machine: Machine) -> Plan | None:
     """Return the plan with the least recompute that makes it fit the memory, or None."""
-    shares = (0,) if plan.layouts.non_colocated else (0, 1)
+    shares = (None,) if plan.layouts.non_colocated else (None, 1)
     for recompute in RECOMPUTED:
         for share in shares:
-            tried = replace(plan, recompute=recompute, recompute_encoder=share)
+            schedule = replace(plan.schedule, recompute=share)
+            tried = replace(plan, recompute=recompute, schedule=schedule)
             if peak(memory_of(tried, machine)) <= machine.memory_bytes:
                 return tried
     return None

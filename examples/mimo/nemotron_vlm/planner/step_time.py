@@ -12,22 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 
-from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.communication import (
-    Group,
-    all_reduce,
-    all_to_all,
-    group_of,
-    groups_of,
-    replicas_of,
-    ring,
-    send,
-)
-from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Rows
-from examples.mimo.nemotron_vlm.planner.machine import Machine
+from examples.mimo.nemotron_vlm.planner.groups import group_of, groups_of, replicas_of
+from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
+from examples.mimo.nemotron_vlm.planner.machine import Group, Machine
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import (
@@ -48,55 +38,45 @@ STEP_REDUCTIONS = 12
 loss, token count, routers' statistics, and whether all have finite gradients and continue."""
 
 
-def language_chunks(plan: Plan, machine: Machine) -> tuple[Cost, ...]:
-    """Return the cost of one microbatch in each virtual stage, in the pipeline's order."""
-    p, lay, offset = plan.preset.language, plan.layouts.language, plan.layouts.language_offset
-    return _chunks(p, lay, plan.rows(machine), plan.recompute, machine, offset)
-
-
 @cache
-def _chunks(
-    p: LanguagePreset, lay: Layout, rows: Rows, again: str, machine: Machine, first: int
-) -> tuple[Cost, ...]:
+def language_chunks(part: Part, again: str, machine: Machine, first: int) -> tuple[Cost, ...]:
+    """Return the cost of one microbatch in each virtual stage, in the pipeline's order.
+
+    Args:
+        again: recompute setting.
+        first: the language model's first rank.
+    """
+    p, lay = part.p, part.lay
     groups = groups_of(lay, machine.gpus_per_node, first)
     pattern = p.hybrid_layer_pattern
-    of_layer = {
-        kind: _layer(kind, p, lay, rows, again, machine, groups) for kind in set(pattern) - {"|"}
-    }
+    of_layer = {kind: _layer(kind, part, again, machine, groups) for kind in set(pattern) - {"|"}}
     chunks = [
         sum((of_layer[kind].times(chunk.count(kind)) for kind in sorted(set(chunk))), Cost())
         for chunk in chunks_of(pattern, lay)
     ]
-    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
-    chunks[0] += Cost(tensor=2 * ring(machine, groups["tp"], size))
-    loss = (1 + BACKWARD) * machine.seconds(layers.head(p, lay, rows).work)
-    gathered = GATHERS * ring(machine, groups["tp"], size)
+    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    chunks[0] += Cost(tensor=2 * machine.ring(groups["tp"], size))
+    loss = (1 + BACKWARD) * machine.seconds(layers.head(part).work)
+    gathered = GATHERS * machine.ring(groups["tp"], size)
     chunks[-1] += Cost(language=machine.with_overhead(loss, "head"), tensor=gathered)
     return tuple(chunks)
 
 
-def _layer(
-    kind: str,
-    p: LanguagePreset,
-    lay: Layout,
-    rows: Rows,
-    again: str,
-    machine: Machine,
-    groups: dict[str, Group],
-) -> Cost:
-    layer = layers.language_layer(kind, p, lay, rows)
+def _layer(kind: str, part: Part, again: str, machine: Machine, groups: dict[str, Group]) -> Cost:
+    p, lay = part.p, part.lay
+    layer = layers.language_layer(kind, part)
     compute = (1 + BACKWARD) * machine.seconds(layer.work)
     compute = machine.with_overhead(compute, kind, experts=p.num_experts / lay.ep)
-    size = rows.tokens(lay) * lay.tp * p.hidden_size * machine.precision
-    tensor = GATHERS * ring(machine, groups["tp"], size)
+    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    tensor = GATHERS * machine.ring(groups["tp"], size)
     experts = context = 0.0
     if kind == "E":
-        sent = size / lay.tp * p.moe_router_topk * rows.imbalance
+        sent = size / lay.tp * p.moe_router_topk
         # forward: the router's load, and the number of tokens that each rank receives
-        experts = all_reduce(machine, groups["tp"]) + all_reduce(machine, groups["cp"])
-        experts += ring(machine, groups["ep"], 0.0) + ring(machine, groups["expt_tp"], 0.0)
-        experts += 4 * all_to_all(machine, groups["ep"], sent)
-        experts += 4 * ring(machine, groups["expt_tp"], sent * lay.etp)
+        experts = machine.all_reduce(groups["tp"]) + machine.all_reduce(groups["cp"])
+        experts += machine.ring(groups["ep"], 0.0) + machine.ring(groups["expt_tp"], 0.0)
+        experts += 4 * machine.all_to_all(groups["ep"], sent)
+        experts += 4 * machine.ring(groups["expt_tp"], sent * lay.etp)
     elif lay.cp > 1:
         context = 2 * _context(layer, machine, groups["cp"])
     cost = Cost(language=compute, tensor=tensor, experts=experts, context=context)
@@ -108,11 +88,11 @@ def _layer(
 def _context(layer: Layer, machine: Machine, group: Group) -> float:
     """Return the seconds of CP's collectives in one forward: keys and values, or passed states."""
     if layer.states:  # and a few tokens from the neighbour, for the convolution
-        return send(machine, group, 0.0) + ring(machine, group, 4.0 * layer.states)
+        return machine.send(group, 0.0) + machine.ring(group, 4.0 * layer.states)
     if not layer.moved:
         return 0.0
-    moved = all_to_all(machine, group, layer.moved * machine.precision)
-    return moved + ring(machine, group, layer.gathered * machine.precision)
+    moved = machine.all_to_all(group, layer.moved * machine.precision)
+    return moved + machine.ring(group, layer.gathered * machine.precision)
 
 
 def encoder_cost(plan: Plan, machine: Machine) -> Cost:
@@ -122,10 +102,10 @@ def encoder_cost(plan: Plan, machine: Machine) -> Cost:
     compute = tiles * (1 + BACKWARD) * machine.seconds(layers.encoder_tile(plan.preset, lay).work)
     tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
-    reduced = all_reduce(machine, group, tokens * e.hidden * machine.precision)
+    reduced = machine.all_reduce(group, tokens * e.hidden * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
-    if plan.recompute_encoder and not plan.layouts.non_colocated:
-        again = math.ceil(at_once / plan.recompute_encoder) - 1
+    if plan.schedule.recompute and not plan.layouts.non_colocated:
+        again = math.ceil(at_once / plan.schedule.recompute) - 1
         launches = again * e.layers * machine.overhead["vit"]
         cost += Cost(recompute=cost.forward + launches)
     return cost
@@ -150,7 +130,7 @@ def bridge_seconds(plan: Plan, machine: Machine) -> float:
     if not received:
         return 0.0
     crossings = 2
-    if lay.pp == 1 or plan.in_bubbles:
+    if lay.pp == 1 or plan.schedule.in_bubbles:
         crossings *= plan.layouts.num_microbatches
     return crossings * machine.latency(leaves) + received / machine.bandwidth(leaves)
 
@@ -164,10 +144,10 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     layouts, per_node = plan.layouts, machine.gpus_per_node
     most = max(stages_of(plan.preset, layouts), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
-    reduced, adam = STEP_REDUCTIONS * all_reduce(machine, world), 0.0
+    reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
-        reduced += ring(machine, group, 4.0 * numbers)
-        reduced += ring(machine, group, machine.precision * numbers)
+        reduced += machine.ring(group, 4.0 * numbers)
+        reduced += machine.ring(group, machine.precision * numbers)
         adam += ADAM_BYTES * numbers / group.size + 4.0 * numbers
     return reduced, adam / machine.optimizer_bandwidth
 
@@ -186,8 +166,15 @@ def step_time(plan: Plan, machine: Machine) -> Step:
     work = work_of(plan, machine)
     gradients, optimizer = after_backward(plan, machine)
     after = gradients + optimizer + machine.step_overhead
-    total = max(line[-1][2] for line in timeline(work)) + after
-    everyone = _all_work(work, after)
+    spans = timeline(work)
+    total = max(line[-1][2] for line in spans) + after
+    everyone = sum(
+        stage.ranks * (after + sum(end - begin for _, begin, end in line))
+        for stage, line in zip(work.stages, spans, strict=True)
+    )
+    # Messages to and from the next virtual stage are work of the ranks of both.
+    ranks = [work.stages[chunk % len(spans)].ranks for chunk in range(len(work.chunks))]
+    everyone += 2 * work.microbatches * work.hop * sum(map(add, ranks, ranks[1:]))
     if machine.shared_cores:
         total = max(total, everyone / machine.shared_cores)
     busiest = max(work.by_stage, key=lambda cost: cost.total).times(work.microbatches)
@@ -210,7 +197,7 @@ def estimate(plan: Plan, machine: Machine) -> float:
     each = [cost.total + work.overhead for cost in work.by_stage]
     ends = (sum(each) - max(each)) / vpp + 2 * (len(each) - 1) * work.hop
     alone = work.macro_batches * work.encoder.total + work.bridge
-    around = max(ends, alone) if plan.in_bubbles else ends + alone
+    around = max(ends, alone) if plan.schedule.in_bubbles else ends + alone
     after = sum(after_backward(plan, machine)) + machine.step_overhead
     return work.microbatches * max(each) + around + after
 
@@ -218,24 +205,14 @@ def estimate(plan: Plan, machine: Machine) -> float:
 def work_of(plan: Plan, machine: Machine) -> Work:
     """Return the work of a plan's step, in seconds of a machine."""
     layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
-    encoder, chunks = encoder_cost(plan, machine), language_chunks(plan, machine)
+    encoder, part = encoder_cost(plan, machine), plan.part(machine)
+    chunks = language_chunks(part, plan.recompute, machine, layouts.language_offset)
     bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
-    size = plan.rows(machine).tokens(lay) * plan.preset.language.hidden_size * machine.precision
-    hop = send(machine, groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
+    size = part.tokens * plan.preset.language.hidden_size * machine.precision
+    hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
         chunks = (encoder,) * layouts.encoder.pp + chunks
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
-    encoded = encoder, plan.encoded_at_once, plan.in_bubbles
+    encoded = encoder, plan.encoded_at_once, plan.schedule.in_bubbles
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)
-
-
-def _all_work(work: Work, after: float) -> float:
-    """Return the busy seconds of all ranks together, which shared cores must work whoever waits."""
-    alone = work.macro_batches * work.encoder.total + work.bridge + after
-    each = [work.microbatches * (cost.total + work.overhead) + alone for cost in work.by_stage]
-    last = len(work.chunks) - 1
-    for virtual in range(last + 1):  # messages to and from both neighbours, forward and backward
-        neighbours = (virtual > 0) + (virtual < last)
-        each[virtual % len(each)] += work.microbatches * 2 * neighbours * work.hop
-    return sum(stage.ranks * busy for stage, busy in zip(work.stages, each, strict=True))
