@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY, UPSTREAM, make_repository, write_tree
+from mini import REPOSITORY, UPSTREAM, git, make_repository, write_tree
 from upstream_tests import cli, worlds
 from upstream_tests.worlds import World
 
@@ -58,7 +58,7 @@ def test_what_the_overlay_refuses_is_said_with_its_exit_code(world, tmp_path, ca
     )
     (world.root / "tools/apply_overlay.sh").chmod(0o755)
     tree = checkout(tmp_path / "tree", "")
-    assert cli.reported(lambda: cli.run(tree, [1], "*", world.root)) == 4
+    assert cli.reported(lambda: cli.run(tree, [1], "*", root=world.root)) == 4
     assert capsys.readouterr().err == "error: edited\n"
 
 
@@ -138,7 +138,8 @@ def test_wavers():
 """
     tree = checkout(tmp_path / "tree", text)
     assert world.run("apply", tree).code == 0
-    assert cli.run(tree, [1], "*", world.root, world.root / RUNTIME) == cli.LOST
+    places = {"root": world.root, "runtime": world.root / RUNTIME}
+    assert cli.run(tree, [1], "*", **places) == cli.LOST
     _, _, *lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "world of 1, pristine: 3 passed, 1 failed",
@@ -149,6 +150,9 @@ def test_wavers():
         f"{FILE}::test_lost",
     ]
     assert lines[-1].startswith("LOST: ") and "a_3" in lines[-1]
+    git(tree, "branch", "staged")
+    assert cli.run(tree, [1], "*", "staged", **places) == 0
+    assert cli.main([str(tree), "--branch", "none"]) == 3
 
 
 def test_ranks_that_cannot_start_hang_every_file(world, tmp_path):

@@ -34,13 +34,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def selected(tree: Path, world: int, only: str = "*", paths: list[str] | None = None) -> list[str]:
+def selected(tree: Path, world: int, only: str = "*") -> list[str]:
     """Return the test files of `tree`, relative to it, that run in a world of this size.
 
-    `only` is a pattern for the paths below `tests/unit_tests`; `paths` replaces the selection's.
+    `only` is a pattern for the paths below `tests/unit_tests`.
     """
     root, files = tree / TESTS, set()
-    for path in (path for pattern in paths or SELECTION["paths"] for path in root.glob(pattern)):
+    for path in (path for pattern in SELECTION["paths"] for path in root.glob(pattern)):
         files |= {path} if path.is_file() else set(path.rglob("test_*.py"))
     if world > 1:
         files = {file for file in files if _FOR_RANKS.search(file.read_text())}
@@ -48,10 +48,18 @@ def selected(tree: Path, world: int, only: str = "*", paths: list[str] | None = 
     return [str(f.relative_to(tree)) for f in sorted(files) if fnmatch(f.relative_to(root), only)]
 
 
-def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path = RUNTIME) -> int:
-    """Compare a pristine and an applied clone of `checkout`; return the exit status.
+def run(
+    checkout: Path,
+    worlds: list[int],
+    only: str,
+    branch: str | None = None,
+    root: Path = REPOSITORY,
+    runtime: Path = RUNTIME,
+) -> int:
+    """Compare a pristine clone of `checkout` with an applied one, or with its branch.
 
-    `root` has the patch set, and `runtime` our CPU runtime. Raises OverlayError.
+    `root` has the patch set, and `runtime` our CPU runtime. Return the exit status, or raise
+    OverlayError.
     """
     work = root / "build/upstream-tests"
     pristine = clone(checkout, work / "pristine")
@@ -60,7 +68,9 @@ def run(checkout: Path, worlds: list[int], only: str, root: Path, runtime: Path 
     if not any(files_of.values()):
         _say(f"error: {only!r} fits the path of no selected test file")
         return USAGE
-    applied = apply(root, clone(checkout, work / "applied"))
+    applied = clone(checkout, work / "applied", branch)
+    if not branch:
+        apply(root, applied)
     trees = {"pristine": pristine, "applied": applied, "applied-again": applied}
 
     def run_world(size: int, name: str, files: list[str]) -> Outcomes:
@@ -101,8 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="git checkout of upstream")
     parser.add_argument("--worlds", type=numbers, default="1,2,4,8", metavar="N,…")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of paths of test files")
+    parser.add_argument("--branch", metavar="B", help="run on it instead of the applied clone")
     options = parser.parse_args(argv)
     # Ending this process must end the ranks too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    checkout, worlds = options.checkout.resolve(), options.worlds
-    return reported(lambda: run(checkout, worlds, options.only, REPOSITORY))
+    checkout, rest = options.checkout.resolve(), (options.worlds, options.only, options.branch)
+    return reported(lambda: run(checkout, *rest))

@@ -10,22 +10,28 @@ from overlay.errors import NOT_THE_PIN, OverlayError
 from overlay.git import user_git
 
 
-def clone(checkout: Path, tree: Path) -> Path:
-    """Clone the HEAD of a git checkout to `tree`, in place of what is there; return `tree`.
+def clone(checkout: Path, tree: Path, branch: str | None = None) -> Path:
+    """Clone a git checkout to `tree`, in place of what is there; return `tree`.
+
+    It gets the commit that is checked out there, or a branch.
 
     Raises:
-        OverlayError: `checkout` is not the top of a git checkout.
+        OverlayError: `checkout` is not the top of a git checkout, or lacks the branch.
     """
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
-    done = user_git(Path(), "clone", "--quiet", "--", str(checkout), str(tree))
+    which = ("--branch", branch) if branch else ()
+    done = user_git(Path(), "clone", "--quiet", *which, "--", str(checkout), str(tree))
     if done.returncode:
-        raise OverlayError(NOT_THE_PIN, f"{checkout} is not the top of a git checkout")
+        what = f"{checkout} is not the top of a git checkout" + f" with branch {branch}" * bool(
+            branch
+        )
+        raise OverlayError(NOT_THE_PIN, what)
     return tree
 
 
-def apply(root: Path, tree: Path) -> Path:
-    """Apply the patch set in `root` with the command for users; return `tree`.
+def apply(root: Path, tree: Path) -> None:
+    """Apply the patch set in `root` with the command for users.
 
     Raises:
         OverlayError: the command refuses the tree.
@@ -34,4 +40,3 @@ def apply(root: Path, tree: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OverlayError(done.returncode, done.stderr.strip().removeprefix("error: "))
-    return tree
