@@ -43,8 +43,6 @@ LIMIT_S = {"cpu": 240, "cuda": 600}
 """Time limit of a run."""
 KILL_AFTER_S = 40
 """Seconds that torchrun has to end its ranks after the limit; its own limit is 30 s."""
-STARTING_S = 120
-"""Seconds that srun may take in addition, to start and to end."""
 LOG_LINES = 60
 """Last lines of a failed run's log that its report includes."""
 
@@ -164,21 +162,17 @@ class Batch:
 
     def _launch(self, name: str, ranks: int, line: tuple[str, ...], log: Path) -> str:
         """Start the ranks and wait for them; return what went wrong, or an empty text."""
-        gpus, limit_s = bool(self.allocation.gpus), LIMIT_S[self.allocation.device]
+        limit_s = LIMIT_S[self.allocation.device]
+        more = WITHOUT_TF32 if self.allocation.gpus else {"OMP_NUM_THREADS": "1"}
         with log.open("w") as output:
-            try:
-                code = subprocess.run(
-                    self._command(name, ranks, line, limit_s),
-                    cwd=None if self.allocation.job else self.checkout,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | (WITHOUT_TF32 if gpus else {"OMP_NUM_THREADS": "1"}),
-                    timeout=limit_s + KILL_AFTER_S + STARTING_S,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return "srun did not end"
+            code = subprocess.run(
+                self._command(name, ranks, line, limit_s),
+                cwd=None if self.allocation.job else self.checkout,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | more,
+            ).returncode
         if code in (124, 137):
             return f"took longer than {limit_s} s"
         return f"exit code {code}" if code else ""

@@ -9,7 +9,8 @@ from tests.slurm.cluster import wait_until
 
 ROWS = ("-k", "own-defaults and not placement")
 """Five rows in colocated layouts of 8, 4 and 2 ranks, which equal the same run on one rank."""
-PLANTED = "tp=4,dp=1"
+PLANTED = ("tp=2,dp=2", "tp=4,dp=1")
+"""Layouts of the encoder and the language model."""
 ENDS_IN_S = 900
 
 
@@ -30,7 +31,8 @@ class TestBatch:
     def test_a_planted_failure_shows_as_one_and_a_requeued_job_goes_on(self, cluster, tmp_path):
         """The planted runs have another seed: they end well, with losses unlike the reference's."""
         out, python = tmp_path / "out", tmp_path / "python"
-        plant = f'case "$*" in *"--language "*{PLANTED}*) set -- "$@" --seed 7;; esac'
+        layouts = "--encoder {} --language {}".format(*PLANTED)
+        plant = f'case "$*" in *"{layouts}"*) set -- "$@" --seed 7;; esac'
         python.write_text(f'#!/bin/sh\n{plant}\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
         job = submit(cluster, out, PYTHON=str(python))
@@ -42,7 +44,7 @@ class TestBatch:
         state = cluster.wait(job, ENDS_IN_S)
         assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "1:0", "1")
         (name,) = failures(out)
-        assert name.endswith(f"tp=2,dp=2-{PLANTED}]")
+        assert name.endswith(f"{'-'.join(PLANTED)}]")
         assert "loss: " in failures(out)[name]
         assert first.stat().st_mtime_ns == ended
         assert "1 failed, 4 passed" in out.with_suffix(".log").read_text()

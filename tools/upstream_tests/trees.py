@@ -23,10 +23,8 @@ def clone(checkout: Path, tree: Path, branch: str | None = None) -> Path:
     which = ("--branch", branch) if branch else ()
     done = user_git(Path(), "clone", "--quiet", *which, "--", str(checkout), str(tree))
     if done.returncode:
-        what = f"{checkout} is not the top of a git checkout" + f" with branch {branch}" * bool(
-            branch
-        )
-        raise OverlayError(NOT_THE_PIN, what)
+        of = f" with branch {branch}" if branch else ""
+        raise OverlayError(NOT_THE_PIN, f"{checkout} is not the top of a git checkout{of}")
     return tree
 
 

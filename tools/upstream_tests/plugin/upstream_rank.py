@@ -12,7 +12,6 @@ import functools
 import gc
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -30,7 +29,6 @@ _COLLECTION_LIMIT_S, _END_LIMIT_S = 240, 30
 _COLLECTIVE_LIMIT = timedelta(seconds=30)
 _STACKS = (_FOLDER / f"rank{_RANK}.stacks").open("w")
 _LONG_TEST_S = 0.5
-_BROKEN_GROUPS = re.compile("gloo|Connection|Timed out|process group", re.IGNORECASE)
 
 stand_ins.install()
 # A test for GPUs of 80 GB shall harm no other program: the system ends this one first.
@@ -159,11 +157,9 @@ class Recorder:
             self._outcome, self._reason = report.outcome, _reason(report)
 
     def _meet(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        broken = self._outcome == "failed" and _BROKEN_GROUPS.search(self._reason)
-        outcomes = self._ranks.meet("broken" if broken else self._outcome)
+        outcomes = self._ranks.meet(self._outcome)
         same_file = nextitem is not None and nextitem.path == item.path
-        diverged = "broken" in outcomes or ("failed" in outcomes and len(set(outcomes)) > 1)
-        if diverged or not same_file:
+        if "failed" in outcomes or not same_file:
             self._ranks.renew_groups(keep_default=same_file)
         if not same_file or time.monotonic() - self._began > _LONG_TEST_S:
             # Return tests' memory to the system: models are in cycles, and ranks share memory.
