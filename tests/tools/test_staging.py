@@ -9,7 +9,6 @@ import pytest
 from mini import HEADER, UPSTREAM, Result, World, edit, git, run, snapshot, write_tree
 from staging import __main__ as program
 from staging import stage as staging
-from staging import trial
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
 TEXT = 'what = "The what."\nwhy = "The why."\n'
@@ -138,7 +137,7 @@ SKIPS = "import pytest\n@pytest.mark.skip\ndef test_that_skips():\n    pass\n"
 def test_trying_runs_the_tests_of_each_feature_in_a_tree_of_its_own(
     staged, monkeypatch, feature, test, says
 ):
-    monkeypatch.setattr(trial, "LOGS", staged.base / "logs")
+    monkeypatch.setattr(staging, "LOGS", staged.base / "logs")
     folder = {"first": "tests/unit_tests", "second": "tools/staging/fix_tests"}[feature]
     write_tree(staged.root, {f"{folder}/test_{feature}.py": test})
     found = stage(staged, feature, "--try")

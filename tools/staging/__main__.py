@@ -14,8 +14,7 @@ from overlay.cli import REPOSITORY, reported  # noqa: E402
 from overlay.errors import FAILED  # noqa: E402
 from overlay.patchset import PatchSet  # noqa: E402
 from staging.features import Features  # noqa: E402
-from staging.stage import Staging  # noqa: E402
-from staging.trial import try_each  # noqa: E402
+from staging.stage import Staging, try_each  # noqa: E402
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Commits of features, in temporary worktrees of the user's git checkout."""
+"""Commits of features, in temporary worktrees of the user's git checkout, and trials of them."""
 
 import contextlib
 import importlib.util
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from overlay.cli import REPOSITORY
 from overlay.cli import main as overlay
 from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
 from overlay.git import user_git, write_files
@@ -20,6 +21,9 @@ from staging.features import TESTS, Feature, Features
 
 FORMATTERS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.+)"}
 """Upstream's formatters, each with the pattern of its output for a file that it would change."""
+LOGS = REPOSITORY / "build/staging"
+"""Folder of the logs of features' tests."""
+_COUNTS = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in ", re.MULTILINE)
 _OUR_HEADER = b"# Copyright (c) 2026, Megatron MIMO overlay contributors."
 
 
@@ -172,3 +176,37 @@ def _format(tree: Path, tool: str, paths: list[str], *options: str) -> str:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
         raise OverlayError(FAILED, f"{tool} failed: {reason[-1]}")
     return done.stdout + done.stderr
+
+
+def try_each(staging: Staging, wanted: list[Feature]) -> bool:
+    """Stage each feature on those it needs, run its tests there as its description says, and print
+    a line for each number of ranks; return whether tests passed and none failed.
+
+    Raises:
+        OverlayError: a feature cannot be staged.
+    """
+    passed = True
+    LOGS.mkdir(parents=True, exist_ok=True)
+    # Nothing of this repository is on the path.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    for feature in wanted:
+        with staging.worktree() as tree:
+            for one in staging.features.stack(feature.name):
+                staging.commit(one, tree)
+            for ranks, command in staging.features.commands(feature).items():
+                log = LOGS / f"{feature.name}-{ranks}.log"
+                with log.open("w") as output:
+                    code = subprocess.run(
+                        ["bash", "-ec", command],
+                        cwd=tree,
+                        env=kept | {"PATH": path},
+                        stdout=output,
+                        stderr=output,
+                    ).returncode
+                counts = ["no tests", *_COUNTS.findall(log.read_text(errors="replace"))][-1]
+                works = code == 0 and " passed" in counts
+                says = counts if works else f"FAILED: {counts}: {log}"
+                print(f"{feature.name} on {ranks} ranks: {says}", flush=True)
+                passed = passed and works
+    return passed
