@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Record on the first rank, if asked to."""
+    """Register the marker of rows; record on the first rank, if asked to."""
+    config.addinivalue_line("markers", "shows(what): with --once, the first row of each runs")
     path = config.getoption("record")
     if path and os.environ.get("RANK", "0") == "0":
         config.pluginmanager.register(Recorder(path), "recorder")

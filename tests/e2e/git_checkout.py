@@ -3,6 +3,7 @@
 """The files of a git checkout of upstream, which has scripts that the PyPI package lacks."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ARCHIVES = REPOSITORY.parent / "shared/upstream"
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
-from upstream_tests.trees import Overlay  # noqa: E402
+from upstream_tests.trees import apply, clone  # noqa: E402
 
 
 def put_pristine(tree: Path) -> bool:
@@ -24,7 +25,7 @@ def put_pristine(tree: Path) -> bool:
     given = os.environ.get("MEGATRON_GIT_CHECKOUT")
     archives = sorted(ARCHIVES.glob("*-beside-the-package.tgz"))
     if given:
-        Overlay(REPOSITORY).pristine_copy(Path(given), tree)
+        clone(Path(given), tree)
     elif archives:
         subprocess.run([REPOSITORY / "tools/fetch_upstream.sh", tree], check=True)
         with tarfile.open(archives[-1]) as archive:
@@ -34,4 +35,4 @@ def put_pristine(tree: Path) -> bool:
 
 def put_applied(pristine: Path, tree: Path) -> None:
     """Put a copy of `pristine` with the overlay at `tree`."""
-    Overlay(REPOSITORY).applied_copy(pristine, tree)
+    apply(REPOSITORY, shutil.copytree(pristine, tree, ignore=shutil.ignore_patterns(".git")))

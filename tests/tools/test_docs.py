@@ -53,5 +53,5 @@ def test_a_capability_has_its_sections_and_names_tests(document: Path):
 
 def test_every_feature_has_a_reviewers_page():
     told = "".join(path.read_text() for path in REVIEWER.glob("*.md"))
-    features = [feature.name for feature in Features(PatchSet(REPOSITORY)).all()]
+    features = Features(PatchSet(REPOSITORY)).by_name
     assert [name for name in features if f"`{name}`" not in told] == []

@@ -49,6 +49,8 @@ RUN_BY = {
 }
 """Commands that another test runs as the document has them."""
 
+PYTEST_OPTIONS = {"--once", "-k", "--collect-only"}
+
 QUICK = {"--list", "hf-to-megatron"}
 """Arguments with which programs run, instead of only being parsed."""
 
@@ -81,6 +83,7 @@ class Session:
             "python3": self._python,
             "torchrun": self._torchrun,
             "sbatch": self._sbatch,
+            "tools/slurm/e2e_batch.sh": self._e2e_batch,
             "tools/apply_overlay.sh": lambda c: self._overlay(["apply", *c.words[1:]]),
             "tools/fetch_upstream.sh": lambda c: self._overlay(["fetch", *c.words[1:]]),
             "tools/python.sh": self._python,
@@ -100,8 +103,7 @@ class Session:
             self._recipe(command)
         else:
             assert name.startswith("tools/"), f"no rule for {name}: add one, or title the block"
-            script = "tools/slurm/e2e_batch.py" if name.endswith("e2e_batch.sh") else name
-            self._script(script, command.words[1:])
+            self._script(name, command.words[1:])
 
     def _cd(self, command: Command) -> None:
         self.place = REPOSITORY / command.words[1]
@@ -195,6 +197,10 @@ class Session:
             self._train(arguments, options.nodes * int(each))
         else:
             self.run(Command({}, options.job))
+
+    def _e2e_batch(self, command: Command) -> None:
+        _, out, *options = command.words
+        assert out == "OUT" and {word for word in options if word[0] == "-"} <= PYTEST_OPTIONS
 
     def _recipe(self, command: Command) -> None:
         """Run the recipe with a torchrun that only reports its arguments."""

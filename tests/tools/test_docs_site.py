@@ -60,5 +60,5 @@ def test_no_link_is_dead(site):
 
 
 def test_a_linked_file_of_the_repository_is_a_page(site):
-    page = (site / "source/tools/slurm/cases.toml.html").read_text()
-    assert "tolerance" in page
+    page = (site / "source/tests/slurm/rows_on_nodes.py.html").read_text()
+    assert "KILL_AFTER_S" in page

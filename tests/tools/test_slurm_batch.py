@@ -1,19 +1,28 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of end-to-end cases in a Slurm job, with an srun and a program that only pretend."""
+"""The rows in a Slurm job, with an srun and a program that only pretend."""
 
+import os
 import re
+import subprocess
 import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from mini import REPOSITORY, write_tree
 
-sys.path.insert(0, str(REPOSITORY / "tools" / "slurm"))
-import e2e_batch  # noqa: E402
-from e2e_cases import choose, read_cases  # noqa: E402
+pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
+
+from megatron.core import cpu_runtime  # noqa: E402
+
+cpu_runtime.install()
+
+from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
+from tests.slurm import rows_on_nodes  # noqa: E402
+from tests.slurm.rows_on_nodes import Allocation, Batch, rows  # noqa: E402
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS  # noqa: E402
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row  # noqa: E402
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH  # noqa: E402
 
 SRUN = """#!/bin/sh
 echo "$@" >> "{calls}"
@@ -21,68 +30,51 @@ while [ "$1" != timeout ]; do shift; done
 exec "$@"
 """
 
+# Takes the steps that it is asked for; the last option of a row says what else it does.
 PROGRAM = f"""#!{sys.executable}
-import json, sys, time
+import json, pathlib, sys, time
 options = dict(zip(sys.argv, sys.argv[1:]))
-time.sleep(float(options.get("--sleep", 0)))
 print("the program says something")
-losses = json.loads(options.get("--losses", "[2, 1]"))
+loss = 2.002 if "--other-losses" in sys.argv else 2.0
+time.sleep(20 * ("--sleeps" in sys.argv))
+last, count = int(options["--train-iters"]), int(options.get("--exit-interval", 99))
+state = pathlib.Path(options.get("--load", "/nowhere"))
+first = int(state.read_text()) if state.exists() else 0
 with open(options["--metrics-out"], "w") as file:
-    for step, loss in enumerate(losses, start=1):
-        print(json.dumps({{"step": step, "loss": loss, "grad_norm": 1.0}}), file=file)
-sys.exit(int(options.get("--exit", 0)))
+    for step in range(first + 1, min(first + count, last) + 1):
+        record = dict(step=step, loss=loss, grad_norm=1.0, num_tokens=9, skipped=False)
+        print(json.dumps(record), file=file)
+if "--save" in options:
+    pathlib.Path(options["--save"]).write_text(str(step))
+sys.exit(3 * ("--fails" in sys.argv))
 """
 
-DEVICE = 'arguments = ""\nsteps = [1, 2]\nlimit_s = 3\ntolerance = 1e-4\n'
-CASES = f"""
-[cpu]
-{DEVICE}
-[[cpu.group]]
-case.reference = {{ ranks = 1 }}
-case.layout = {{ ranks = 4, arguments = "LAYOUT" }}
-[[cpu.group]]
-case.loads = {{ ranks = 3, arguments = "--load {{layout}}/checkpoints" }}
-[gpu]
-{DEVICE}
-[[gpu.group]]
-case.gpu-case = {{ ranks = 8 }}
-"""
-ALL = ["reference", "layout", "loads"]
+LAYOUT = Row(4, "tiny", "dp=4", "cp=2,dp=2")
+GOES_ON = Row(4, "tiny", "dp=4", "dp=4", then=(("tp=4", "tp=4", ()), ("dp=2", "pp=2", APART)))
 
 
 class Job:
-    """A job of two nodes, whose case `layout` can be changed."""
+    """A job of two nodes."""
 
-    def __init__(self, directory: Path, monkeypatch) -> None:
-        self.directory, self.out = directory, directory / "out"
-        self.calls, self.python = directory / "calls", directory / "python"
-        write_tree(directory, {"bin/srun": SRUN.format(calls=self.calls), "python": PROGRAM})
-        for name in ("bin/srun", "python"):
+    def __init__(self, directory, monkeypatch) -> None:
+        self.out, self.calls = directory / "out", directory / "calls"
+        program = {"bin/srun": SRUN.format(calls=self.calls), "python": PROGRAM}
+        write_tree(directory, program)
+        for name in program:
             (directory / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory / 'bin'}:/usr/bin:/bin")
-        for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("GPUS_ON_NODE", "0")):
-            monkeypatch.setenv(f"SLURM_{name}", value)
-        monkeypatch.setattr(e2e_batch, "prepare", lambda checkout: None)
+        monkeypatch.setenv("PYTHON", str(directory / "python"))
+        monkeypatch.setattr(rows_on_nodes, "LIMIT_S", {"cpu": 3, "cuda": 3})
 
-    def run(self, *options: str, layout: str = "") -> int:
-        cases = self.directory / "cases.toml"
-        cases.write_text(CASES.replace("LAYOUT", layout))
-        common = ["--cases", str(cases), "--python", str(self.python)]
-        return e2e_batch.main([str(self.out), *common, *options])
+    def compare(self, row: Row, gpus: int = 0) -> dict:
+        """Compare a row in a job that has just started, or was requeued."""
+        return Batch(Allocation("7", 2, gpus), self.out).compare(row)
 
-    def launched(self) -> list[str]:
-        """Names of the cases that srun has started since the last call."""
+    def launched(self) -> list[tuple[str, ...]]:
+        """Nodes, and ranks on each, of the runs that srun has started since the last call."""
         calls = self.calls.read_text() if self.calls.exists() else ""
         self.calls.unlink(missing_ok=True)
-        return re.findall(r"--job-name (\S+)", calls)
-
-    def failures(self) -> dict[str, ElementTree.Element | None]:
-        """The failure of each case in the JUnit file."""
-        suite = ElementTree.parse(self.out / "junit.xml").getroot()
-        assert int(suite.attrib["tests"]) == len(suite)
-        found = {case.attrib["name"]: case.find("failure") for case in suite}
-        assert int(suite.attrib["failures"]) == sum(each is not None for each in found.values())
-        return found
+        return re.findall(r"--nodes (\d).*--nproc-per-node (\d)", calls)
 
 
 @pytest.fixture
@@ -90,149 +82,103 @@ def job(tmp_path, monkeypatch) -> Job:
     return Job(tmp_path, monkeypatch)
 
 
-class TestOutcomes:
-    def test_all_pass_on_as_many_nodes_as_divide_the_ranks(self, job):
-        assert job.run() == 0
-        shapes = re.findall(
-            r"--nodes (\d).*--nnodes (\d) --nproc-per-node (\d)", job.calls.read_text()
-        )
-        assert shapes == [("1", "1", "1"), ("2", "2", "2"), ("1", "1", "3")]
-        assert job.launched() == ALL
-        assert job.failures() == dict.fromkeys(ALL)
-        assert (job.out / "summary.txt").read_text().endswith("3 passed, 0 failed\n")
-        assert "something" in (job.out / "cases" / "loads" / "log.txt").read_text()
+def with_option(option: str) -> Row:
+    return Row(4, "tiny", "dp=4", "cp=2,dp=2", (option,))
 
-    def test_here_no_slurm_is_asked(self, job, monkeypatch):
-        """Cases that need more GPUs than the host has do not run."""
-        monkeypatch.delenv("SLURM_JOB_ID")
-        (job.out / "Megatron-LM").mkdir(parents=True)
-        for gpus, code, says in (
-            ("0", 0, "3 passed, 0 failed"),
-            ("4", 1, "it needs 8 GPUs a node, of 4"),
-            ("8", 0, "1 passed, 0 failed"),
-        ):
-            assert job.run("--here", gpus) == code
-            assert says in (job.out / "summary.txt").read_text()
-        assert job.launched() == []
 
-    @pytest.mark.parametrize(
-        ("layout", "message"),
-        [
-            ("--losses [2,1.001]", "step 2 has loss 1.001, and reference has 1: more than 0.0001"),
-            ("--losses [2,null]", "step 2 has loss None, and reference has 1"),
-            ("--losses [2]", "it recorded steps [1], not 1 to 2"),
-            ("--exit 3", "exit code 3"),
-            ("--sleep 20", "it took longer than 3 s"),
-        ],
+def test_a_row_runs_on_as_many_nodes_as_divide_its_ranks(job):
+    result = job.compare(LAYOUT)
+    assert result["found"] == {"loss": 0, "grad_norm": 0}
+    assert result["allowed"] == {"loss": 1e-4, "grad_norm": 1e-4}
+    assert job.launched() == [("1", "1"), ("2", "2")]
+    assert job.compare(Row(3, "24 samples", "dp=3", "dp=3"))
+    assert job.launched() == [("1", "1"), ("1", "3")]
+
+
+def test_layouts_go_on_from_each_others_checkpoints(job):
+    assert job.compare(GOES_ON)["found"]["loss"] == 0
+    assert "--placement non-colocated" in job.calls.read_text()
+    assert len(job.launched()) == 4
+
+
+def test_a_requeued_job_keeps_the_runs_that_have_ended(job):
+    with pytest.raises(pytest.fail.Exception):
+        job.compare(with_option("--fails"))
+    assert len(job.launched()) == 2
+    with pytest.raises(pytest.fail.Exception):
+        job.compare(with_option("--fails"))
+    assert len(job.launched()) == 1
+    assert job.compare(LAYOUT) and len(job.launched()) == 1
+    assert job.compare(LAYOUT) and job.launched() == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--fails", "exit code 3"), ("--sleeps", "took longer than 3 s")],
+)
+def test_a_run_that_fails_is_named_with_the_end_of_its_log(job, option, message):
+    with pytest.raises(pytest.fail.Exception) as failure:
+        job.compare(with_option(option))
+    assert message in str(failure.value)
+    assert option == "--sleeps" or "the program says something" in str(failure.value)
+
+
+def test_other_losses_fail_the_row(job):
+    row = with_option("--other-losses")
+    with pytest.raises(AssertionError, match="loss: .*'found'"):
+        rows_on_nodes.test_row(job, row, lambda name, value: None)
+
+
+def test_a_row_for_more_gpus_than_a_node_has_is_skipped(job):
+    with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs a node, the job has 2"):
+        job.compare(Row(8, "engine", "dp=8", "dp=8"), gpus=2)
+    assert len(job.launched()) == 1  # one rank's
+
+
+def test_without_slurm_no_slurm_is_asked(job):
+    (job.out / "Megatron-LM").mkdir(parents=True)
+    assert Batch(Allocation(), job.out).compare(LAYOUT)["found"]["loss"] == 0
+    assert job.launched() == []
+
+
+def test_a_container_is_passed_on_to_srun(job, monkeypatch):
+    monkeypatch.setenv("CONTAINER_IMAGE", "image.sqsh")
+    monkeypatch.setenv("CONTAINER_MOUNTS", "/data:/data")
+    job.compare(LAYOUT)
+    wanted = (
+        f"--container-image=image.sqsh --container-mounts={job.out}:{job.out},/data:/data "
+        f"--container-workdir={job.out}/Megatron-LM"
     )
-    def test_a_failure_is_named_and_what_needs_the_case_does_not_run(self, job, layout, message):
-        assert job.run(layout=layout) == 1
-        assert job.launched() == ["reference", "layout"]
-        failures = job.failures()
-        assert failures["reference"] is None
-        assert failures["layout"].attrib["message"].startswith(message)
-        assert layout == "--sleep 20" or "something" in failures["layout"].text
-        assert failures["loads"].attrib["message"] == "not run: it needs layout, which failed"
-        assert "1 passed, 2 failed" in (job.out / "summary.txt").read_text()
-
-    def test_a_gpu_case_without_gpus_fails_and_says_so(self, job):
-        assert job.run("--device", "gpu") == 1
-        message = job.failures()["gpu-case"].attrib["message"]
-        assert message == "not run: it needs 4 GPUs a node, of 0"
-        assert job.launched() == []
+    assert wanted in job.calls.read_text()
 
 
-class TestAgain:
-    @pytest.mark.parametrize(
-        ("before", "job_id", "after", "launched"),
-        [
-            ("--exit 3", "7", "--exit 3", ["reference"]),  # requeued; its result is removed below
-            ("--exit 3", "8", "--exit 3", ["reference", "layout"]),
-            ("", "7", "--losses [2,1]", ["reference", "layout", "loads"]),
-            ("", "8", "", ["reference"]),
-        ],
-    )
-    def test_what_runs_again(self, job, monkeypatch, before, job_id, after, launched):
-        """A case without a result does; in another job also what failed; and what has changed."""
-        assert job.run(layout=before) == bool(before)
-        (job.out / "cases" / "reference" / "result.json").unlink()
-        job.launched()
-        monkeypatch.setenv("SLURM_JOB_ID", job_id)
-        assert job.run(layout=after) == ("--exit" in after)
-        assert job.launched() == launched
-        assert list(job.failures()) == ALL
-
-    def test_a_changed_overlay_runs_all_again(self, job, monkeypatch):
-        for sources in ("one", "other"):
-            monkeypatch.setattr(e2e_batch, "_sources_hash", lambda sources=sources: sources)
-            assert job.run() == 0
-            assert job.launched() == ALL
+def test_the_resources_are_what_slurm_says(monkeypatch):
+    for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("GPUS_ON_NODE", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert Allocation.read() == Allocation("7", 2, 4)
 
 
-class TestCommandLine:
-    def test_only_takes_with_it_what_is_needed(self, job):
-        assert job.run("--only", "load*") == 0
-        assert job.launched() == ALL
-        assert job.run("--only", "ref*", "--only", "layout") == 0
-        assert list(job.failures()) == ["reference", "layout"]
-
-    def test_list_runs_nothing(self, job, capsys):
-        assert job.run("--list") == 0
-        names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-        assert names == ALL
-        assert job.launched() == [] and not job.out.exists()
-
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (["out", "--only", "nothing"], "--only nothing: no such cpu case"),
-            (["out", "--cases", str(REPOSITORY / "tools/slurm/many_gpus.toml")], "no cpu cases"),
-            ([], "OUT is missing"),
-            (["out"], "this is no Slurm job"),
-        ],
-    )
-    def test_usage(self, monkeypatch, capsys, arguments, says):
-        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-        with pytest.raises(SystemExit, match="2"):
-            e2e_batch.main(arguments)
-        assert says in capsys.readouterr().err
-
-    def test_a_container_is_passed_on_to_srun(self, job):
-        options = ("--container-image", "image.sqsh", "--container-mounts", "/data:/data")
-        assert job.run(*options, "--only", "reference") == 0
-        wanted = (
-            f"--container-image=image.sqsh --container-mounts={job.out}:{job.out},/data:/data "
-            f"--container-workdir={job.out}/Megatron-LM"
-        )
-        assert wanted in job.calls.read_text()
+def test_the_program_takes_every_row(tmp_path):
+    """The rows of CPU ranks have tests that run them."""
+    found = [row for group in rows("cuda").values() for row in group]
+    assert {row.ranks for row in found} == {1, 2, 4, 8}
+    for row in {*found, *COMPARED_WITH.values()}:
+        for command in row.commands:
+            assert parse([*command, "--device", "cuda"], row.ranks).layouts, row
+    for row in [row for group in rows("cpu").values() for row in group]:
+        assert MODELS[row.model].source is None and "{" not in str(row.commands)
 
 
-class TestCases:
-    @pytest.mark.parametrize(
-        ("name", "device"), [("cases", "cpu"), ("cases", "gpu"), ("many_gpus", "gpu")]
-    )
-    def test_the_program_takes_every_case_and_eight_ranks_fit(self, name, device, tmp_path):
-        pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-        from megatron.core import cpu_runtime
-
-        cpu_runtime.install()
-        from examples.mimo.nemotron_vlm.options.arguments import parse
-
-        cases = read_cases(REPOSITORY / "tools" / "slurm" / f"{name}.toml", device)
-        assert cases == choose(cases, [])
-        for case in cases:
-            assert case.ranks <= 8
-            assert parse(case.command_line(tmp_path), case.ranks).layouts, case.name
-
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            (("case.loads", "case.reference"), "two cases are called reference"),
-            (("{layout}", "{later}"), "loads needs later, which must come before it"),
-        ],
-    )
-    def test_a_list_that_cannot_run_is_refused(self, tmp_path, change, reason):
-        path = tmp_path / "cases.toml"
-        path.write_text(CASES.replace(*change))
-        with pytest.raises(ValueError, match=reason):
-            read_cases(path, "cpu")
+@pytest.mark.parametrize(
+    ("folder", "arguments", "says"),
+    [
+        (REPOSITORY, [], "usage: e2e_batch.sh OUT"),
+        (REPOSITORY, ["--once"], "usage: e2e_batch.sh OUT"),
+        ("/", ["out"], "error: / is not the repository: submit from there"),
+    ],
+)
+def test_usage(folder, arguments, says):
+    script = [REPOSITORY / "tools/slurm/e2e_batch.sh", *arguments]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(script, cwd=folder, capture_output=True, text=True, env=kept)
+    assert (done.returncode, done.stderr[: len(says)]) == (2, says)

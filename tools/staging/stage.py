@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Commits of features, in temporary worktrees of the user's git checkout."""
+"""Commits of features, in temporary worktrees of the user's git checkout, and trials of them."""
 
 import contextlib
 import importlib.util
@@ -10,28 +10,31 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
-from overlay import series
-from overlay.checkout import Checkout
-from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, USAGE, OverlayError
+from overlay.cli import REPOSITORY
+from overlay.cli import main as overlay
+from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
 from overlay.git import user_git, write_files
-from overlay.patchset import check_version
 from staging.features import TESTS, Feature, Features
 
 FORMATTERS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.+)"}
 """Upstream's formatters, each with the pattern of its output for a file that it would change."""
+LOGS = REPOSITORY / "build/staging"
+"""Folder of the logs of features' tests."""
+_COUNTS = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in ", re.MULTILINE)
 _OUR_HEADER = b"# Copyright (c) 2026, Megatron MIMO overlay contributors."
 
 
 class Staging:
-    """Features on a clean git checkout of a locked version, with an identity to sign off commits.
+    """Features on a clean git checkout of a locked version.
 
     The checkout gets a branch, and is not changed otherwise.
 
     Raises:
-        OverlayError: the checkout is not that, a file that we change differs, or a formatter is
-            missing.
+        OverlayError: the checkout is not that, or a formatter is missing.
+        SystemExit: `apply_overlay.sh --check` refuses the checkout, and has said why.
     """
 
     def __init__(self, features: Features, root: Path):
@@ -42,22 +45,24 @@ class Staging:
         if changed := self._git("status", "--porcelain").splitlines():
             what = changed[0][3:] + " and others" * (len(changed) > 1)
             raise OverlayError(LOCAL_EDITS, f"{root} is not clean: {what}; commit or stash first")
-        for who in ("AUTHOR", "COMMITTER"):
-            identity = ("-c", "user.useConfigOnly=true", "var", f"GIT_{who}_IDENT")
-            if user_git(root, *identity).returncode:
-                what = "nobody to sign off: set git config user.name and user.email"
-                raise OverlayError(USAGE, what)
+        with contextlib.redirect_stdout(None):
+            refused = overlay(
+                ["--root", str(features.patchset.root), "apply", str(root), "--check"]
+            )
+        if refused:
+            sys.exit(refused)
         if lost := [tool for tool in FORMATTERS if importlib.util.find_spec(tool) is None]:
             what = f"{' and '.join(lost)} missing in {sys.executable}: pip install '.[staging]'"
             raise OverlayError(FAILED, what)
-        self._steps = patches_on(features, Checkout(root))
 
     def _git(self, *args: str, folder: Path | None = None) -> str:
-        done = user_git(folder or self.root, *args)
+        # Nobody signs off whom git would have to guess; hooks are meant for the user's own tree.
+        settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
+        done = user_git(folder or self.root, *settings, *args)
         if done.returncode:
             reason = done.stderr.strip().splitlines() or ["no reason given"]
-            raise OverlayError(FAILED, f"git {args[0]} failed: {reason[-1]}")
-        return done.stdout
+            raise OverlayError(FAILED, f"git: {reason[-1]}")
+        return done.stdout.rstrip()
 
     @contextlib.contextmanager
     def worktree(self) -> Iterator[Path]:
@@ -70,47 +75,79 @@ class Staging:
             finally:
                 self._git("worktree", "remove", "--force", str(tree))
 
-    def stage(self, wanted: list[Feature], branch: str, out: Path) -> list[str]:
-        """Make the branch, and write descriptions and patches into ``out``; return the lines to
-        print.
+    @cached_property
+    def _commits(self) -> dict[str, str]:
+        """The patches as commits, upon one another; features cherry-pick theirs.
+
+        A patch of files that the checkout lacks has none.
+        """
+        found = {}
+        with self.worktree() as tree:
+            for name in self.features.patchset.series():
+                patch = str(self.features.patchset.patch_dir / name)
+                if user_git(tree, "apply", "--index", "--whitespace=nowarn", patch).returncode:
+                    continue
+                commit = ("-c", "commit.gpgSign=false", "commit", "--quiet", "-m", name)
+                self._git(*commit, folder=tree)
+                found[name] = self._git("rev-parse", "HEAD", folder=tree)
+        return found
+
+    @cached_property
+    def _left(self) -> dict[str, set[str]]:
+        """The patched files that each formatter would change at HEAD: upstream left them so."""
+        last = [*self._commits.values()][-1]
+        paths = self._git("diff", "--name-only", "HEAD", last).split()
+        return {tool: _unformatted(self.root, tool, paths) for tool in FORMATTERS}
+
+    def stage(self, wanted: list[Feature], branch: str) -> list[str]:
+        """Make the branch; return the lines to print.
 
         Raises:
-            OverlayError: a feature cannot be staged; no branch is made.
+            OverlayError: a feature cannot be staged, or there is the branch; none is made then.
         """
-        if user_git(self.root, "check-ref-format", "--branch", branch).returncode:
-            raise OverlayError(USAGE, f"{branch!r} is no name for a branch")
-        ref = ("rev-parse", "-q", "--verify", f"refs/heads/{branch}")
-        if not user_git(self.root, *ref).returncode:
-            raise OverlayError(LOCAL_EDITS, f"there is a branch {branch} already: delete it first")
-        if out.exists() and any(out.iterdir()):
-            raise OverlayError(USAGE, f"{out} is not empty")
-        with self.worktree() as tree:
-            commits = [self.commit(feature, tree) for feature in wanted]
-            self._git("branch", "--no-track", branch, commits[-1])
-        self._git("format-patch", "--quiet", "--output-directory", str(out), f"HEAD..{branch}")
-        for feature in wanted:
-            text = self.features.pr_text(feature).encode()
-            write_files(out, {f"{feature.name}/PR.md": text})
-        lines = [f"{c[:12]} {f.name}: {f.title}" for c, f in zip(commits, wanted, strict=True)]
-        return [*lines, f"branch {branch}; {len(commits)} patches and each PR.md in {out}"]
+        self._git("branch", "--no-track", branch, "HEAD")
+        try:
+            with self.worktree() as tree:
+                commits = [self.commit(feature, tree) for feature in wanted]
+            self._git("branch", "--force", "--no-track", branch, commits[-1])
+        except BaseException:
+            self._git("branch", "--delete", "--force", branch)
+            raise
+        return [f"{c[:12]} {f.name}: {f.title}" for c, f in zip(commits, wanted, strict=True)]
 
     def commit(self, feature: Feature, tree: Path) -> str:
         """Commit a feature, signed off, in a worktree with those that it needs."""
-        patched = apply_patches(self.features, feature, self._steps, tree)
-        left = _unformatted(tree, list(patched))
+        self.pick(feature, tree)
+        patched = self._git("diff", "--cached", "--name-only", folder=tree).split()
         files = self.features.files_of(feature) | self.features.tests_of(feature)
         for path, source in files.items():
             write_files(tree, {path: self._staged(source.read_bytes())})
             (tree / path).chmod(0o755 if os.access(source, os.X_OK) else 0o644)
-        write_files(tree, patched)
-        paths = sorted({*patched, *files})
         for tool in FORMATTERS:
-            _format(tree, tool, [path for path in paths if path not in left[tool]])
-        self._git("add", "--force", "--", *paths, folder=tree)
-        # The user's hooks are meant for the user's own tree.
-        commit = ("commit", "--quiet", "--no-verify", "--signoff", "-m", feature.message())
+            _format(
+                tree, tool, [path for path in (*patched, *files) if path not in self._left[tool]]
+            )
+        self._git("add", "--force", "--", *patched, *files, folder=tree)
+        commit = ("commit", "--quiet", "--signoff", "-m", self.features.message(feature))
         self._git(*commit, folder=tree)
-        return self._git("rev-parse", "HEAD", folder=tree).strip()
+        return self._git("rev-parse", "HEAD", folder=tree)
+
+    def pick(self, feature: Feature, tree: Path) -> None:
+        """Put a feature's patches into a worktree that has what it needs, and into its index.
+
+        Raises:
+            OverlayError: a patch needs another feature, or a file that the checkout lacks.
+        """
+        for name, _ in self.features.patches_of(feature):
+            if name not in self._commits:
+                what = f"{feature.name}: {name} changes what only git checkouts of the tag have"
+                raise OverlayError(FAILED, what)
+            try:
+                self._git("cherry-pick", "--no-commit", self._commits[name], folder=tree)
+            except OverlayError:
+                paths = self._git("diff", "--name-only", "--diff-filter=U", folder=tree).split()
+                what = f"{feature.name}: {name} does not apply to {' '.join(paths)} alone"
+                raise OverlayError(FAILED, f"{what}: it needs another feature") from None
 
     def _staged(self, data: bytes) -> bytes:
         """Return a file of ours with upstream's header, and the new names of tests that move."""
@@ -122,45 +159,10 @@ class Staging:
         return data
 
 
-def patches_on(features: Features, checkout: Checkout) -> dict[str, series.Step]:
-    """Return the patches on a checkout of a locked version, by name.
-
-    Raises:
-        OverlayError: the checkout is of another version, or a file that we change differs.
-    """
-    patchset = features.patchset
-    check_version(checkout.root, checkout.version, patchset.lock.files)
-    steps = patchset.steps_on(checkout.version, checkout.read)
-    return {step.name: step for step in steps if not step.left_out}
-
-
-def apply_patches(
-    features: Features, feature: Feature, steps: dict[str, series.Step], tree: Path
-) -> dict[str, bytes]:
-    """Return upstream's files in ``tree``, which has what the feature needs, with its patches."""
-    done: dict[str, bytes] = {}
-    for name in features.patches_of(feature):
-        if name not in steps:
-            what = f"{feature.name}: {name} changes what only git checkouts of the tag have"
-            raise OverlayError(FAILED, what)
-        before = {path: done.get(path, (tree / path).read_bytes()) for path in steps[name].files}
-        ((step, _, conflicts),) = series.port([steps[name]], before.get)
-        if conflicts:
-            by = [other.name for other in steps.values() if conflicts[0] in other.files]
-            near = ", ".join(other for other in by if other != name)
-            what = f"{feature.name}: {name} does not apply to {conflicts[0]} alone"
-            raise OverlayError(FAILED, f"{what}: it needs the feature of one of {near}")
-        done |= series.last_tree([step])
-    return done
-
-
-def _unformatted(tree: Path, paths: list[str]) -> dict[str, set[str]]:
-    """Return the files that each formatter would change, which upstream leaves as they are."""
-    found = {}
-    for tool, line in FORMATTERS.items():
-        changed = re.findall(line, _format(tree, tool, paths, "--check"))
-        found[tool] = {path for path in paths if any(Path(one).match(path) for one in changed)}
-    return found
+def _unformatted(tree: Path, tool: str, paths: list[str]) -> set[str]:
+    """Return the files that a formatter would change."""
+    changed = re.findall(FORMATTERS[tool], _format(tree, tool, paths, "--check"))
+    return {path for path in paths if any(Path(one).match(path) for one in changed)}
 
 
 def _format(tree: Path, tool: str, paths: list[str], *options: str) -> str:
@@ -174,3 +176,37 @@ def _format(tree: Path, tool: str, paths: list[str], *options: str) -> str:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
         raise OverlayError(FAILED, f"{tool} failed: {reason[-1]}")
     return done.stdout + done.stderr
+
+
+def try_each(staging: Staging, wanted: list[Feature]) -> bool:
+    """Stage each feature on those it needs, run its tests there as its description says, and print
+    a line for each number of ranks; return whether tests passed and none failed.
+
+    Raises:
+        OverlayError: a feature cannot be staged.
+    """
+    passed = True
+    LOGS.mkdir(parents=True, exist_ok=True)
+    # Nothing of this repository is on the path.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    for feature in wanted:
+        with staging.worktree() as tree:
+            for one in staging.features.stack(feature.name):
+                staging.commit(one, tree)
+            for ranks, command in staging.features.commands(feature).items():
+                log = LOGS / f"{feature.name}-{ranks}.log"
+                with log.open("w") as output:
+                    code = subprocess.run(
+                        ["bash", "-ec", command],
+                        cwd=tree,
+                        env=kept | {"PATH": path},
+                        stdout=output,
+                        stderr=output,
+                    ).returncode
+                counts = ["no tests", *_COUNTS.findall(log.read_text(errors="replace"))][-1]
+                works = code == 0 and " passed" in counts
+                says = counts if works else f"FAILED: {counts}: {log}"
+                print(f"{feature.name} on {ranks} ranks: {says}", flush=True)
+                passed = passed and works
+    return passed

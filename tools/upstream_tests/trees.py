@@ -1,44 +1,40 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pristine and an applied copy of a checkout."""
+"""A pristine and an applied tree of a git checkout."""
 
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
-from overlay.errors import OverlayError
-
-_OURS = "megatron/core/cpu_runtime"  # upstream has nothing there
-_NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", "build", ".venv")
+from overlay.errors import NOT_THE_PIN, OverlayError
+from overlay.git import user_git
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """The patch set in `root`, applied with the command for users."""
+def clone(checkout: Path, tree: Path, branch: str | None = None) -> Path:
+    """Clone a git checkout to `tree`, in place of what is there; return `tree`.
 
-    root: Path
+    It gets the commit that is checked out there, or a branch.
 
-    def pristine_copy(self, checkout: Path, copy: Path) -> Path:
-        """Copy `checkout`, and revert the overlay in the copy if it is applied."""
-        _copy(checkout, copy)
-        if (copy / _OURS).exists():
-            self._run(copy, "--revert")
-        return copy
-
-    def applied_copy(self, pristine: Path, copy: Path) -> Path:
-        """Copy a pristine tree and apply the overlay to the copy."""
-        _copy(pristine, copy)
-        self._run(copy)
-        return copy
-
-    def _run(self, tree: Path, *flags: str) -> None:
-        command = [str(self.root / "tools/apply_overlay.sh"), str(tree), *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise OverlayError(done.returncode, done.stderr.strip().removeprefix("error: "))
+    Raises:
+        OverlayError: `checkout` is not the top of a git checkout, or lacks the branch.
+    """
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    which = ("--branch", branch) if branch else ()
+    done = user_git(Path(), "clone", "--quiet", *which, "--", str(checkout), str(tree))
+    if done.returncode:
+        of = f" with branch {branch}" if branch else ""
+        raise OverlayError(NOT_THE_PIN, f"{checkout} is not the top of a git checkout{of}")
+    return tree
 
 
-def _copy(tree: Path, copy: Path) -> None:
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(tree, copy, symlinks=True, ignore=_NOT_COPIED)
+def apply(root: Path, tree: Path) -> None:
+    """Apply the patch set in `root` with the command for users.
+
+    Raises:
+        OverlayError: the command refuses the tree.
+    """
+    command = [str(root / "tools/apply_overlay.sh"), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OverlayError(done.returncode, done.stderr.strip().removeprefix("error: "))

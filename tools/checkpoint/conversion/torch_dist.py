@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
@@ -25,13 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from conversion.program_model import box_of, saved_key
 from examples.mimo.common.errors import UserError
@@ -120,17 +117,6 @@ def write_checkpoint(
     (directory / TRACKER).write_text("release")
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads boxes of tensors into tensors that the caller has."""
-
-    def __init__(self, into: Mapping[tuple[str, torch.Size], torch.Tensor]) -> None:
-        super().__init__()
-        self._into = into
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._into[index.fqn, index.offset]
-
-
 class Checkpoint:
     """A checkpoint that the program or a conversion wrote.
 
@@ -147,27 +133,27 @@ class Checkpoint:
             text = tracker.read_text().strip()
             directory /= text if text == "release" else f"iter_{int(text):07}"
         self.directory = directory
-        self._reader = FileSystemReader(directory)
         try:
             with no_code_from_checkpoints():
-                self._metadata = self._reader.read_metadata()
+                metadata = FileSystemReader(directory).read_metadata()
         except (OSError, CheckpointingException) as error:
             raise UserError(f"{directory}: no checkpoint of the program: {error}") from error
-        self._reader.set_up_storage_reader(self._metadata, True)
         self.tensors = {
             key: value
-            for key, value in self._metadata.state_dict_metadata.items()
+            for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
 
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
-        """Read the tensors of parts, by name; only their boxes are read from the files."""
-        into, tensors, items = {}, {}, []
+        """Read the tensors of parts, by name; a key is read as a whole, and no others."""
+        stored = {key: self.tensors[key] for key in {saved_key(p.key) for p in parts.values()}}
+        whole = {key: torch.empty(s.size, dtype=s.properties.dtype) for key, s in stored.items()}
+        with no_code_from_checkpoints():
+            load(whole, checkpoint_id=self.directory, no_dist=True)
+        tensors = {}
         for name, part in parts.items():
-            key, box = saved_key(part.key), box_of(part)
-            stored = self.tensors[key]
-            into[key, box.offsets] = torch.empty(box.sizes, dtype=stored.properties.dtype)
-            tensors[name] = into[key, box.offsets].view(part.local_shape)
-            items += create_read_items_for_chunk_list(key, stored, [box])
-        self._reader.read_data(LoadPlan(items), _LoadPlanner(into)).wait()
+            box = box_of(part)
+            sides = zip(box.offsets, box.sizes, strict=True)
+            place = tuple(slice(start, start + size) for start, size in sides)
+            tensors[name] = whole[saved_key(part.key)][place].reshape(part.local_shape)
         return tensors

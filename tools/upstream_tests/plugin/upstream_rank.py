@@ -3,7 +3,7 @@
 """Pytest plugin for one CPU rank that runs upstream's own tests (`-p upstream_rank`).
 
 It writes the outcome of each test as a JSON line, and keeps the ranks together: all start a test at
-once, and one that hangs ends, whereupon torchrun ends the others.
+once, and one that hangs ends with its stacks in a file, whereupon torchrun ends the others.
 """
 
 import ctypes
@@ -12,10 +12,8 @@ import functools
 import gc
 import json
 import os
-import re
 import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -29,40 +27,17 @@ _FOLDER = Path(os.environ["UPSTREAM_TESTS_FOLDER"])
 _TEST_LIMIT_S = float(os.environ["UPSTREAM_TESTS_TEST_LIMIT_S"])
 _COLLECTION_LIMIT_S, _END_LIMIT_S = 240, 30
 _COLLECTIVE_LIMIT = timedelta(seconds=30)
-_MEMORY_LIMIT = 0.6 * os.sysconf("SC_PHYS_PAGES") / _WORLD
-"""Pages that a rank may hold, so that a test for GPUs of 80 GB does not harm other programs."""
+_STACKS = (_FOLDER / f"rank{_RANK}.stacks").open("w")
 _LONG_TEST_S = 0.5
-_BROKEN_GROUPS = re.compile("gloo|Connection|Timed out|process group", re.IGNORECASE)
 
 stand_ins.install()
+# A test for GPUs of 80 GB shall harm no other program: the system ends this one first.
+Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-class Watchdog(threading.Thread):
-    """Ends this rank, with its stacks, when what it does takes too long or too much memory."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.expect("the collection", _COLLECTION_LIMIT_S)
-        self.start()
-
-    def expect(self, what: str, seconds: float) -> None:
-        """Say what the rank begins, and how long it may take."""
-        self._what, self._limit_s, self._deadline = what, seconds, time.monotonic() + seconds
-
-    def run(self) -> None:
-        """See `threading.Thread`."""
-        while True:
-            time.sleep(0.2)
-            if time.monotonic() > self._deadline:
-                self.end(f"over {self._limit_s:g} s")
-            if int(Path("/proc/self/statm").read_text().split()[1]) > _MEMORY_LIMIT:
-                self.end("too much memory")
-
-    def end(self, why: str) -> None:
-        """End this rank at once."""
-        print(f"{self._what}: {why}", file=sys.__stderr__, flush=True)
-        faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__)
-        os._exit(70)
+def end_after(seconds: float) -> None:
+    """End this rank, with its stacks, if this is not called again in so many seconds."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STACKS)
 
 
 class Ranks:
@@ -141,7 +116,8 @@ class Recorder:
     """Writes the outcomes, and waits for the other ranks after each test."""
 
     def __init__(self) -> None:
-        self._watchdog, self._ranks = Watchdog(), Ranks()
+        end_after(_COLLECTION_LIMIT_S)
+        self._ranks = Ranks()
         self._file = (_FOLDER / f"rank{_RANK}.jsonl").open("a")
         self._outcome, self._reason, self._began = "passed", "", 0.0
 
@@ -169,9 +145,9 @@ class Recorder:
         item.config.option.experimental = item.get_closest_marker("experimental") is not None
         self._outcome, self._reason, self._began = "passed", "", time.monotonic()
         self._write("begins", item.nodeid)
-        self._watchdog.expect(item.nodeid, _TEST_LIMIT_S)
+        end_after(_TEST_LIMIT_S)
         result = yield
-        self._watchdog.expect("the other ranks", _TEST_LIMIT_S + _END_LIMIT_S)
+        end_after(_TEST_LIMIT_S + _END_LIMIT_S)  # for the other ranks
         self._write("ends", item.nodeid, self._outcome, self._reason)
         self._meet(item, nextitem)
         return result
@@ -181,11 +157,9 @@ class Recorder:
             self._outcome, self._reason = report.outcome, _reason(report)
 
     def _meet(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        broken = self._outcome == "failed" and _BROKEN_GROUPS.search(self._reason)
-        outcomes = self._ranks.meet("broken" if broken else self._outcome)
+        outcomes = self._ranks.meet(self._outcome)
         same_file = nextitem is not None and nextitem.path == item.path
-        diverged = "broken" in outcomes or ("failed" in outcomes and len(set(outcomes)) > 1)
-        if diverged or not same_file:
+        if "failed" in outcomes or not same_file:
             self._ranks.renew_groups(keep_default=same_file)
         if not same_file or time.monotonic() - self._began > _LONG_TEST_S:
             # Return tests' memory to the system: models are in cycles, and ranks share memory.
@@ -194,20 +168,15 @@ class Recorder:
 
     def pytest_unconfigure(self) -> None:
         """End the processes that tests have left."""
-        self._watchdog.expect("the end", _END_LIMIT_S)
+        end_after(_END_LIMIT_S)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)  # torchrun gives each rank a process group
 
 
 def _reason(report) -> str:
     """Return the message of a failure or skip, in one line."""
-    longrepr = report.longrepr
-    if isinstance(longrepr, tuple):
-        text = longrepr[2]
-    elif getattr(longrepr, "reprcrash", None) is not None:
-        text = longrepr.reprcrash.message
-    else:  # a collection error: the last line names the exception
-        text = str(longrepr).strip().splitlines()[-1]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
     return " ".join(text.split())[:400]
 
 

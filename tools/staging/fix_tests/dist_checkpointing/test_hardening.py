@@ -38,14 +38,10 @@ def checkpoint(one_rank, tmp_path):
     return tmp_path
 
 
-def test_the_manifest_is_the_one_that_a_single_rank_makes(checkpoint):
+def test_the_manifest_is_the_one_that_a_single_rank_makes_and_names_a_changed_file(checkpoint):
     save_manifest(str(checkpoint))
     verify_manifest(str(checkpoint))
     verify_integrity_manifest(str(checkpoint))
-
-
-def test_a_changed_file_is_named(checkpoint):
-    save_manifest(str(checkpoint))
     (file,) = checkpoint.glob("*.distcp")
     file.write_bytes(file.read_bytes() + b"!")
     with pytest.raises(CheckpointingException, match=f"{file.name} has changed"):

@@ -22,22 +22,6 @@ torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
 PersistentAsyncCaller._get_process(0, "fork")
 """
 
-PROGRAM = """
-import multiprocessing, time
-print(multiprocessing.active_children()[0].pid, flush=True)
-time.sleep(60)
-"""
-
-
-def lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{process}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
-
-
 DEAF = """
 import multiprocessing, signal, time
 from megatron.core.dist_checkpointing.managed_queue import start_deaf
@@ -47,32 +31,44 @@ start_deaf(process)
 assert signal.getsignal(signal.SIGUSR1) is print
 """
 
+PROGRAM = """
+import multiprocessing, time
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
 
-def test_a_writer_ignores_the_signals_that_its_rank_handles():
-    command = [sys.executable, "-c", DEAF + PROGRAM]
-    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    child = int(rank.stdout.readline())
-    os.kill(child, signal.SIGUSR1)
-    time.sleep(1)
-    assert lives(child)
-    rank.kill()
-    os.kill(child, signal.SIGKILL)
-    rank.wait()
+
+def lives(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-@pytest.mark.parametrize("start", [QUEUE, WRITER], ids=["queue", "writer"])
-def test_a_process_of_a_save_ends_with_a_rank_that_is_killed(start):
+@pytest.mark.parametrize(
+    ("start", "killed"),
+    [(QUEUE, True), (WRITER, True), (DEAF, False)],
+    ids=["queue", "writer", "deaf"],
+)
+def test_a_process_of_a_save_ends_with_its_rank_and_by_no_signal_that_the_rank_handles(
+    start, killed
+):
     command = [sys.executable, "-c", start + PROGRAM]
     rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = int(rank.stdout.readline())
     assert lives(child)
-    rank.send_signal(signal.SIGKILL)
-    rank.wait()
-    end = time.monotonic() + 10
+    if killed:
+        rank.kill()
+    else:
+        os.kill(child, signal.SIGUSR1)
+    end = time.monotonic() + (10 if killed else 1)
     while lives(child) and time.monotonic() < end:
         time.sleep(0.2)
     alive = lives(child)
-    if alive:
-        os.kill(child, signal.SIGKILL)
-    assert not alive
+    for process in (rank.pid, child):
+        if lives(process):
+            os.kill(process, signal.SIGKILL)
+    rank.wait()
+    assert alive != killed

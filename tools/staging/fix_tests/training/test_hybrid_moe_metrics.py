@@ -19,48 +19,31 @@ class _Tracker(MoEMetricsTracker):
         raise _Reported
 
 
-class _Anything:
-    """Arguments: those that matter here, and 0 for all others."""
-
-    def __init__(self, **known):
-        self.__dict__.update(known)
-
-    def __getattr__(self, name):
-        return 0
-
-
 def test_a_stage_without_experts_has_a_number_for_every_layer(monkeypatch):
-    args = _Anything(
-        num_experts=4,
-        num_layers=6,
-        hybrid_layer_pattern="M*EM*E",
-        moe_router_load_balancing_type=["aux_loss"],
-        micro_batch_size=1,
-        data_parallel_size=1,
-        gtp_weight_remat_size=1,
-        world_size=1,
-        seq_length=8,
-        log_interval=10,
-    )
-    timers = SimpleNamespace(write=lambda *_, **__: None)
+    known = {
+        "num_experts": 4,
+        "num_layers": 6,
+        "hybrid_layer_pattern": "M*EM*E",
+        "log_interval": 10,
+    }
+    known |= {"moe_router_load_balancing_type": ["aux_loss"], "seq_length": 8}
+    known |= dict.fromkeys(("micro_batch_size", "data_parallel_size", "world_size"), 1)
+    known |= {"gtp_weight_remat_size": 1}
+    args = type("Args", (), {**known, "__getattr__": lambda args, name: 0})()
     tracker = _Tracker()
     values = {
         "get_args": args,
-        "get_timers": timers,
-        "get_tensorboard_writer": None,
-        "get_wandb_writer": None,
-        "get_one_logger": None,
-        "get_energy_monitor": None,
+        "get_timers": SimpleNamespace(write=lambda *_, **__: None),
         "get_num_microbatches": 1,
         "get_moe_metrics_tracker": tracker,
         "reduce_max_stat_across_model_parallel_group": 0.1,
         "is_hybrid_model": True,
     }
+    writers = ("tensorboard_writer", "wandb_writer", "one_logger", "energy_monitor")
+    values |= {f"get_{name}": None for name in writers}
     for name, value in values.items():
         monkeypatch.setattr(training, name, lambda *_, _value=value, **__: _value)
     monkeypatch.setattr(training.one_logger_utils, "track_app_tag", lambda *_: None)
     with pytest.raises(_Reported):
         training.training_log({}, {}, 0.1, 1, 1.0, False, 0, 0.0, None, None, None)
-    name = "load_balancing_loss"
-    assert name in tracker.metrics
-    assert len(tracker.metrics[name].values) == args.num_layers
+    assert len(tracker.metrics["load_balancing_loss"].values) == args.num_layers

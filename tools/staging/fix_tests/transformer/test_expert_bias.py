@@ -31,13 +31,8 @@ class _Linear(torch.nn.Linear):
 
 
 def test_an_expert_bias_is_added_to_a_view():
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, use_cpu_initialization=True)
     group = torch.distributed.ProcessGroup(0, 1)
     mlp = MLP(config, MLPSubmodules(linear_fc1=_Linear, linear_fc2=_Linear), tp_group=group)
     rows, scale = torch.randn(5, 8), torch.rand(5)

@@ -53,6 +53,15 @@ class Row:
         count = self.microbatches or (layout.pp if layout.pp > 1 else 2)
         return MODELS[self.model].batch(count, layout.dp or 1)
 
+    @property
+    def commands(self) -> list[tuple[str, ...]]:
+        """The options of each layout's run: the model's, the layout's and the batch's."""
+        shared = (*MODELS[self.model].options, *self.common)
+        return [
+            (*shared, "--encoder", encoder, "--language", language, *self.batch(language), *options)
+            for encoder, language, options in self.layouts
+        ]
+
 
 APART = ("--placement", "non-colocated")
 CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous")

@@ -158,12 +158,11 @@ def apart(records: list[dict], reference: list[dict]) -> dict[str, float]:
     return {name: max(step[name] for step in steps) for name in FIGURES}
 
 
-def _run(row: Row, arguments: Iterable[str], steps: int, saved: Path | None) -> list[dict]:
+def _run(row: Row, shards: Path | None, steps: int, saved: Path | None) -> list[dict]:
     """Run a row on this world's ranks, from a checkpoint to the next if it has several layouts."""
     source, records = MODELS[row.model].source, []
-    for number, (encoder, language, options) in enumerate(row.layouts):
-        layout = ("--encoder", encoder, "--language", language, *row.batch(language))
-        line = (*arguments, *row.common, *layout, *options)
+    for number, command in enumerate(row.commands):
+        line = [option.format(shards=shards) for option in command]
         if not row.then:
             return trajectory(*line, steps=steps, source=source)
         load = ("--load", str(saved)) if number else ()
@@ -214,7 +213,7 @@ def compare(row: Row, shards: Path | None = None, saved: Path | None = None) -> 
     steps = max(model.steps, 2 * count if row.then else 0)
     arguments = [option.format(shards=shards) for option in model.options]
     reference = reference_of(model, (*arguments, *row.common), steps)
-    records = _run(row, arguments, steps, saved)
+    records = _run(row, shards, steps, saved)
     for name in ("step", "num_tokens", "skipped"):
         assert [r[name] for r in records] == [r[name] for r in reference], name
     allowed, found = tolerance(model), apart(records, reference)
