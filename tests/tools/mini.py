@@ -7,7 +7,6 @@ import io
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import tarfile
@@ -96,14 +95,10 @@ def snapshot(root: Path, private: bool = True) -> dict[str, tuple]:
     """Every path below ``root`` with its kind, mode and content, by name."""
     found = {}
     for path in sorted(root.rglob("*")):
-        mode, name = path.lstat().st_mode, path.relative_to(root).as_posix()
-        content = None
-        if stat.S_ISLNK(mode):
-            content = os.readlink(path)
-        elif stat.S_ISREG(mode):
-            content = path.read_bytes()
         if private or STATE not in path.parts:
-            found[name] = (mode, content)
+            content = path.is_file() and path.read_bytes()
+            content = os.readlink(path) if path.is_symlink() else content
+            found[path.relative_to(root).as_posix()] = (path.lstat().st_mode, content)
     return found
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mini import (
-    SECOND_UPSTREAM,
     STATE,
     UPSTREAM,
     World,
@@ -67,14 +66,6 @@ def test_apply_changes_what_is_ours_and_revert_gives_every_byte_back(world, flag
     assert world.text("examples/mimo/note.txt") == "mine"
     shutil.rmtree(world.checkout / "examples")
     assert snapshot(world.checkout) == original
-
-
-def test_the_second_locked_version_gets_its_own_lines(world):
-    shutil.rmtree(world.checkout)
-    write_tree(world.checkout, SECOND_UPSTREAM)
-    assert world.apply().code == 0
-    assert world.text(A) == "a_0\n" + APPLIED[A]
-    assert world.apply("--status").out == ["applied: 5 files"]
 
 
 def test_a_later_state_of_the_patch_set_starts_from_the_originals(world):

@@ -152,7 +152,7 @@ def test_each_patch_and_file_has_its_state(world, files, name, state, code):
     states = {row["name"]: row["state"] for row in report["patches"] + report["files"]}
     assert (result.code, states[name]) == (code, state)
     assert f"  {state} " in text
-    assert ("new: megatron.core.new.deep.module.shard" in text) == (name == NEW)
+    assert ("megatron.core.new.deep.module.shard: was absent, now (a)" in text) == (name == NEW)
 
 
 def test_an_applied_tree_no_tree_and_a_missing_griffe_are_refused(world, monkeypatch):

@@ -94,7 +94,8 @@ class Application:
         self._refuse_edits(goal)
         checked = {*self.known, *contents, *locked[version]}
         foreign = [path for path in goal if path not in checked and self._is_lost(path, goal)]
-        refuse(LOCAL_EDITS, "{} exists, and is neither ours nor committed", foreign)
+        what = "exists, and is neither ours nor committed"
+        refuse(LOCAL_EDITS, [f"{path} {what}" for path in foreign])
         return goal, notices
 
     def _ours(self, path: str, link: bool) -> Entry:
@@ -112,7 +113,8 @@ class Application:
         return data is None or not git.is_committed(self.checkout.root, path, data)
 
     def _refuse_edits(self, goal: Goal) -> None:
-        refuse(LOCAL_EDITS, "{} was edited since the overlay was applied", self._edits(goal))
+        what = "was edited since the overlay was applied"
+        refuse(LOCAL_EDITS, [f"{path} {what}" for path in self._edits(goal)])
 
     def _edits(self, goal: Goal) -> list[str]:
         """Return the paths of ours that are neither as we left them nor as they were before."""

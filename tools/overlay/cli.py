@@ -41,13 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--version", metavar="V", help="another version of the lock than the pin")
 
     one = commands.add_parser("refresh", help="write patches and lock anew")
-    one.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
+    what = one.add_mutually_exclusive_group()
+    what.add_argument("checkout", type=Path, nargs="?", metavar="CHECKOUT", help="take its edits")
+    what.add_argument("--pin", metavar="V", help="carry the patches to this version of the lock")
     one.add_argument("--check", action="store_true", help="change nothing, fail if it would")
     one.add_argument(
         "--into", metavar="NNNN[:PATH]", action="append", default=[],
         help="the patch that takes the edits (of PATH); repeatable",
     )  # fmt: skip
-    one.add_argument("--pin", metavar="V", help="carry the patches to this version of the lock")
 
     one = commands.add_parser("drift", help="what another Megatron-LM means for us")
     one.add_argument("checkout", type=Path, metavar="CHECKOUT")

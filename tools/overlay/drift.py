@@ -92,16 +92,13 @@ def _files(
         before, after = old.get(path), checkout.read(path)
         if before is None and after is None:
             continue
-        if before == after or after is None:
-            rows.append(Row(path, "gone upstream" if after is None else "unchanged"))
-        else:
-            state = "changed upstream" if before is not None else "new upstream"
-            was, now = (version.declared(module_name(path)) for version in versions)
-            lines = [f"gone: {name}" for name in sorted(was.keys() - now)]
-            lines += [f"new: {name}" for name in sorted(now.keys() - was)]
-            changed = [name for name in was if name in now and was[name] != now[name]]
-            lines += [f"signature: {name} was {was[name]}, now {now[name]}" for name in changed]
-            rows.append(Row(path, state, "\n".join(lines)))
+        state = "unchanged" if before == after else "changed upstream"
+        state = "new upstream" if before is None else "gone upstream" if after is None else state
+        was, now = (version.declared(module_name(path)) for version in versions)
+        changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+        sides = [(name, was.get(name, "absent"), now.get(name, "absent")) for name in changed]
+        lines = [f"{name}: was {before}, now {after}" for name, before, after in sides]
+        rows.append(Row(path, state, "\n".join(lines)))
     return rows
 
 

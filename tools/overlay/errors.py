@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of the tools, with their exit codes."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 FAILED = 1  # the patch set is inconsistent, or the machine refused an operation
 USAGE = 2
@@ -20,7 +20,7 @@ class OverlayError(Exception):
         self.lines = lines
 
 
-def refuse(code: int, message: str, names: Iterable[str]) -> None:
-    """Raise OverlayError with a line for each name, if there are any."""
-    if lines := [message.format(name) for name in names]:
+def refuse(code: int, lines: Sequence[str]) -> None:
+    """Raise OverlayError if there are lines that say why."""
+    if lines:
         raise OverlayError(code, *lines)

@@ -122,5 +122,6 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
     for path, (before, _) in lock.files.get(version, {}).items():
         if sha256(read(path) or b"") != before:
             wrong.append(f"{path} differs from the lock")
-    refuse(DIFFERS_FROM_LOCK, f"{wanted.tag} at {remote}: {{}}: nothing kept", wrong)
+    lines = [f"{wanted.tag} at {remote}: {line}: nothing kept" for line in wrong]
+    refuse(DIFFERS_FROM_LOCK, lines)
     return f"commit {commit}"

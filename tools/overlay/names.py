@@ -7,6 +7,7 @@ griffe reads both versions from their syntax, and follows re-exports and base cl
 
 import ast
 import functools
+import gc
 import inspect
 import logging
 import warnings
@@ -34,9 +35,12 @@ class Version:
             raise OverlayError(FAILED, "no griffe: run make setup, or pip install griffelib")
         logging.getLogger("griffe").setLevel(logging.CRITICAL)
         loader = griffe.GriffeLoader(search_paths=[root], allow_inspection=False)
+        gc.disable()  # a third of the time, for objects that live to the end
         with warnings.catch_warnings(action="ignore"):  # Python's, about upstream's texts
             self._tree = loader.load("megatron", try_relative_path=False)
         loader.expand_wildcards(self._tree, external=False)
+        gc.freeze()
+        gc.enable()
         self.find, self.signature = functools.cache(self.find), functools.cache(self.signature)
 
     def find(self, name: str):

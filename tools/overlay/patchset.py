@@ -126,14 +126,14 @@ class PatchSet:
         git_only, wrong = self.lock.git_only, []
         locked = self.lock.files[version] | git_only
         found = {path: original(path) for path in locked}
-        found = {path: data and sha256(data) for path, data in found.items()}
+        found = {p: None if data is None else sha256(data) for p, data in found.items()}
         for path, (before, after) in locked.items():
             if found[path] == after:
                 what = "is patched already, but its original is lost: restore it or fetch anew"
                 wrong.append(f"{path} {what}")
             elif found[path] != before and path not in git_only:
                 wrong.append(f"{path} {'differs from the lock' if found[path] else 'is missing'}")
-        refuse(DIFFERS_FROM_LOCK, "{}", wrong)
+        refuse(DIFFERS_FROM_LOCK, wrong)
         lost = {path for path, (before, _) in git_only.items() if found[path] != before}
         patches = self.series()
         steps = build(patches, lambda path: None if path in lost else original(path), git_only)
@@ -146,7 +146,7 @@ class PatchSet:
         wanted = {path: after for path, (_, after) in locked.items() if path not in lost}
         wanted |= {f"patches/{name}": sha for name, sha in self.lock.patches.items()}
         stale = sorted(name for name in made.keys() | wanted if made.get(name) != wanted.get(name))
-        refuse(FAILED, "{} differs from the lock: run `make lock`", stale)
+        refuse(FAILED, [f"{name} differs from the lock: run `make lock`" for name in stale])
         return steps
 
 

@@ -150,7 +150,8 @@ def _lock_files(patchset: PatchSet, texts: Texts, upstream_at: Callable[[str], O
                 raise OverlayError(FAILED, f"patches/{step.name} {what}")
             for path in git.paths_of(step.diff) if step.left_out else ():
                 git_only[path] = lock.git_only[path]
-        refuse(FAILED, "{} is both an overlay file and patched", tree.keys() & patchset.overlay)
+        twice = sorted(tree.keys() & patchset.overlay)
+        refuse(FAILED, [f"{path} is both an overlay file and patched" for path in twice])
         tree |= {
             path: ours.read_bytes() for path, ours in patchset.overlay.items() if path in sdist
         }
@@ -167,7 +168,8 @@ def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -
     stale = [name for name, text in files.items() if present.get(name) != text]
     gone = [name for name in patches if name not in texts]
     if only_check:
-        refuse(FAILED, "patches/{} is stale: run `make lock`", stale + gone)
+        lines = [f"patches/{name} is stale: run `make lock`" for name in stale + gone]
+        refuse(FAILED, lines)
     git.write_files(folder, {name: files[name] for name in stale})
     for name in gone:
         (folder / name).unlink()
