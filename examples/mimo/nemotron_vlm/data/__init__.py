@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
+
+if TYPE_CHECKING:  # a survey is made without Megatron-LM
+    from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 
