@@ -6,25 +6,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
-from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
+from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
-    EXCLUDED,
     GOOD,
     STATES,
     Survey,
+    bad_samples,
     load_survey,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
@@ -32,10 +36,8 @@ from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 NAMED = 3
 """Number of bad samples that a refusal names."""
 
-TOO_LONG = "too long"
 
-
-class EnergonSource:
+class EnergonSource(SampleSource):
     """Samples of a data set or a blend that has been prepared and surveyed.
 
     ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
@@ -59,16 +61,11 @@ class EnergonSource:
             samples and ``bad_samples`` is 'refuse'. The message is one line.
 
     Attributes:
-        image_token, pad_token: token ids.
-        vocab_size: above every token id.
         tiles_per_sample: mean over the training split.
         fingerprint: hash of the training split's samples, their tokens and tiles, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
-        score: None: an answer counts as a whole.
     """
-
-    score = None
 
     def __init__(
         self,
@@ -86,14 +83,11 @@ class EnergonSource:
         image_token: str = IMAGE,
         surveys: str | Path | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
+        self._arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__")
+        }
         chat = Chat(tokenizer, image_token)
         self._encoder = Encoder(chat, Tiling(tile, max_tiles, thumbnail), tokens_per_tile, prompt)
-        self._path = path
-        self._seq_length = seq_length
-        self._seed = seed
-        self._refuse = bad_samples == "refuse"
-        self._surveys = Path(surveys) if surveys else None
         self._streams: dict[str, _Stream] = {}
         self.image_token, self.pad_token = chat.image_token, chat.pad_token
         self.vocab_size = chat.vocab_size
@@ -102,7 +96,7 @@ class EnergonSource:
         self.fingerprint = train.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (type(self), self._arguments)
+        return partial(EnergonSource, **self._arguments), ()
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -122,20 +116,11 @@ class EnergonSource:
             ValueError: the sample is not what the survey found; the message names shard and key.
             OSError: the shard cannot be read, even after several tries; the message names it.
         """
-        dataset, index, survey = self._stream(split).locate(number)
-        counts = survey.tiles_of_images(index)
-
-        def read(images: bool) -> Text:
-            record = self._encoder.record(dataset.decode(dataset.raw(index, images)))
-            text = self._encoder.text(record, counts)
+        with self._sample(split, number) as (dataset, index, survey):
+            record = dataset.record(dataset.raw(index, images=False), self._encoder.prompt)
+            text = self._encoder.text(record, survey.tiles_of_images(index))
             _check(len(text.input_ids), survey.tokens[index], "tokens")
-            return text
-
-        with _naming(dataset, index):
-            try:
-                return read(images=False)
-            except ValueError:  # the data set's own sample_loader may need the images
-                return read(images=True)
+        return text
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
@@ -143,9 +128,10 @@ class EnergonSource:
         Raises:
             ValueError, OSError: as for `text`.
         """
-        dataset, index, survey = self._stream(split).locate(number)
-        with _naming(dataset, index):
-            tiles = self._encoder.tiles(self._encoder.record(dataset.decode(dataset.raw(index))))
+        with self._sample(split, number) as (dataset, index, survey):
+            raw = dataset.raw(index)
+            record = dataset.record(raw, self._encoder.prompt)
+            tiles = self._encoder.tiles([raw[name] for name in record.images])
             _check(len(tiles), survey.tiles[index], "tiles")
         return tiles
 
@@ -162,142 +148,119 @@ class EnergonSource:
         """Return how many samples of the data have no number, by reason."""
         return self._stream(split).left_out
 
-    def left_out_names(self, split: str, most: int) -> list[str]:
-        """Name ``most`` of these as ``shard/key: reason``; none that ``split.yaml`` excludes."""
-        return self._stream(split).names(most)
+    @contextmanager
+    def _sample(self, split: str, number: int) -> Iterator[tuple[DataSet, int, Survey]]:
+        """Locate a sample; an error names it if it is not what the survey found."""
+        dataset, index, survey = self._stream(split).locate(number)
+        try:
+            yield dataset, index, survey
+        except ValueError as error:
+            raise ValueError(
+                f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
+            ) from error
 
     def _stream(self, split: str) -> _Stream:
         if split not in self._streams:
-            self._streams[split] = stream = self._open(split)
-            bad = sum(stream.left_out.values()) - stream.left_out.get(STATES[EXCLUDED], 0)
-            if self._refuse and bad:
-                del self._streams[split]
-                names = "; ".join(stream.names(NAMED))
+            given = self._arguments
+            opened, surveys = open_split(given["path"], split), []
+            for dataset in opened.datasets:
+                folder = given["surveys"] and Path(given["surveys"])
+                survey = load_survey(dataset, self._encoder, folder)
+                if survey is None:
+                    raise ValueError(
+                        f"{dataset.path}: no survey of {split} with this tokenizer, template and "
+                        f"tiling; make one: {self._survey_command()}"
+                    )
+                surveys.append(survey)
+            pairs = list(zip(opened.datasets, surveys, strict=True))
+            stream = _Stream(pairs, opened.mode, given["seq_length"], (given["seed"], split))
+            bad = sum(stream.left_out.values()) - stream.left_out.get(Excluded.kind, 0)
+            if bad and given["bad_samples"] == "refuse":
                 more = f"; and {bad - NAMED} more" if bad > NAMED else ""
-                raise ValueError(f"{self._path}: {bad} bad samples in {split}: {names}{more}")
-        return self._streams[split]
-
-    def _open(self, split: str) -> _Stream:
-        opened = open_split(self._path, split)
-        surveys = []
-        for dataset in opened.datasets:
-            survey = load_survey(dataset, self._encoder, self._surveys)
-            if survey is None:
                 raise ValueError(
-                    f"{dataset.path}: no survey of {split} with this tokenizer, template and "
-                    f"tiling; make one: {self._survey_command()}"
+                    f"{given['path']}: {bad} bad samples in {split}: "
+                    f"{'; '.join(stream.bad_names(NAMED))}{more}"
                 )
-            surveys.append(survey)
-        seed = (self._seed, split)
-        return _Stream(opened.datasets, surveys, opened.mode, self._seq_length, seed)
+            self._streams[split] = stream
+        return self._streams[split]
 
     def _survey_command(self) -> str:
         given = self._arguments
-        options = ["--tokenizer", given["tokenizer"], "--tile", given["tile"]]
-        options += ["--tokens-per-tile", given["tokens_per_tile"], "--max-tiles"]
-        options += [given["max_tiles"], *([] if given["thumbnail"] else ["--no-thumbnail"])]
-        defaults = {"prompt": DEFAULT_PROMPT, "image_token": IMAGE, "surveys": None}
-        for name, default in defaults.items():
-            if given[name] != default:
-                options += [f"--{name.replace('_', '-')}", repr(str(given[name]))]
-        return " ".join(map(str, ["python -m", __package__, self._path, *options]))
+        words = ["python", "-m", __package__, given["path"]]
+        for name in ("tokenizer", "tile", "tokens_per_tile", "max_tiles", "prompt", "image_token"):
+            words += [f"--{name.replace('_', '-')}", given[name]]
+        words += [] if given["thumbnail"] else ["--no-thumbnail"]
+        words += ["--surveys", given["surveys"]] if given["surveys"] else []
+        return shlex.join(map(str, words))
 
 
 class _Stream:
     """The numbered samples of a split.
 
     Args:
-        datasets, surveys: the data sets, and the survey of each.
+        pairs: the data sets, and the survey of each.
         mode, seed: see `Order`.
         seq_length: tokens that a sample may have.
     """
 
     def __init__(
         self,
-        datasets: list[DataSet],
-        surveys: list[Survey],
-        mode: Literal["single", "weights", "repetitions"],
+        pairs: list[tuple[DataSet, Survey]],
+        mode: Mode,
         seq_length: int,
-        seed: object,
+        seed: tuple[int, str],
     ) -> None:
         self.left_out: dict[str, int] = {}
-        self._datasets, self._surveys, self._seq_length = datasets, surveys, seq_length
-        self._samples = []
-        for dataset, survey in zip(datasets, surveys, strict=True):
+        self._pairs, self._seq_length, self._samples = pairs, seq_length, []
+        for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
-            state, tokens = survey.state[chosen], survey.tokens[chosen]
-            good, fits = state == GOOD, tokens <= seq_length
-            for kind in range(1, len(STATES)):
-                self._count(STATES[kind], int((state == kind).sum()))
-            self._count(TOO_LONG, int((good & ~fits).sum()))
-            if not (good & fits).any():
+            states = survey.states(seq_length)[chosen]
+            for state in np.unique(states[states != GOOD]):
+                found = self.left_out.get(STATES[state], 0)
+                self.left_out[STATES[state]] = found + int((states == state).sum())
+            if not (states == GOOD).any():
                 raise ValueError(
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
                     f"{self.left_out}; a sequence has {seq_length} tokens"
                 )
-            self._samples.append(chosen[good & fits])
+            self._samples.append(chosen[states == GOOD])
         sizes = [len(samples) for samples in self._samples]
-        self.order = Order(sizes, mode, [dataset.weight for dataset in datasets], seed)
-        means = [
-            survey.tiles[samples].mean()
-            for survey, samples in zip(surveys, self._samples, strict=True)
-        ]
+        self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
+        by_set = list(zip(pairs, self._samples, strict=True))
+        means = [survey.tiles[samples].mean() for (_, survey), samples in by_set]
         self.mean_tiles = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
-            for survey, dataset, size in zip(surveys, datasets, sizes, strict=True)
+            for ((dataset, survey), _), size in zip(by_set, sizes, strict=True)
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
     def locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
-        (dataset,), (sample,) = self.order.locate(np.array([number], np.int64))
-        index = int(self._samples[dataset][sample])
-        return self._datasets[dataset], index, self._surveys[dataset]
+        (which,), (sample,) = self.order.locate(np.array([number], np.int64))
+        dataset, survey = self._pairs[which]
+        return dataset, int(self._samples[which][sample]), survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and tiles of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
-        dataset, sample = self.order.locate(numbers)
-        for place, (survey, samples) in enumerate(zip(self._surveys, self._samples, strict=True)):
-            here = dataset == place
-            indices = samples[sample[here]]
+        which, sample = self.order.locate(numbers)
+        for place, (_, survey) in enumerate(self._pairs):
+            here = which == place
+            indices = self._samples[place][sample[here]]
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
         return costs
 
-    def names(self, most: int) -> list[str]:
-        """See `EnergonSource.left_out_names`."""
-        names = []
-        for dataset, survey in zip(self._datasets, self._surveys, strict=True):
-            bad = [s for s in survey.bad if s.index in dataset.subset and s.state != EXCLUDED]
-            names += [f"{sample.name}: {sample.reason}" for sample in bad[: most - len(names)]]
-            long = np.flatnonzero(survey.tokens > self._seq_length)
-            long = [int(index) for index in long if index in dataset.subset]
-            for index in long[: most - len(names)]:
-                tokens = survey.tokens[index]
-                names.append(f"{dataset.name(index)}: {tokens} tokens, {self._seq_length} fit")
-        return names
-
-    def _count(self, reason: str, samples: int) -> None:
-        if samples:
-            self.left_out[reason] = self.left_out.get(reason, 0) + samples
-
-
-@contextmanager
-def _naming(dataset: DataSet, index: int) -> Iterator[None]:
-    """Name the sample in the error if it is not what the survey found."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(
-            f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
-        ) from error
+    def bad_names(self, most: int) -> list[str]:
+        """Name ``most`` bad samples as ``shard/key: reason``."""
+        bad = [
+            sample
+            for dataset, survey in self._pairs
+            for sample in bad_samples(dataset, survey, self._seq_length, most)
+        ]
+        return [f"{sample.name}: {sample.reason}" for sample in bad[:most]]
 
 
 def _check(found: int, surveyed: int, unit: str) -> None:
     if found != surveyed:
         raise ValueError(f"{found} {unit}, but {surveyed} in the survey")
-
-
-def _make(kind: type[EnergonSource], arguments: dict[str, Any]) -> EnergonSource:
-    return kind(**arguments)

@@ -48,14 +48,6 @@ class ShardReads:
                 found[f"{shard}/{name.partition('.')[0]}"] += times
         return +found
 
-    def of_text(self) -> int:
-        """Number of bytes read of anything but images."""
-        images = self._images
-        return sum(
-            len(part) - sum(_common(image, part) for image in images[shard].values())
-            for shard, part in self.reads
-        )
-
 
 class _File:
     def __init__(self, file, shard: str, counts: ShardReads) -> None:

@@ -2,16 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make, survey, damage and open the data sets of the tests."""
 
+import contextlib
+import io
 import shutil
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import webdataset
+import yaml
+from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
-from examples.mimo.nemotron_vlm.energon.survey import make_surveys
+from examples.mimo.nemotron_vlm.energon.store import open_split
+from examples.mimo.nemotron_vlm.energon.survey import make_survey
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
+from megatron.energon import BaseWebdatasetFactory
+from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 
@@ -26,6 +36,35 @@ def make_digits(path: Path, samples: int, seed: int) -> None:
     assert make_digits_webdataset.main([str(path), *options]) == 0
 
 
+def make_shard(path: Path, samples: list[dict], config: dict) -> None:
+    """Write a data set of one shard, with the contents of its dataset.yaml."""
+    with webdataset.TarWriter(str(path / "a.tar")) as tar:
+        for number, files in enumerate(samples):
+            tar.write({"__key__": f"{number}"} | files)
+    parts = [("train", "a.*"), ("val", "b.*")]
+    BaseWebdatasetFactory.prepare_dataset(path, ["a.tar"], split_parts_patterns=parts, workers=1)
+    (path / ".nv-meta" / "dataset.yaml").write_text(yaml.dump(config))
+
+
+def image(width: int, height: int, kind: str = "PNG") -> bytes:
+    """Return the file of a black image."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, kind)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def shared_digits(samples: int) -> Iterator[Path]:
+    """Make and survey a data set on the first rank, for all ranks."""
+    with Utils.shared_directory() as directory:
+        made = directory / "digits"
+        with Utils.first_rank_first() as first:
+            if first:
+                make_digits(made, samples, seed=2)
+                survey(made)
+        yield made
+
+
 def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:
     return Encoder(Chat(tokenizer), Tiling(TILE, max_tiles), TOKENS_PER_TILE)
 
@@ -33,7 +72,8 @@ def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:
 def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
     """Survey a data set; its tokenizer is in it by default."""
     for split in splits:
-        make_surveys(path, split, encoder(tokenizer or path / "tokenizer"), **options)
+        for dataset in open_split(path, split).datasets:
+            make_survey(dataset, encoder(tokenizer or path / "tokenizer"), **options)
 
 
 def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:
