@@ -17,10 +17,10 @@ from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from tests.unit_tests.examples.nemotron_vlm.energon.counted_files import ShardReads
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     TILE,
     TOKENS_PER_TILE,
+    ShardReads,
     image,
     make_shard,
     names,
@@ -64,7 +64,7 @@ class TestAStepOfOneReplica:
         rows = Rows(opened, "train", SEQ_LENGTH, packing)
         batch = Batch(ROWS, ROWS // MICROBATCHES, SEQ_LENGTH)
         layouts = Layouts(encoder_layout, REPLICA, batch, placement)
-        counts = ShardReads(digits, monkeypatch)
+        counts = ShardReads(monkeypatch)
         wanted = Counter()
         for part, dp in ranks_of(encoder_layout, placement):
             schedule = EncoderSchedule(macro_batch=ROWS)
@@ -75,8 +75,7 @@ class TestAStepOfOneReplica:
                 assert isinstance(reader[take], dict)
                 encoded = {piece.sample for piece in take.pieces or ()}
                 wanted.update(names(opened, "train", encoded))
-        found = counts.of_images()
-        assert found == wanted and min(found.values()) >= encoder_layout.tp
+        assert counts.images == wanted and min(wanted.values()) >= encoder_layout.tp
 
 
 SAMPLE = 4
@@ -93,14 +92,14 @@ def test_a_text_has_each_images_own_tokens_without_reading_one(digits, tmp_path,
     make_shard(tmp_path, samples, config)
     survey(tmp_path, digits / "tokenizer", splits=["train"])
     opened = source(tmp_path, digits / "tokenizer", seq_length=256)
-    counts = ShardReads(tmp_path, monkeypatch)
+    counts = ShardReads(monkeypatch)
     for number in range(6):
         ids = opened.text("train", number).input_ids
         places = np.flatnonzero(ids == opened.image_token)
         runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
         tiles = int(opened.costs("train", number, 1)[0, 1])
         assert [len(run) for run in runs] == [4, 4 * (tiles - 1)]
-    assert not counts.of_images()
+    assert not counts.images
 
 
 @pytest.fixture
@@ -126,18 +125,15 @@ class TestReadsThatFail:
     def test_are_tried_again_after_growing_pauses(self, shard, part, monkeypatch, slept, caplog):
         opened = source(shard.parent)
         wanted = getattr(source(shard.parent), part)("train", SAMPLE)
-        ShardReads(shard.parent, monkeypatch).failing[shard.name] = 2
+        ShardReads(monkeypatch).failing[shard.name] = 2
         found = getattr(opened, part)("train", SAMPLE)
         assert slept == PAUSES_S[:2]
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
         assert f"{shard}: [Errno 5] Input/output error; next try in 2 s" in caplog.text
 
-    @pytest.mark.parametrize("bad_samples", ["skip", "refuse"])
-    def test_for_good_name_the_shard_and_blame_no_data(
-        self, shard, part, monkeypatch, slept, bad_samples
-    ):
-        opened = source(shard.parent, bad_samples=bad_samples)
-        reads = ShardReads(shard.parent, monkeypatch)
+    def test_for_good_name_the_shard_and_blame_no_data(self, shard, part, monkeypatch, slept):
+        opened = source(shard.parent)
+        reads = ShardReads(monkeypatch)
         reads.failing[shard.name] = ALWAYS
         text = f"^{shard} cannot be read, also after 63 s: .Errno 5. Input/output error$"
         with pytest.raises(OSError, match=text):
@@ -161,12 +157,12 @@ class TestReadsThatFail:
 class TestAShardThatCannotBeRead:
     def test_gives_a_rank_no_batch_but_a_reason(self, shard, monkeypatch, slept):
         opened = source(shard.parent)
-        ShardReads(shard.parent, monkeypatch).failing[shard.name] = ALWAYS
+        ShardReads(monkeypatch).failing[shard.name] = ALWAYS
         found = reader_of(opened)[Take("train", [[SAMPLE]], [], ([0], [1]))]
         assert found.startswith(f"{shard} cannot be read")
 
     def test_is_left_out_by_a_survey_on_every_rank(self, shard, monkeypatch, slept):
-        ShardReads(shard.parent, monkeypatch).failing[shard.name] = ALWAYS
+        ShardReads(monkeypatch).failing[shard.name] = ALWAYS
         survey(shard.parent)
         assert slept == PAUSES_S  # for its first sample, not for each of them
         assert source(shard.parent).left_out("train") == {"unreadable shard": 24}
