@@ -18,7 +18,6 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 REFUSED = [
     "--cuda-graph-impl local",
-    "--hybrid-layer-pattern MEM*/M*",
     "--optimizer muon",
     "--ckpt-format torch",
     "--moe-token-dispatcher-type flex",
