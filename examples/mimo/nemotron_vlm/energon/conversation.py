@@ -99,7 +99,7 @@ class Chat:
         self._tokenizer = tokenizer
         own = tokenizer.chat_template and tokenizer.get_chat_template()
         self._template = own or DEFAULT_TEMPLATE
-        self._image_text = image_token
+        self.image_text = image_token
         self.image_token: int = vocabulary[image_token]
         pad = tokenizer.pad_token_id
         self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
@@ -108,7 +108,7 @@ class Chat:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens: template, image token and tokenizer."""
-        digest = hashlib.sha256(f"{self._template}\0{self._image_text}\0".encode())
+        digest = hashlib.sha256(f"{self._template}\0{self.image_text}\0".encode())
         digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
@@ -124,8 +124,8 @@ class Chat:
             BadConversation: the template refuses it or changes its answers, or its text contains
                 the image token.
         """
-        turns = [Turn(role, text.replace(IMAGE, self._image_text)) for role, text in turns]
-        images = sum(turn.text.count(self._image_text) for turn in turns if turn.role == "user")
+        turns = [Turn(role, text.replace(IMAGE, self.image_text)) for role, text in turns]
+        images = sum(turn.text.count(self.image_text) for turn in turns if turn.role == "user")
         text = self._render(turns)
         spans = self._answers(turns, text)
         tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -135,7 +135,7 @@ class Chat:
         for span in spans:
             answer |= (end > span.start) & (first < span.stop)
         if (ids == self.image_token).sum() != images:
-            raise BadConversation(f"its text has the token {self._image_text}")
+            raise BadConversation(f"its text has the token {self.image_text}")
         return Encoded(ids, answer)
 
     def _answers(self, turns: list[Turn], text: str) -> list[range]:

@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +17,9 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.text import Text
-from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
-from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
@@ -31,7 +28,6 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     bad_samples,
     load_survey,
 )
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
@@ -45,20 +41,15 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        tile: height and width of a tile in pixels.
-        tokens_per_tile: embeddings of a tile.
+        encoder: makes tokens and tiles of samples.
         seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
         seed: seed of the order.
-        tokenizer: directory of a Hugging Face tokenizer.
-        max_tiles, thumbnail: see `Tiling`.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
-        prompt: question for samples that have only a caption.
-        image_token: the tokenizer's token for an image.
         surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
-        ValueError: the data, its survey or the tokenizer is missing or unfit; or there are bad
-            samples and ``bad_samples`` is 'refuse'. The message is one line.
+        ValueError: the data or its survey is missing or unfit; or there are bad samples and
+            ``bad_samples`` is 'refuse'. The message is one line.
 
     Attributes:
         tiles_per_sample: mean over the training split.
@@ -70,33 +61,24 @@ class EnergonSource(SampleSource):
     def __init__(
         self,
         path: str | Path,
-        *,
-        tile: int,
-        tokens_per_tile: int,
+        encoder: Encoder,
         seq_length: int,
         seed: int,
-        tokenizer: str | Path,
-        max_tiles: int = 12,
-        thumbnail: bool = True,
         bad_samples: Literal["skip", "refuse"] = "skip",
-        prompt: str = DEFAULT_PROMPT,
-        image_token: str = IMAGE,
         surveys: str | Path | None = None,
     ) -> None:
-        self._arguments = {
-            name: value for name, value in locals().items() if name not in ("self", "__class__")
-        }
-        chat = Chat(tokenizer, image_token)
-        self._encoder = Encoder(chat, Tiling(tile, max_tiles, thumbnail), tokens_per_tile, prompt)
+        self._arguments = path, encoder, seq_length, seed, bad_samples, surveys
+        self._path, self._encoder, self._seq_length, self._seed = path, encoder, seq_length, seed
+        self._refuses, self._surveys = bad_samples == "refuse", Path(surveys) if surveys else None
         self._streams: dict[str, _Stream] = {}
-        self.image_token, self.pad_token = chat.image_token, chat.pad_token
-        self.vocab_size = chat.vocab_size
+        self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
+        self.vocab_size = encoder.chat.vocab_size
         train = self._stream("train")
         self.tiles_per_sample = train.mean_tiles
         self.fingerprint = train.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(EnergonSource, **self._arguments), ()
+        return EnergonSource, self._arguments
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -161,37 +143,40 @@ class EnergonSource(SampleSource):
 
     def _stream(self, split: str) -> _Stream:
         if split not in self._streams:
-            given = self._arguments
-            opened, surveys = open_split(given["path"], split), []
+            opened, surveys = open_split(self._path, split), []
             for dataset in opened.datasets:
-                folder = given["surveys"] and Path(given["surveys"])
-                survey = load_survey(dataset, self._encoder, folder)
-                if survey is None:
+                surveys.append(load_survey(dataset, self._encoder, self._surveys))
+                if surveys[-1] is None:
                     raise ValueError(
                         f"{dataset.path}: no survey of {split} with this tokenizer, template and "
                         f"tiling; make one: {self._survey_command()}"
                     )
-                surveys.append(survey)
             pairs = list(zip(opened.datasets, surveys, strict=True))
-            stream = _Stream(pairs, opened.mode, given["seq_length"], (given["seed"], split))
+            stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
             bad = sum(stream.left_out.values()) - stream.left_out.get(Excluded.kind, 0)
-            if bad and given["bad_samples"] == "refuse":
+            if bad and self._refuses:
                 more = f"; and {bad - NAMED} more" if bad > NAMED else ""
                 raise ValueError(
-                    f"{given['path']}: {bad} bad samples in {split}: "
+                    f"{self._path}: {bad} bad samples in {split}: "
                     f"{'; '.join(stream.bad_names(NAMED))}{more}"
                 )
             self._streams[split] = stream
         return self._streams[split]
 
     def _survey_command(self) -> str:
-        given = self._arguments
-        words = ["python", "-m", __package__, given["path"]]
-        for name in ("tokenizer", "tile", "tokens_per_tile", "max_tiles", "prompt", "image_token"):
-            words += [f"--{name.replace('_', '-')}", given[name]]
-        words += [] if given["thumbnail"] else ["--no-thumbnail"]
-        words += ["--surveys", given["surveys"]] if given["surveys"] else []
-        return shlex.join(map(str, words))
+        encoder, tiling = self._encoder, self._encoder.tiling
+        options = {
+            "tokenizer": encoder.chat.path,
+            "tile": tiling.tile,
+            "tokens-per-tile": encoder.tokens_per_tile,
+            "max-tiles": tiling.max_tiles,
+            "prompt": encoder.prompt,
+            "image-token": encoder.chat.image_text,
+            **({"surveys": self._surveys} if self._surveys else {}),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words += [] if tiling.thumbnail else ["--no-thumbnail"]
+        return shlex.join(["python", "-m", __package__, str(self._path), *words])
 
 
 class _Stream:

@@ -69,8 +69,9 @@ def shared_digits(samples: int) -> Iterator[Path]:
         yield made
 
 
-def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:
-    return Encoder(Chat(tokenizer), Tiling(TILE, max_tiles), TOKENS_PER_TILE)
+def encoder(tokenizer: Path, **tiling) -> Encoder:
+    """Make the encoder of the preset ``tiny``."""
+    return Encoder(Chat(tokenizer), Tiling(TILE, **tiling), TOKENS_PER_TILE)
 
 
 def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
@@ -81,8 +82,9 @@ def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), 
 
 
 def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:
-    given = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH, "seed": 5}
-    return EnergonSource(path, tokenizer=tokenizer or path / "tokenizer", **given | options)
+    """Open a data set; its tokenizer is in it by default."""
+    given = {"encoder": encoder(tokenizer or path / "tokenizer")}
+    return EnergonSource(path, **given | {"seq_length": SEQ_LENGTH, "seed": 5} | options)
 
 
 def unsurveyed_copy(path: Path, target: Path) -> Path:

@@ -7,6 +7,7 @@ import pickle
 import re
 import shlex
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     SEQ_LENGTH,
     TOKENS_PER_TILE,
     damage_image,
+    encoder,
     image,
     make_digits,
     make_shard,
@@ -116,13 +118,16 @@ class TestSurvey:
         assert opened.tiles_per_sample == opened.costs("train", 0, TRAIN)[:, 1].mean()
 
     def test_that_is_missing_is_refused_with_the_command_that_makes_it(self, copied):
+        asked = replace(
+            encoder(copied / "tokenizer", max_tiles=3, thumbnail=False), prompt="What is it?"
+        )
         with pytest.raises(ValueError, match="no survey of train") as refusal:
-            source(copied, max_tiles=3, thumbnail=False, prompt="What is it?")
+            source(copied, encoder=asked)
         command = shlex.split(str(refusal.value).partition("make one: ")[2])
         assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
-        assert source(copied, max_tiles=3, thumbnail=False, prompt="What is it?")
+        assert source(copied, encoder=asked)
         with pytest.raises(ValueError, match="no survey of train"):
-            source(copied, max_tiles=3, thumbnail=False)
+            source(copied, encoder=replace(asked, prompt="Why?"))
 
     def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, other):
         survey(copied)
