@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,7 +154,7 @@ class EnergonSource(SampleSource):
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
-            bad = sum(stream.left_out.values()) - stream.left_out.get(Excluded.kind, 0)
+            bad = stream.left_out.total() - stream.left_out[Excluded.kind]
             if bad and self._refuses:
                 more = f"; and {bad - NAMED} more" if bad > NAMED else ""
                 raise ValueError(
@@ -195,18 +196,16 @@ class _Stream:
         seq_length: int,
         seed: tuple[int, str],
     ) -> None:
-        self.left_out: dict[str, int] = {}
+        self.left_out: Counter[str] = Counter()
         self._pairs, self._seq_length, self._samples = pairs, seq_length, []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
             states = survey.states(seq_length)[chosen]
-            for state in np.unique(states[states != GOOD]):
-                found = self.left_out.get(STATES[state], 0)
-                self.left_out[STATES[state]] = found + int((states == state).sum())
+            self.left_out.update(STATES[state] for state in states[states != GOOD].tolist())
             if not (states == GOOD).any():
                 raise ValueError(
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
-                    f"{self.left_out}; a sequence has {seq_length} tokens"
+                    f"{dict(self.left_out)}; a sequence has {seq_length} tokens"
                 )
             self._samples.append(chosen[states == GOOD])
         sizes = [len(samples) for samples in self._samples]
