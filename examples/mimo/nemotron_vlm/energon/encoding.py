@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,7 @@ class Encoder:
         """Everything that determines tokens and tiles, except the data."""
         return {
             "chat": self.chat.fingerprint,
-            "tile": self.tiling.tile,
-            "max_tiles": self.tiling.max_tiles,
-            "thumbnail": self.tiling.thumbnail,
+            **asdict(self.tiling),
             "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
         }

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -180,6 +180,14 @@ class EnergonSource(SampleSource):
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
 
 
+class _Part(NamedTuple):
+    """A data set, its survey, and the indices of the samples that are numbered, int64 [n]."""
+
+    dataset: DataSet
+    survey: Survey
+    samples: np.ndarray
+
+
 class _Stream:
     """The numbered samples of a split.
 
@@ -197,41 +205,42 @@ class _Stream:
         seed: tuple[int, str],
     ) -> None:
         self.left_out: Counter[str] = Counter()
-        self._pairs, self._seq_length, self._samples = pairs, seq_length, []
+        self._seq_length, self._parts = seq_length, []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
             states = survey.states(seq_length)[chosen]
-            self.left_out.update(STATES[state] for state in states[states != GOOD].tolist())
+            self.left_out.update(
+                STATES[state] for state in np.sort(states[states != GOOD]).tolist()
+            )
             if not (states == GOOD).any():
                 raise ValueError(
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
                     f"{dict(self.left_out)}; a sequence has {seq_length} tokens"
                 )
-            self._samples.append(chosen[states == GOOD])
-        sizes = [len(samples) for samples in self._samples]
+            self._parts.append(_Part(dataset, survey, chosen[states == GOOD]))
+        sizes = [len(part.samples) for part in self._parts]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
-        by_set = list(zip(pairs, self._samples, strict=True))
-        means = [survey.tiles[samples].mean() for (_, survey), samples in by_set]
+        means = [part.survey.tiles[part.samples].mean() for part in self._parts]
         self.mean_tiles = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
-            for ((dataset, survey), _), size in zip(by_set, sizes, strict=True)
+            for (dataset, survey), size in zip(pairs, sizes, strict=True)
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
     def locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
-        (which,), (sample,) = self.order.locate(np.array([number], np.int64))
-        dataset, survey = self._pairs[which]
-        return dataset, int(self._samples[which][sample]), survey
+        (place,), (sample,) = self.order.locate(np.array([number], np.int64))
+        dataset, survey, samples = self._parts[place]
+        return dataset, int(samples[sample]), survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and tiles of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
-        which, sample = self.order.locate(numbers)
-        for place, (_, survey) in enumerate(self._pairs):
-            here = which == place
-            indices = self._samples[place][sample[here]]
+        places, drawn = self.order.locate(numbers)
+        for place, (_, survey, samples) in enumerate(self._parts):
+            here = places == place
+            indices = samples[drawn[here]]
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
         return costs
 
@@ -239,8 +248,8 @@ class _Stream:
         """Name ``most`` bad samples as ``shard/key: reason``."""
         bad = [
             sample
-            for dataset, survey in self._pairs
-            for sample in bad_samples(dataset, survey, self._seq_length, most)
+            for part in self._parts
+            for sample in bad_samples(part.dataset, part.survey, self._seq_length, most)
         ]
         return [f"{sample.name}: {sample.reason}" for sample in bad[:most]]
 
