@@ -94,7 +94,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--surveys", type=Path, metavar="DIR", help="of the surveys; default: with the data"
     )
-    parser.add_argument("--workers", type=int, default=0, help="processes, a shard at a time")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that take a shard at a time; 0: this one"
+    )
     parser.add_argument("--again", action="store_true", help="e.g. after shards were replaced")
     parser.add_argument(
         "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"

@@ -180,7 +180,7 @@ class EnergonSource(SampleSource):
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
 
 
-class _Part(NamedTuple):
+class _Numbered(NamedTuple):
     """A data set, its survey, and the indices of the samples that are numbered, int64 [n]."""
 
     dataset: DataSet
@@ -205,7 +205,7 @@ class _Stream:
         seed: tuple[int, str],
     ) -> None:
         self.left_out: Counter[str] = Counter()
-        self._seq_length, self._parts = seq_length, []
+        self._seq_length, self._numbered = seq_length, []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
             states = survey.states(seq_length)[chosen]
@@ -217,10 +217,10 @@ class _Stream:
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
                     f"{dict(self.left_out)}; a sequence has {seq_length} tokens"
                 )
-            self._parts.append(_Part(dataset, survey, chosen[states == GOOD]))
-        sizes = [len(part.samples) for part in self._parts]
+            self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
+        sizes = [len(each.samples) for each in self._numbered]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
-        means = [part.survey.tiles[part.samples].mean() for part in self._parts]
+        means = [each.survey.tiles[each.samples].mean() for each in self._numbered]
         self.mean_tiles = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
@@ -231,14 +231,14 @@ class _Stream:
     def locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
         (place,), (sample,) = self.order.locate(np.array([number], np.int64))
-        dataset, survey, samples = self._parts[place]
+        dataset, survey, samples = self._numbered[place]
         return dataset, int(samples[sample]), survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and tiles of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
         places, drawn = self.order.locate(numbers)
-        for place, (_, survey, samples) in enumerate(self._parts):
+        for place, (_, survey, samples) in enumerate(self._numbered):
             here = places == place
             indices = samples[drawn[here]]
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
@@ -248,8 +248,8 @@ class _Stream:
         """Name ``most`` bad samples as ``shard/key: reason``."""
         bad = [
             sample
-            for part in self._parts
-            for sample in bad_samples(part.dataset, part.survey, self._seq_length, most)
+            for each in self._numbered
+            for sample in bad_samples(each.dataset, each.survey, self._seq_length, most)
         ]
         return [f"{sample.name}: {sample.reason}" for sample in bad[:most]]
 

@@ -170,26 +170,20 @@ class TestEpochs:
 
 class TestBlends:
     def test_by_weight_keep_the_proportions_in_any_beginning(self, digits, other, tmp_path):
-        survey(other)
-        inner = [{"path": str(digits), "weight": 1}, {"path": str(other), "weight": 3}]
-        path = blend(tmp_path, {"blend": inner})
-        opened = source(path, digits / "tokenizer")
-        assert opened.epoch_size("train") is None
-        drawn = [str(other) in opened.name("train", number) for number in range(84)]
-        assert all(abs(sum(drawn[:n]) - 0.75 * n) < 1 for n in range(85))
-        wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
-        assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
-
-    def test_may_be_nested_and_have_parts_of_data_sets(self, digits, other, tmp_path):
+        """Blends may be nested, and take parts of data sets."""
         survey(other)
         inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(other)}]
         nested = blend(tmp_path, {"blend": inner})
         (tmp_path / "outer").mkdir()
         outer = [{"path": str(nested), "weight": 1}, {"path": str(other), "weight": 1}]
         opened = source(blend(tmp_path / "outer", {"blend": outer}), digits / "tokenizer")
+        assert opened.epoch_size("train") is None
         drawn = [opened.name("train", number) for number in range(400)]
-        assert sum(str(other) in name for name in drawn) == 300
+        others = np.cumsum([str(other) in name for name in drawn])
+        assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
         assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
+        wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
+        assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
 
     def test_by_repetitions_have_an_epoch(self, digits, other, tmp_path):
         survey(other)
@@ -259,14 +253,6 @@ class TestBadSamples:
         opened = source(copied, bad_samples="refuse")
         assert opened.left_out("train") == {"excluded by split.yaml": 1}
         assert "train-0000.tar/train-000003" not in names(opened, "train", range(TRAIN - 1))
-
-    def test_that_turned_bad_after_the_survey_are_named(self, copied):
-        survey(copied)
-        opened = source(copied)
-        damaged = damage_image(copied, "train-0000.tar")
-        number = names(opened, "train", range(TRAIN)).index(damaged)
-        with pytest.raises(ValueError, match=f"{damaged} has changed since the survey: "):
-            opened.tiles("train", number)
 
     def test_that_are_others_than_in_the_survey_are_named(self, copied, other):
         survey(copied)
