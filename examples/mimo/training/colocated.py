@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import language_violation, staged_pattern
 from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS, refuse
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
@@ -97,18 +97,16 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--encoder-tp {encoder.tp} times --encoder-dp {encoder.dp} must equal the "
             f"{args.world_size} ranks, which --mimo-layout {COLOCATED} gives to both modules"
         )
-    sizes = vars(args) | {"num_experts": args.num_experts or 0}
-    sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
+    sizes = vars(args) | {
+        name: getattr(args, name) or 0 for name in ("num_experts", "moe_ffn_hidden_size")
+    }
     broken = language_violation(
         language, args.world_size, SimpleNamespace(**sizes), layouts.batch, args.linear_cp_mode
     ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")
-    args.tensor_model_parallel_size = language.tp
-    args.context_parallel_size = language.cp
-    args.pipeline_model_parallel_size = language.pp
-    args.expert_model_parallel_size = language.ep
-    args.expert_tensor_parallel_size = language.etp
+    for axis, name in SIZES["language"].items():
+        setattr(args, name, getattr(language, axis))
     args.sequence_parallel = language.sequence_parallel
     if "|" not in args.hybrid_layer_pattern:
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, language)
