@@ -15,44 +15,39 @@ def assert_refused(ends, *texts: str) -> None:
         assert text in line
 
 
-class TestBeforeAnyGroupIsMade:
-    @pytest.mark.parametrize(
-        ("arguments", "texts"),
-        [
-            (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
-            (["--train-iters", "many"], ["--train-iters", "--help"]),
-            (["--fp16", "--bf16"], ["args.bf16"]),
-            pytest.param(
-                ["--device", "cuda"],
-                ["PyTorch finds no GPU here"],
-                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-            ),
-        ],
-    )
-    def test_is_refused(self, arguments, texts, tmp_path):
-        ends = run(2, *arguments, "--save", tmp_path / "saved")
-        assert_refused(ends, *texts)
-        assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (["--language", "tp=3"], ["tp=3 must divide", "Nearest that fit: "]),
+        (["--train-iters", "many"], ["--train-iters", "--help"]),
+        (["--fp16", "--bf16"], ["args.bf16"]),
+        (["--data", "letters"], ["--data letters", "digits"]),
+        pytest.param(
+            ["--device", "cuda"],
+            ["PyTorch finds no GPU here"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(arguments, texts, tmp_path):
+    ends = run(2, *arguments, "--save", tmp_path / "saved")
+    assert_refused(ends, *texts)
+    assert not list(tmp_path.glob("saved/*"))
 
 
-class TestInputThatIsNotThere:
-    def test_unknown_data(self, tmp_path):
-        assert_refused(run(2, "--data", "letters"), "--data letters", "digits")
-
-    def test_output_below_a_file(self, tmp_path):
-        (tmp_path / "file").write_text("mine")
-        ends = run(2, "--save", tmp_path / "file" / "saved")
-        assert_refused(ends, "--save", "cannot write there (Not a directory)")
-        assert (tmp_path / "file").read_text() == "mine"
+def test_an_output_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    ends = run(2, "--save", tmp_path / "file" / "saved")
+    assert_refused(ends, "--save", "cannot write there (Not a directory)")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
-class TestCheckpoints:
-    def test_damaged_is_refused(self, tmp_path):
-        ends = run(1, "--train-iters", "1", "--save", tmp_path)
-        assert ends[0].code == 0, ends[0].errors
-        files = tmp_path.glob("iter_*/*.distcp")
-        damaged = max(files, key=lambda file: file.stat().st_size)
-        content = bytearray(damaged.read_bytes())
-        content[len(content) // 2] ^= 1
-        damaged.write_bytes(content)
-        assert_refused(run(2, "--load", tmp_path), "is damaged", damaged.name)
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    ends = run(1, "--train-iters", "1", "--save", tmp_path)
+    assert ends[0].code == 0, ends[0].errors
+    files = tmp_path.glob("iter_*/*.distcp")
+    damaged = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert_refused(run(2, "--load", tmp_path), "is damaged", damaged.name)

@@ -8,7 +8,7 @@ Adam resumes bit for bit.
 import pytest
 import torch
 
-from tests.unit_tests.examples.nemotron_vlm.energon.shared_digits import shared_digits
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (

@@ -7,19 +7,13 @@ Pure arithmetic: no process, no device. Every rank reaches the same verdict from
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from examples.mimo.common.layout import TOKEN_MULTIPLE, Batch, Layout
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
 CHUNKWISE = "chunkwise"
 """State passing, the default of ``--linear-cp-mode``; the other value is ``headwise``."""
-
-
-class HasLanguage(Protocol):
-    """``language`` has the language model's sizes, by the names of Megatron's arguments."""
-
-    language: Any
 
 
 def size_violation(layout: Layout, world_size: int) -> str | None:
@@ -40,20 +34,15 @@ def undivided(axis: str, size: int, counts: dict[str, int]) -> str | None:
 
 
 def language_violation(
-    layout: Layout,
-    world_size: int,
-    model: HasLanguage,
-    batch: Batch,
-    linear_cp_mode: str,
+    lay: Layout, world_size: int, p: Any, batch: Batch, linear_cp_mode: str
 ) -> str | None:
-    """Return the first rule that this language layout breaks, or None.
+    """Return the first rule that a layout of the language model breaks, or None.
 
     Args:
-        model: what has the sizes of the language model.
+        p: sizes of the language model, by the names of Megatron's arguments.
         linear_cp_mode: 'chunkwise', where each CP rank has all heads of the recurrent layers, or
             'headwise', where CP splits them too.
     """
-    lay, p = layout, model.language
     layers = p.hybrid_layer_pattern
     heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
     spread_over = 1 if linear_cp_mode == CHUNKWISE else lay.cp

@@ -223,11 +223,6 @@ REFUSALS = [
         "no rule gives the initial values of its thresholds",
     ),
     Refusal(
-        "--hybrid-layer-pattern with /",
-        lambda args: "/" in (args.hybrid_layer_pattern or ""),
-        "multi-token prediction looks up embeddings of later tokens, and images have none",
-    ),
-    Refusal(
         "--tensor-parallel-num-weight-shards",
         lambda args: (
             args.tensor_parallel_num_weight_shards not in (None, args.tensor_model_parallel_size)

@@ -9,6 +9,7 @@ the modules of this folder that are imported here.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +17,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import language_violation, staged_pattern
 from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS, refuse
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
@@ -28,9 +30,10 @@ from examples.mimo.training.batch import move_batch_to_cuda
 from examples.mimo.training.data import _build_mock_vlm_dataloader, _mock_loader_kwargs
 from examples.mimo.training.distributed import shutdown_distributed
 from examples.mimo.training.runtime import _freeze_modality_submodule
-from examples.mimo.training.sample_slices import SampleSlices
 from examples.mimo.training.step import loss_func
 from megatron.core.enums import ModelType
+from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import run_microbatch
@@ -94,19 +97,16 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--encoder-tp {encoder.tp} times --encoder-dp {encoder.dp} must equal the "
             f"{args.world_size} ranks, which --mimo-layout {COLOCATED} gives to both modules"
         )
-    sizes = vars(args) | {"num_experts": args.num_experts or 0}
-    sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or 0
-    preset = SimpleNamespace(language=SimpleNamespace(**sizes))
+    sizes = vars(args) | {
+        name: getattr(args, name) or 0 for name in ("num_experts", "moe_ffn_hidden_size")
+    }
     broken = language_violation(
-        language, args.world_size, preset, layouts.batch, args.linear_cp_mode
+        language, args.world_size, SimpleNamespace(**sizes), layouts.batch, args.linear_cp_mode
     ) or _slices_violation(layouts)
     if broken:
         raise ValueError(f"--mimo-layout {COLOCATED}, language model {language}: {broken}")
-    args.tensor_model_parallel_size = language.tp
-    args.context_parallel_size = language.cp
-    args.pipeline_model_parallel_size = language.pp
-    args.expert_model_parallel_size = language.ep
-    args.expert_tensor_parallel_size = language.etp
+    for axis, name in SIZES["language"].items():
+        setattr(args, name, getattr(language, axis))
     args.sequence_parallel = language.sequence_parallel
     if "|" not in args.hybrid_layer_pattern:
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, language)
@@ -138,26 +138,30 @@ def _slices_violation(layouts: Layouts) -> str | None:
 class MockLoading:
     """A rank's samples of the mock data, whose global batches do not depend on the layout.
 
-    All have as many image tokens, so that the bridge needs no plan.
-
     Args:
         args: Megatron's arguments.
-        slices: this rank's slices of the batches.
+        layouts: layouts of both modules.
+        encoder_name: the encoder's modality.
+        encoder_part: index of the run that this rank encodes of all samples that cross the bridge.
+        language_dp: this rank's DP coordinate in the language model's grid.
         source: data loader of each split.
     """
 
     args: argparse.Namespace
-    slices: SampleSlices
+    layouts: Layouts
+    encoder_name: str
+    encoder_part: int
+    language_dp: int
     source: Mapping[str, DataLoader]
 
     def training(self) -> Iterator[Microbatch]:
         """Yield microbatches without end, from the first sample that the run has not consumed."""
-        for step in training_steps(self.args, self.slices.layouts.language.dp):
+        for step in training_steps(self.args, self.layouts.language.dp):
             yield from self._microbatches("train", *step)
 
     def held_out(self) -> Iterator[Microbatch]:
         """Yield microbatches of the test split; every evaluation reads the same samples."""
-        for step in held_out_steps(self.args, self.slices.layouts.language.dp):
+        for step in held_out_steps(self.args, self.layouts.language.dp):
             yield from self._microbatches("test", *step)
 
     def _microbatches(
@@ -165,20 +169,42 @@ class MockLoading:
     ) -> Iterator[Microbatch]:
         """Yield the microbatches of one step.
 
-        With a pipeline, the first microbatch brings all that the rank encodes in a step, because
-        only the loader can join the inputs of images of several sizes.
+        Samples cross the bridge microbatch by microbatch or, with a pipeline, all at once. Of those
+        that cross at once, each rank of either module takes consecutive ones. The first microbatch
+        brings all that the rank encodes, because only the loader can join the inputs of images of
+        several sizes; so an encoder rank may have fewer samples than there are microbatches.
         """
-        dataset, collate = self.source[split].dataset, self.source[split].collate_fn
-        plan = [self.slices.indices(number, count, micro_size) for number in range(count)]
-        shares = [list(encoded) for encoded, _ in plan]
-        if self.slices.layouts.language.pp > 1:
-            shares = [sum(shares, [])] + [[]] * (count - 1)
-        for share, (_, own) in zip(shares, plan, strict=True):
-            encoded, consumed = (
-                [dataset[(first + index) % len(dataset)] for index in part] for part in (share, own)
-            )
-            inputs = collate(encoded)["modality_inputs"] if encoded else None
-            yield move_batch_to_cuda(collate(consumed) | {"modality_inputs": inputs})
+        dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
+        at_once = count if self.layouts.language.pp > 1 else 1
+        crossing = at_once * micro_size * dp
+        for start in range(first, first + count * micro_size * dp, crossing):
+            encoded = start + self.encoder_part * (crossing // parts)
+            consumed = start + self.language_dp * (crossing // dp)
+            for number in range(at_once):
+                batch = self._collated(split, consumed + number * micro_size, micro_size)
+                inputs = None
+                if number == 0:
+                    inputs = self._collated(split, encoded, crossing // parts)["modality_inputs"]
+                plan = self._plan(split, number, at_once, crossing)
+                yield move_batch_to_cuda(batch | {"modality_inputs": inputs}) | {"batch_plan": plan}
+
+    def _collated(self, split: str, first: int, count: int) -> Microbatch:
+        source = self.source[split]
+        dataset = source.dataset
+        return source.collate_fn([dataset[i % len(dataset)] for i in range(first, first + count)])
+
+    def _plan(self, split: str, number: int, at_once: int, crossing: int) -> BatchPlan:
+        """Plan microbatch ``number`` of those that cross at once; all samples have as many rows."""
+        dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
+        atoms, rows = math.lcm(dp, parts), self.source[split].dataset.image_seq_length
+        size = crossing // atoms  # samples of an atom
+        encoded = np.full(atoms // parts, size * rows if number == 0 else 0)
+        micro_size = crossing // dp // at_once
+        samples = number * micro_size + np.arange(micro_size)
+        consumed = np.bincount(samples // size, minlength=atoms // dp) * rows
+        return BatchPlan(
+            {self.encoder_name: AtomRows(encoded)}, {self.encoder_name: AtomRows(consumed)}
+        )
 
 
 def forward_step(microbatches: Iterator[Microbatch], model: MimoModel):
@@ -255,7 +281,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     )
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     limit_waiting(limit)
-    slices = SampleSlices(layouts, encoder_part(modules, name), modules[LANGUAGE].groups.dp.rank())
+    places = encoder_part(modules, name), modules[LANGUAGE].groups.dp.rank()
     source = {
         split: _build_mock_vlm_dataloader(
             batch_size=1,
@@ -269,7 +295,7 @@ def train(args: argparse.Namespace, provider: MimoProvider) -> None:
     stages = stages_of(build.post_wrap_hooks, limit)
     pretrain(
         pretrain_cfg_container_from_args(args, build),
-        data_provider(MockLoading(args, slices, source)),
+        data_provider(MockLoading(args, layouts, name, *places, source)),
         ModelType.encoder_or_decoder,
         forward_step,
         skip_model_parallel_init=True,

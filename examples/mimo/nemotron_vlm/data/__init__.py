@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
+
+if TYPE_CHECKING:  # a survey is made without Megatron-LM
+    from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 
@@ -75,18 +78,16 @@ def _count(text: str) -> int:
 
 
 def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
-    from examples.mimo.nemotron_vlm.energon.source import EnergonSource  # needs the energon extra
-
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
-    return EnergonSource(
-        path,
-        **sizes,
-        tokenizer=args.tokenizer_model,
-        max_tiles=args.max_tiles,
-        thumbnail=args.thumbnail,
-        bad_samples=args.bad_samples,
-        prompt=args.prompt,
-        image_token=args.image_token,
-        surveys=args.surveys,
-    )
+    # These need the energon extra.
+    from examples.mimo.nemotron_vlm.energon.conversation import Chat
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+    from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+    from examples.mimo.nemotron_vlm.energon.tiling import Tiling
+
+    chat = Chat(args.tokenizer_model, args.image_token)
+    tiling = Tiling(sizes["tile"], args.max_tiles, args.thumbnail)
+    encoder = Encoder(chat, tiling, sizes["tokens_per_tile"], args.prompt)
+    rest = args.seq_length, args.seed, args.bad_samples, args.surveys
+    return EnergonSource(path, encoder, *rest)

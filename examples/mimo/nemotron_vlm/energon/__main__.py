@@ -15,12 +15,12 @@ from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
-    EXCLUDED,
     GOOD,
     STATES,
     Survey,
+    bad_samples,
     load_survey,
-    make_surveys,
+    make_survey,
 )
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
@@ -30,41 +30,39 @@ PERCENTILES = (0, 50, 90, 99, 100)
 def main(arguments: list[str] | None = None) -> int:
     """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
     given = _parse(arguments)
-    surveys = Path(given.surveys) if given.surveys else None
     try:
         chat = Chat(given.tokenizer, given.image_token)
         tiling = Tiling(given.tile, given.max_tiles, given.thumbnail)
         encoder = Encoder(chat, tiling, given.tokens_per_tile, given.prompt)
         for split in PARTS:
             try:
-                opened = open_split(given.path, split)
+                datasets = open_split(given.path, split).datasets
             except EmptySplit as error:
                 print(error)
                 continue
-            make_surveys(given.path, split, encoder, surveys, given.workers, given.again, _progress)
-            for dataset in opened.datasets:
-                survey = load_survey(dataset, encoder, surveys)
-                print(describe(dataset, survey, opened.part, given.seq_length, given.names))
+            for dataset in datasets:
+                if given.again or load_survey(dataset, encoder, given.surveys) is None:
+                    make_survey(dataset, encoder, given.surveys, given.workers)
+                survey = load_survey(dataset, encoder, given.surveys)
+                print(describe(dataset, survey, split, given.seq_length, given.names))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def describe(
-    dataset: DataSet, survey: Survey, part: str, seq_length: int | None, names: int
-) -> str:
-    """Describe a data set's survey as lines of text.
+def describe(dataset: DataSet, survey: Survey, split: str, seq_length: int, names: int) -> str:
+    """Describe what a survey says of the samples that a blend takes, as lines of text.
 
     Args:
-        part: energon's name of the surveyed part of the data set.
-        seq_length: samples with more tokens are named; None names none.
+        seq_length: tokens that a sample may have.
         names: how many bad samples of each kind are named.
     """
-    good = survey.state == GOOD
-    tokens, tiles = survey.tokens[good], survey.tiles[good]
+    subset = slice(dataset.subset.start, dataset.subset.stop)
+    good = survey.state[subset] == GOOD
+    tokens, tiles = survey.tokens[subset][good], survey.tiles[subset][good]
     lines = [
-        f"{dataset.path} {part}: {len(good)} samples in {len(dataset.shards)} shards, "
+        f"{dataset.path} {split}: {len(good)} samples in {len(dataset.shards)} shards, "
         f"{len(tokens)} good, {int((tiles == 0).sum())} of them text only"
     ]
     if len(tokens):
@@ -74,28 +72,13 @@ def describe(
         counts = np.stack(np.unique(tiles, return_counts=True), axis=1).tolist()
         of = (f"{count} with {number}" for number, count in counts)
         lines.append(f"  tiles   {' · '.join(of)} · mean {tiles.mean():.2f}")
-    for state in range(1, len(STATES)):
-        bad = [f"{sample.name}: {sample.reason}" for sample in survey.bad if sample.state == state]
-        if state == EXCLUDED:
-            bad = [line.partition(": ")[0] for line in bad]
-        lines += _listed(STATES[state], len(bad), bad[:names])
-    if seq_length:
-        long = np.flatnonzero(survey.tokens > seq_length)
-        listed = [f"{dataset.name(int(i))}: {survey.tokens[i]} tokens" for i in long[:names]]
-        lines += _listed(f"longer than {seq_length} tokens", len(long), listed)
+    bad = bad_samples(dataset, survey, seq_length, names)
+    for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
+        if state != GOOD and count:
+            named = [sample for sample in bad if sample.state == state][:names]
+            lines.append(f"  {STATES[state]}: {count}")
+            lines += [f"    {sample.name}: {sample.reason}" for sample in named]
     return "\n".join(lines)
-
-
-def _listed(kind: str, count: int, names: list[str]) -> list[str]:
-    if not count:
-        return []
-    more = [f"    … {count - len(names)} more (--names)"] if count > len(names) else []
-    return [f"  {kind}: {count}", *(f"    {name}" for name in names), *more]
-
-
-def _progress(done: int, shards: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done}/{shards} shards", end="\n" if done == shards else "", file=sys.stderr)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -108,10 +91,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
     parser.add_argument("--image-token", default=IMAGE, help="of the tokenizer")
-    parser.add_argument("--surveys", metavar="DIR", help="of the surveys; default: with the data")
-    parser.add_argument("--workers", type=int, default=1, help="processes, a shard at a time")
+    parser.add_argument(
+        "--surveys", type=Path, metavar="DIR", help="of the surveys; default: with the data"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that take a shard at a time; 0: this one"
+    )
     parser.add_argument("--again", action="store_true", help="e.g. after shards were replaced")
-    parser.add_argument("--seq-length", type=int, help="name the samples that are longer")
+    parser.add_argument(
+        "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"
+    )
     parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
     return parser.parse_args(arguments)
 

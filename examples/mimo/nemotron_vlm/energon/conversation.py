@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
+
 IMAGE = "<image>"
 """Placeholder of an image in the text of a data set."""
 
@@ -21,10 +23,6 @@ DEFAULT_TEMPLATE = (
 
 _ANSWER = "\u27e8answer\u27e9"
 """Placeholder of an answer, to find what the template puts before and after it."""
-
-
-class BadConversation(ValueError):
-    """A conversation that cannot be written as tokens, or does not fit its images."""
 
 
 class Turn(NamedTuple):
@@ -76,8 +74,7 @@ class Chat:
         image_token: the tokenizer's token that replaces ``<image>``.
 
     Raises:
-        ValueError: there is no tokenizer with offsets; or it lacks the image token, a pad or eos
-            token, or both a chat template and an eos token.
+        ValueError: there is no tokenizer with offsets; or it lacks the image token or an eos token.
     """
 
     def __init__(self, path: str | Path, image_token: str = IMAGE) -> None:
@@ -94,26 +91,24 @@ class Chat:
             ) from error
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer {path}: has no tokenizer.json, which answers need")
+        if tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer {path}: has no eos token")
         vocabulary = tokenizer.get_vocab()
         if image_token not in vocabulary:
             raise ValueError(f"tokenizer {path}: has no token {image_token} for images")
         self._tokenizer = tokenizer
         own = tokenizer.chat_template and tokenizer.get_chat_template()
         self._template = own or DEFAULT_TEMPLATE
-        if not own and tokenizer.eos_token is None:
-            raise ValueError(f"tokenizer {path}: has neither a chat template nor an eos token")
-        self._image_text = image_token
+        self.image_text = image_token
         self.image_token: int = vocabulary[image_token]
         pad = tokenizer.pad_token_id
         self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
-        if self.pad_token is None:
-            raise ValueError(f"tokenizer {path}: has neither a pad nor an eos token")
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens: template, image token and tokenizer."""
-        digest = hashlib.sha256(f"{self._template}\0{self._image_text}\0".encode())
+        digest = hashlib.sha256(f"{self._template}\0{self.image_text}\0".encode())
         digest.update(self._tokenizer.backend_tokenizer.to_str().encode())
         digest.update(repr(sorted(self._tokenizer.special_tokens_map.items())).encode())
         return digest.hexdigest()
@@ -129,13 +124,8 @@ class Chat:
             BadConversation: the template refuses it or changes its answers, or its text contains
                 the image token.
         """
-        turns = [
-            Turn(role, text.replace(IMAGE, self._image_text))
-            if role == "user" and IMAGE in text
-            else Turn(role, text)
-            for role, text in turns
-        ]
-        images = sum(turn.text.count(self._image_text) for turn in turns if turn.role == "user")
+        turns = [Turn(role, text.replace(IMAGE, self.image_text)) for role, text in turns]
+        images = sum(turn.text.count(self.image_text) for turn in turns if turn.role == "user")
         text = self._render(turns)
         spans = self._answers(turns, text)
         tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -145,7 +135,7 @@ class Chat:
         for span in spans:
             answer |= (end > span.start) & (first < span.stop)
         if (ids == self.image_token).sum() != images:
-            raise BadConversation(f"its text has the token {self._image_text}")
+            raise BadConversation(f"its text has the token {self.image_text}")
         return Encoded(ids, answer)
 
     def _answers(self, turns: list[Turn], text: str) -> list[range]:
@@ -173,5 +163,4 @@ class Chat:
                 messages, chat_template=self._template, tokenize=False
             )
         except Exception as error:  # a template raises what it likes
-            line = " ".join(str(error).split())
-            raise BadConversation(f"the chat template refuses it: {line}") from error
+            raise BadConversation(f"the chat template refuses it: {one_line(error)}") from error

@@ -4,26 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.text import Text
-from examples.mimo.nemotron_vlm.energon.conversation import (
-    BadConversation,
-    Chat,
-    place_images,
-)
-from examples.mimo.nemotron_vlm.energon.records import (
-    DEFAULT_PROMPT,
-    Record,
-    read_record,
-)
-from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, place_images
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
+from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Record
+from examples.mimo.nemotron_vlm.energon.tiling import Tiling, open_image
 
 
 @dataclass(frozen=True)
@@ -44,31 +37,13 @@ class Encoder:
         """Everything that determines tokens and tiles, except the data."""
         return {
             "chat": self.chat.fingerprint,
-            "tile": self.tiling.tile,
-            "max_tiles": self.tiling.max_tiles,
-            "thumbnail": self.tiling.thumbnail,
+            **asdict(self.tiling),
             "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
         }
 
-    def record(self, sample: Any) -> Record:
-        """Return the conversation of one of energon's samples; raises what `read_record` raises."""
-        return read_record(sample, self.prompt)
-
-    def tiles_of_images(self, record: Record) -> list[int]:
-        """Return the number of tiles of each image; only the images' headers are read.
-
-        Raises:
-            BadImage: the header of an image cannot be read.
-        """
-        counts = []
-        for number, data in enumerate(record.images):
-            with _naming(number, record):
-                counts.append(self.tiling.count(*open_image(data).size))
-        return counts
-
     def text(self, record: Record, counts: list[int]) -> Text:
-        """Return the tokens of a record, without reading its images.
+        """Return the tokens of a record.
 
         Args:
             counts: number of tiles of each image.
@@ -87,26 +62,29 @@ class Encoder:
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
-    def tiles(self, record: Record) -> torch.Tensor:
+    def tiles_of_images(self, images: list[bytes]) -> list[int]:
+        """Return the number of tiles of each image; only the images' headers are read.
+
+        Raises:
+            BadImage: the header of an image cannot be read.
+        """
+        return _each(images, lambda image: self.tiling.count(*image.size))
+
+    def tiles(self, images: list[bytes]) -> torch.Tensor:
         """Return the tiles of all images, uint8 [n, 3, tile, tile]; n is 0 without images.
 
         Raises:
             BadImage: an image cannot be decoded.
         """
-        size = self.tiling.tile
-        cut = [torch.empty(0, 3, size, size, dtype=torch.uint8)]
-        for number, data in enumerate(record.images):
-            with _naming(number, record):
-                cut.append(self.tiling.cut(open_image(data)))
-        return torch.cat(cut)
+        none = torch.empty(0, 3, self.tiling.tile, self.tiling.tile, dtype=torch.uint8)
+        return torch.cat([none, *_each(images, self.tiling.cut)])
 
 
-@contextmanager
-def _naming(number: int, record: Record) -> Iterator[None]:
-    """Name the bad image in the error, if the record has several images."""
-    try:
-        yield
-    except BadImage as error:
-        if len(record.images) == 1:
-            raise
-        raise BadImage(f"image {number + 1}: {error}") from error
+def _each(images: list[bytes], read: Callable[[Image.Image], Any]) -> list[Any]:
+    results = []
+    for number, data in enumerate(images, 1):
+        try:
+            results.append(read(open_image(data)))
+        except BadImage as error:
+            raise BadImage(f"image {number}: {error}") from error
+    return results

@@ -8,7 +8,6 @@ No state is kept, so any rank, worker or resumed run finds the same sample under
 from __future__ import annotations
 
 import hashlib
-import heapq
 from typing import Literal
 
 import numpy as np
@@ -24,10 +23,9 @@ class Order:
 
     Args:
         sizes: samples of each data set.
-        mode: 'single': an epoch has each sample of the one data set once; 'repetitions': an epoch
-            has the samples of each data set ``weights`` times, all shuffled; 'weights': each data
-            set has its share of the samples, in epochs of its own.
-        weights: see ``mode``.
+        mode: 'weights': each data set has its share of the samples, in epochs of its own; else an
+            epoch has the samples of each data set ``weights`` times, all shuffled.
+        weights: see ``mode``; None counts as 1.
         seed: any object with a stable ``repr``; different seeds give different orders.
 
     Raises:
@@ -39,7 +37,7 @@ class Order:
         self,
         sizes: list[int],
         mode: Literal["single", "weights", "repetitions"],
-        weights: list[float],
+        weights: list[float | None],
         seed: object,
     ) -> None:
         if not sizes or min(sizes) < 1:
@@ -51,10 +49,10 @@ class Order:
             self.shares, self._dataset, self._rank = blend(weights)
             self.epoch_size = None
             return
-        repetitions = [1.0] * len(sizes) if mode == "single" else weights
-        counts = [int(times * size) for times, size in zip(repetitions, sizes, strict=True)]
+        times = [1 if weight is None else weight for weight in weights]
+        counts = [int(number * size) for number, size in zip(times, sizes, strict=True)]
         if min(counts) < 1:
-            raise ValueError(f"repetitions {repetitions} of {sizes} samples: less than one")
+            raise ValueError(f"repetitions {times} of {sizes} samples: less than one")
         self.shares = np.array(counts, np.int64)
         self.epoch_size = sum(counts)
 
@@ -106,19 +104,14 @@ def blend(weights: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     shares = _shares(np.array(weights, float))
     period = int(shares.sum())
-    waiting = [(0, number) for number in range(len(shares))]
-    ready: list[tuple[int, int]] = []
+    drawn = np.zeros_like(shares)
     dataset, rank = np.empty((2, period), np.int64)
-    drawn = [0] * len(shares)
     for place in range(period):
-        while waiting and waiting[0][0] <= place:
-            number = heapq.heappop(waiting)[1]
-            deadline = -(-(drawn[number] + 1) * period // int(shares[number]))
-            heapq.heappush(ready, (deadline, number))
-        number = heapq.heappop(ready)[1]
+        deadlines = -(-(drawn + 1) * period // shares)
+        too_early = drawn * period // shares > place
+        number = np.where(too_early, period + 1, deadlines).argmin()
         dataset[place], rank[place] = number, drawn[number]
         drawn[number] += 1
-        heapq.heappush(waiting, (drawn[number] * period // int(shares[number]), number))
     return shares, dataset, rank
 
 

@@ -17,9 +17,11 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from examples.mimo.nemotron_vlm.energon.conversation import BadConversation, Turn
+from examples.mimo.nemotron_vlm.energon.conversation import Turn
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from megatron.energon import CaptioningSample, CrudeSample
 
+KINDS = CaptioningSample, CrudeSample
 ROLES = {
     "system": "system",
     "human": "user",
@@ -28,43 +30,46 @@ ROLES = {
     "assistant": "assistant",
 }
 SUFFIXES = ("jpg", "jpeg", "png")
+DECODERS = {"json": json.loads, "txt": bytes.decode}
 DEFAULT_PROMPT = "Describe the image."
-UNREAD = object()
-"""Placeholder of an image that was not read; a data set's own code that uses it fails."""
+
+
+class ImageFile(str):
+    """Name of an image file, in the place of its bytes.
+
+    The length of a text follows from the sizes of the images, which the survey knows. So energon
+    decodes samples without images; a data set's own code that looks into them fails.
+    """
 
 
 class Record(NamedTuple):
-    """A conversation. images: files' bytes or `UNREAD`, in the order of their placeholders."""
+    """A conversation. images: names of files, in the order of their placeholders."""
 
     turns: list[Turn]
-    images: list[Any]
+    images: list[ImageFile]
 
 
-class TextDecoder:
-    """A decoder for energon that leaves images as they are.
+def decode_text(sample: dict[str, Any]) -> dict[str, Any]:
+    """Decode the json and text files of a sample, as energon's decoder; nothing is unpickled.
 
-    So reading the text of a sample, whose length follows from the sizes of its images, decodes no
-    image; and nothing is ever unpickled.
+    Raises:
+        BadConversation: a file is damaged.
     """
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Decode the json and text files of a sample.
-
-        Raises:
-            BadConversation: a file is damaged.
-        """
-        return {name: _decode(name, value) for name, value in sample.items()}
-
-    def config(self) -> dict[str, Any]:
-        """Return the decoder's entry in energon's own checkpoints, which are not made here."""
-        return {}
+    decoded = dict(sample)
+    for name, value in sample.items():
+        if decode := DECODERS.get(_suffix(name)):
+            try:
+                decoded[name] = decode(value)
+            except ValueError as error:
+                raise BadConversation(f"its {name} is damaged: {error}") from error
+    return decoded
 
 
 def read_record(sample: Any, prompt: str) -> Record:
     """Return the conversation of one of energon's samples.
 
     Args:
-        sample: a sample of one of the kinds above, decoded by `TextDecoder`.
+        sample: a sample of one of the kinds above, decoded by `decode_text`.
         prompt: question for samples that have only a caption.
 
     Raises:
@@ -87,12 +92,11 @@ def read_record(sample: Any, prompt: str) -> Record:
 
 def is_image(name: str) -> bool:
     """Return whether a file of a sample is an image, by its name."""
-    return name.rpartition(".")[2].lower() in SUFFIXES
+    return _suffix(name) in SUFFIXES
 
 
-def known_kind(sample_type: type) -> bool:
-    """Return whether `read_record` reads energon's samples of this type."""
-    return issubclass(sample_type, (CaptioningSample, CrudeSample))
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2].lower()
 
 
 def _turns(conversations: Any) -> list[Turn]:
@@ -117,20 +121,10 @@ def _text(value: Any) -> str:
     return value.strip()
 
 
-def _image(value: Any) -> Any:
-    if value is not UNREAD and not isinstance(value, bytes):
+def _image(value: Any) -> ImageFile:
+    if not isinstance(value, ImageFile):
         raise BadConversation(f"an image is of type {type(value).__name__}")
     return value
-
-
-def _decode(name: str, value: Any) -> Any:
-    suffix = name.rpartition(".")[2].lower()
-    if name.startswith("__") or suffix not in ("json", "txt"):
-        return value
-    try:
-        return json.loads(value) if suffix == "json" else value.decode()
-    except ValueError as error:
-        raise BadConversation(f"its {name} is damaged: {error}") from error
 
 
 def _numerically(name: str) -> list[int | str]:

@@ -6,36 +6,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.text import Text
-from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
-from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
-from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
+from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
-    EXCLUDED,
     GOOD,
     STATES,
     Survey,
+    bad_samples,
     load_survey,
 )
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
 
-TOO_LONG = "too long"
 
-
-class EnergonSource:
+class EnergonSource(SampleSource):
     """Samples of a data set or a blend that has been prepared and surveyed.
 
     ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
@@ -43,66 +42,44 @@ class EnergonSource:
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        tile: height and width of a tile in pixels.
-        tokens_per_tile: embeddings of a tile.
+        encoder: makes tokens and tiles of samples.
         seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
         seed: seed of the order.
-        tokenizer: directory of a Hugging Face tokenizer.
-        max_tiles, thumbnail: see `Tiling`.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
-        prompt: question for samples that have only a caption.
-        image_token: the tokenizer's token for an image.
         surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
-        ValueError: the data, its survey or the tokenizer is missing or unfit; or there are bad
-            samples and ``bad_samples`` is 'refuse'. The message is one line.
+        ValueError: the data or its survey is missing or unfit; or there are bad samples and
+            ``bad_samples`` is 'refuse'. The message is one line.
 
     Attributes:
-        image_token, pad_token: token ids.
-        vocab_size: above every token id.
         tiles_per_sample: mean over the training split.
         fingerprint: hash of the training split's samples, their tokens and tiles, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
-        score: None: an answer counts as a whole.
     """
-
-    score = None
 
     def __init__(
         self,
         path: str | Path,
-        *,
-        tile: int,
-        tokens_per_tile: int,
+        encoder: Encoder,
         seq_length: int,
         seed: int,
-        tokenizer: str | Path,
-        max_tiles: int = 12,
-        thumbnail: bool = True,
         bad_samples: Literal["skip", "refuse"] = "skip",
-        prompt: str = DEFAULT_PROMPT,
-        image_token: str = IMAGE,
         surveys: str | Path | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        chat = Chat(tokenizer, image_token)
-        self._encoder = Encoder(chat, Tiling(tile, max_tiles, thumbnail), tokens_per_tile, prompt)
-        self._path = path
-        self._seq_length = seq_length
-        self._seed = seed
-        self._refuse = bad_samples == "refuse"
-        self._surveys = Path(surveys) if surveys else None
+        self._arguments = path, encoder, seq_length, seed, bad_samples, surveys
+        self._path, self._encoder, self._seq_length, self._seed = path, encoder, seq_length, seed
+        self._refuses, self._surveys = bad_samples == "refuse", Path(surveys) if surveys else None
         self._streams: dict[str, _Stream] = {}
-        self.image_token, self.pad_token = chat.image_token, chat.pad_token
-        self.vocab_size = chat.vocab_size
+        self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
+        self.vocab_size = encoder.chat.vocab_size
         train = self._stream("train")
         self.tiles_per_sample = train.mean_tiles
         self.fingerprint = train.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (type(self), self._arguments)
+        return EnergonSource, self._arguments
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -122,20 +99,11 @@ class EnergonSource:
             ValueError: the sample is not what the survey found; the message names shard and key.
             OSError: the shard cannot be read, even after several tries; the message names it.
         """
-        dataset, index, survey = self._stream(split).locate(number)
-        counts = survey.tiles_of_images(index)
-
-        def read(images: bool) -> Text:
-            record = self._encoder.record(dataset.decode(dataset.raw(index, images)))
-            text = self._encoder.text(record, counts)
+        with self._sample(split, number) as (dataset, index, survey):
+            record = dataset.record(dataset.raw(index, images=False), self._encoder.prompt)
+            text = self._encoder.text(record, survey.tiles_of_images(index))
             _check(len(text.input_ids), survey.tokens[index], "tokens")
-            return text
-
-        with _naming(dataset, index):
-            try:
-                return read(images=False)
-            except ValueError:  # the data set's own sample_loader may need the images
-                return read(images=True)
+        return text
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
@@ -143,9 +111,10 @@ class EnergonSource:
         Raises:
             ValueError, OSError: as for `text`.
         """
-        dataset, index, survey = self._stream(split).locate(number)
-        with _naming(dataset, index):
-            tiles = self._encoder.tiles(self._encoder.record(dataset.decode(dataset.raw(index))))
+        with self._sample(split, number) as (dataset, index, survey):
+            raw = dataset.raw(index)
+            record = dataset.record(raw, self._encoder.prompt)
+            tiles = self._encoder.tiles([raw[name] for name in record.images])
             _check(len(tiles), survey.tiles[index], "tiles")
         return tiles
 
@@ -162,142 +131,129 @@ class EnergonSource:
         """Return how many samples of the data have no number, by reason."""
         return self._stream(split).left_out
 
-    def left_out_names(self, split: str, most: int) -> list[str]:
-        """Name ``most`` of these as ``shard/key: reason``; none that ``split.yaml`` excludes."""
-        return self._stream(split).names(most)
+    @contextmanager
+    def _sample(self, split: str, number: int) -> Iterator[tuple[DataSet, int, Survey]]:
+        """Locate a sample; an error names it if it is not what the survey found."""
+        dataset, index, survey = self._stream(split).locate(number)
+        try:
+            yield dataset, index, survey
+        except ValueError as error:
+            raise ValueError(
+                f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
+            ) from error
 
     def _stream(self, split: str) -> _Stream:
         if split not in self._streams:
-            self._streams[split] = stream = self._open(split)
-            bad = sum(stream.left_out.values()) - stream.left_out.get(STATES[EXCLUDED], 0)
-            if self._refuse and bad:
-                del self._streams[split]
-                names = "; ".join(stream.names(NAMED))
+            opened, surveys = open_split(self._path, split), []
+            for dataset in opened.datasets:
+                surveys.append(load_survey(dataset, self._encoder, self._surveys))
+                if surveys[-1] is None:
+                    raise ValueError(
+                        f"{dataset.path}: no survey of {split} with this tokenizer, template and "
+                        f"tiling; make one: {self._survey_command()}"
+                    )
+            pairs = list(zip(opened.datasets, surveys, strict=True))
+            stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
+            bad = stream.left_out.total() - stream.left_out[Excluded.kind]
+            if bad and self._refuses:
                 more = f"; and {bad - NAMED} more" if bad > NAMED else ""
-                raise ValueError(f"{self._path}: {bad} bad samples in {split}: {names}{more}")
+                raise ValueError(
+                    f"{self._path}: {bad} bad samples in {split}: "
+                    f"{'; '.join(stream.bad_names(NAMED))}{more}"
+                )
+            self._streams[split] = stream
         return self._streams[split]
 
-    def _open(self, split: str) -> _Stream:
-        opened = open_split(self._path, split)
-        surveys = []
-        for dataset in opened.datasets:
-            survey = load_survey(dataset, self._encoder, self._surveys)
-            if survey is None:
-                raise ValueError(
-                    f"{dataset.path}: no survey of {split} with this tokenizer, template and "
-                    f"tiling; make one: {self._survey_command()}"
-                )
-            surveys.append(survey)
-        seed = (self._seed, split)
-        return _Stream(opened.datasets, surveys, opened.mode, self._seq_length, seed)
-
     def _survey_command(self) -> str:
-        given = self._arguments
-        options = ["--tokenizer", given["tokenizer"], "--tile", given["tile"]]
-        options += ["--tokens-per-tile", given["tokens_per_tile"], "--max-tiles"]
-        options += [given["max_tiles"], *([] if given["thumbnail"] else ["--no-thumbnail"])]
-        defaults = {"prompt": DEFAULT_PROMPT, "image_token": IMAGE, "surveys": None}
-        for name, default in defaults.items():
-            if given[name] != default:
-                options += [f"--{name.replace('_', '-')}", repr(str(given[name]))]
-        return " ".join(map(str, ["python -m", __package__, self._path, *options]))
+        encoder, tiling = self._encoder, self._encoder.tiling
+        options = {
+            "tokenizer": encoder.chat.path,
+            "tile": tiling.tile,
+            "tokens-per-tile": encoder.tokens_per_tile,
+            "max-tiles": tiling.max_tiles,
+            "prompt": encoder.prompt,
+            "image-token": encoder.chat.image_text,
+            **({"surveys": self._surveys} if self._surveys else {}),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words += [] if tiling.thumbnail else ["--no-thumbnail"]
+        return shlex.join(["python", "-m", __package__, str(self._path), *words])
+
+
+class _Numbered(NamedTuple):
+    """A data set, its survey, and the indices of the samples that are numbered, int64 [n]."""
+
+    dataset: DataSet
+    survey: Survey
+    samples: np.ndarray
 
 
 class _Stream:
     """The numbered samples of a split.
 
     Args:
-        datasets, surveys: the data sets, and the survey of each.
+        pairs: the data sets, and the survey of each.
         mode, seed: see `Order`.
         seq_length: tokens that a sample may have.
     """
 
     def __init__(
         self,
-        datasets: list[DataSet],
-        surveys: list[Survey],
-        mode: Literal["single", "weights", "repetitions"],
+        pairs: list[tuple[DataSet, Survey]],
+        mode: Mode,
         seq_length: int,
-        seed: object,
+        seed: tuple[int, str],
     ) -> None:
-        self.left_out: dict[str, int] = {}
-        self._datasets, self._surveys, self._seq_length = datasets, surveys, seq_length
-        self._samples = []
-        for dataset, survey in zip(datasets, surveys, strict=True):
+        self.left_out: Counter[str] = Counter()
+        self._seq_length, self._numbered = seq_length, []
+        for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
-            state, tokens = survey.state[chosen], survey.tokens[chosen]
-            good, fits = state == GOOD, tokens <= seq_length
-            for kind in range(1, len(STATES)):
-                self._count(STATES[kind], int((state == kind).sum()))
-            self._count(TOO_LONG, int((good & ~fits).sum()))
-            if not (good & fits).any():
+            states = survey.states(seq_length)[chosen]
+            self.left_out.update(
+                STATES[state] for state in np.sort(states[states != GOOD]).tolist()
+            )
+            if not (states == GOOD).any():
                 raise ValueError(
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
-                    f"{self.left_out}; a sequence has {seq_length} tokens"
+                    f"{dict(self.left_out)}; a sequence has {seq_length} tokens"
                 )
-            self._samples.append(chosen[good & fits])
-        sizes = [len(samples) for samples in self._samples]
-        self.order = Order(sizes, mode, [dataset.weight for dataset in datasets], seed)
-        means = [
-            survey.tiles[samples].mean()
-            for survey, samples in zip(surveys, self._samples, strict=True)
-        ]
+            self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
+        sizes = [len(each.samples) for each in self._numbered]
+        self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
+        means = [each.survey.tiles[each.samples].mean() for each in self._numbered]
         self.mean_tiles = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
-            for survey, dataset, size in zip(surveys, datasets, sizes, strict=True)
+            for (dataset, survey), size in zip(pairs, sizes, strict=True)
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
     def locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
-        (dataset,), (sample,) = self.order.locate(np.array([number], np.int64))
-        index = int(self._samples[dataset][sample])
-        return self._datasets[dataset], index, self._surveys[dataset]
+        (place,), (sample,) = self.order.locate(np.array([number], np.int64))
+        dataset, survey, samples = self._numbered[place]
+        return dataset, int(samples[sample]), survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
         """Return tokens and tiles of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
-        dataset, sample = self.order.locate(numbers)
-        for place, (survey, samples) in enumerate(zip(self._surveys, self._samples, strict=True)):
-            here = dataset == place
-            indices = samples[sample[here]]
+        places, drawn = self.order.locate(numbers)
+        for place, (_, survey, samples) in enumerate(self._numbered):
+            here = places == place
+            indices = samples[drawn[here]]
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
         return costs
 
-    def names(self, most: int) -> list[str]:
-        """See `EnergonSource.left_out_names`."""
-        names = []
-        for dataset, survey in zip(self._datasets, self._surveys, strict=True):
-            bad = [s for s in survey.bad if s.index in dataset.subset and s.state != EXCLUDED]
-            names += [f"{sample.name}: {sample.reason}" for sample in bad[: most - len(names)]]
-            long = np.flatnonzero(survey.tokens > self._seq_length)
-            long = [int(index) for index in long if index in dataset.subset]
-            for index in long[: most - len(names)]:
-                tokens = survey.tokens[index]
-                names.append(f"{dataset.name(index)}: {tokens} tokens, {self._seq_length} fit")
-        return names
-
-    def _count(self, reason: str, samples: int) -> None:
-        if samples:
-            self.left_out[reason] = self.left_out.get(reason, 0) + samples
-
-
-@contextmanager
-def _naming(dataset: DataSet, index: int) -> Iterator[None]:
-    """Name the sample in the error if it is not what the survey found."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(
-            f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
-        ) from error
+    def bad_names(self, most: int) -> list[str]:
+        """Name ``most`` bad samples as ``shard/key: reason``."""
+        bad = [
+            sample
+            for each in self._numbered
+            for sample in bad_samples(each.dataset, each.survey, self._seq_length, most)
+        ]
+        return [f"{sample.name}: {sample.reason}" for sample in bad[:most]]
 
 
 def _check(found: int, surveyed: int, unit: str) -> None:
     if found != surveyed:
         raise ValueError(f"{found} {unit}, but {surveyed} in the survey")
-
-
-def _make(kind: type[EnergonSource], arguments: dict[str, Any]) -> EnergonSource:
-    return kind(**arguments)

@@ -17,41 +17,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.energon.conversation import BadConversation
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
-from examples.mimo.nemotron_vlm.energon.store import (
-    BadShard,
-    DataSet,
-    Excluded,
-    Shard,
-    Unreadable,
-    open_split,
-)
-from examples.mimo.nemotron_vlm.energon.tiling import BadImage
+from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded
+from examples.mimo.nemotron_vlm.energon.store import DataSet
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
 FORMAT = 2
-GOOD, SHARD, TEXT, IMAGE, EXCLUDED = range(5)
-STATES = ("good", "unreadable shard", "bad text", "bad image", "excluded by split.yaml")
-STATE_OF = {
-    **{BadShard: SHARD, Unreadable: SHARD},
-    **{BadConversation: TEXT, BadImage: IMAGE, Excluded: EXCLUDED},
-}
+STATES = ("good", "unreadable shard", "bad text", "bad image", Excluded.kind, "too long")
+"""Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
+GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A bad sample.
+    """A sample that cannot be used.
 
     index: its index in the data set. name: shard/key. state: index into STATES. reason: one line.
     """
@@ -87,17 +74,28 @@ class Survey:
         first = self.image_ends[index - 1] if index else 0
         return self.image_tiles[first : self.image_ends[index]].tolist()
 
+    def states(self, seq_length: int) -> np.ndarray:
+        """Return the states of all samples, int32; those of more tokens are too long."""
+        return np.where(self.tokens > seq_length, TOO_LONG, self.state)
 
-class _ShardSurvey(NamedTuple):
-    """The survey of a shard.
 
-    rows: int32 [4, samples]: state, tokens, tiles, images. image_tiles: tiles of each image.
+def bad_samples(
+    dataset: DataSet, survey: Survey, seq_length: int, most_long: int
+) -> list[BadSample]:
+    """Return the samples that cannot be used, in the part of the data set that a blend takes.
+
+    Samples that ``split.yaml`` excludes are not meant to be used, so they are not bad.
+
+    Args:
+        seq_length: tokens that a sample may have.
+        most_long: how many of the samples that are too long to return; each is looked up by name.
     """
-
-    rows: np.ndarray
-    image_tiles: list[int]
-    bad: list[BadSample]
-    digest: str
+    bad = [sample for sample in survey.bad if STATES[sample.state] != Excluded.kind]
+    long = [i for i in np.flatnonzero(survey.tokens > seq_length).tolist() if i in dataset.subset]
+    for index in long[:most_long]:
+        reason = f"{survey.tokens[index]} tokens, {seq_length} fit"
+        bad.append(BadSample(index, dataset.name(index), TOO_LONG, reason))
+    return [sample for sample in bad if sample.index in dataset.subset]
 
 
 def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) -> Survey | None:
@@ -115,60 +113,82 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
     return Survey(*rows, images, bad, notes["fingerprint"])
 
 
-def make_surveys(
-    path: str | Path,
-    split: str,
-    encoder: Encoder,
-    folder: Path | None = None,
-    workers: int = 1,
-    again: bool = False,
-    progress: Callable[[int, int], None] = lambda done, shards: None,
+def make_survey(
+    dataset: DataSet, encoder: Encoder, folder: Path | None = None, workers: int = 0
 ) -> None:
-    """Survey the data sets of a split that have no survey yet.
+    """Survey a data set, also where it has a survey: damaged shards may have been replaced.
 
     Args:
-        path: as for `open_split`, whose errors are raised.
-        workers: number of processes, which take a shard at a time.
-        again: survey all data sets, e.g. after a damaged shard was replaced.
-        progress: called with the number of shards done, and of all shards.
+        folder: as for `load_survey`.
+        workers: number of processes, which take a shard at a time; 0 for this one alone.
     """
-    datasets = open_split(path, split).datasets
-    missing = {}
-    for number, dataset in enumerate(datasets):
-        if again or load_survey(dataset, encoder, folder) is None:
-            missing[_path(dataset, encoder, folder)] = number
-    tasks = [(number, shard) for number in missing.values() for shard in datasets[number].shards]
-    results: dict[int, list[_ShardSurvey]] = {number: [] for number in missing.values()}
-    outcomes = _run(path, split, encoder, tasks, min(workers, len(tasks)))
-    for done, ((number, _), outcome) in enumerate(zip(tasks, outcomes, strict=True), 1):
-        results[number].append(outcome)
-        progress(done, len(tasks))
-    for target, number in missing.items():
-        _save(target, results[number], encoder)
+    loader = DataLoader(
+        _Shards(dataset, encoder),
+        batch_size=None,
+        collate_fn=tuple,
+        num_workers=workers,
+        # A fork of this process would share the tokenizer's locks.
+        multiprocessing_context="forkserver" if workers else None,
+    )
+    shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
+    rows, images, bad, digests = zip(*shards, strict=True)
+    digest = hashlib.sha256(json.dumps(encoder.settings).encode())
+    for one in digests:
+        digest.update(one.encode())
+    notes = {
+        "settings": encoder.settings,
+        "fingerprint": digest.hexdigest(),
+        "bad": [asdict(sample) for samples in bad for sample in samples],
+    }
+    table = np.concatenate(rows, axis=1)
+    table[3] = np.cumsum(table[3])
+    path = _path(dataset, encoder, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(notes, ensure_ascii=False, indent=1).encode()
+    _write(path.with_suffix(".json"), lambda file: file.write(text))
+    _write(_images(path), lambda file: np.save(file, np.concatenate(images)))
+    _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
-def survey_shard(dataset: DataSet, encoder: Encoder, shard: Shard) -> _ShardSurvey:
-    """Read, encode and decode all samples of a shard."""
-    rows = np.zeros((4, shard.count), np.int32)
-    images, bad = [], []
-    digest = hashlib.blake2b(digest_size=16)
-    for place in range(shard.count):
-        index = shard.first + place
-        try:
-            raw = dataset.raw(index)
-            for name, content in sorted(raw.items()):
-                if not name.startswith("__"):
-                    digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode() + content)
-            record = encoder.record(dataset.decode(raw))
-            counts = encoder.tiles_of_images(record)
-            text, tiles = encoder.text(record, counts), encoder.tiles(record)
-            rows[:, place] = GOOD, len(text.input_ids), len(tiles), len(counts)
-            images += counts
-        except tuple(STATE_OF) as error:
-            state = rows[0, place] = STATE_OF[type(error)]
-            bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
-            digest.update(f"{place} {state}\n".encode())
-    return _ShardSurvey(rows, images, bad, digest.hexdigest())
+class _Shards(Dataset):
+    """The surveys of a data set's shards."""
+
+    def __init__(self, dataset: DataSet, encoder: Encoder) -> None:
+        self.dataset, self.encoder = dataset, encoder
+
+    def __len__(self) -> int:
+        return len(self.dataset.shards)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray, list[BadSample], str]:
+        """Read, encode and decode all samples of a shard.
+
+        Returns:
+            State, tokens, tiles and images of each sample, int32 [4, samples]; tiles of each image,
+            int32 [images]; the bad samples; and a hash of the samples' bytes.
+        """
+        dataset, encoder = self.dataset, self.encoder
+        indices = range(dataset.ends[number], dataset.ends[number + 1])
+        rows = np.zeros((4, len(indices)), np.int32)
+        images, bad = [], []
+        digest = hashlib.blake2b(digest_size=16)
+        for place, index in enumerate(indices):
+            try:
+                raw = dataset.raw(index)
+                for name, content in sorted(raw.items()):
+                    if not name.startswith("__"):
+                        digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode())
+                        digest.update(content)
+                record = dataset.record(raw, encoder.prompt)
+                files = [raw[name] for name in record.images]
+                counts = encoder.tiles_of_images(files)
+                text, tiles = encoder.text(record, counts), encoder.tiles(files)
+                rows[:, place] = GOOD, len(text.input_ids), len(tiles), len(counts)
+                images += counts
+            except UNUSABLE as error:
+                state = rows[0, place] = STATES.index(error.kind)
+                bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
+                digest.update(f"{place} {state}\n".encode())
+        return rows, np.array(images, np.int32), bad, digest.hexdigest()
 
 
 def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
@@ -182,57 +202,9 @@ def _images(path: Path) -> Path:
     return path.with_suffix(".images.npy")
 
 
-def _save(path: Path, shards: list[_ShardSurvey], encoder: Encoder) -> None:
-    """Write the files of a survey, the main array last: if it is there, the survey is complete."""
-    digest = hashlib.sha256(json.dumps(encoder.settings).encode())
-    for shard in shards:
-        digest.update(shard.digest.encode())
-    notes = {
-        "settings": encoder.settings,
-        "fingerprint": digest.hexdigest(),
-        "bad": [asdict(sample) for shard in shards for sample in shard.bad],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
-    own.write_text(json.dumps(notes, ensure_ascii=False, indent=1))
-    os.replace(own, path.with_suffix(".json"))
-    rows = np.concatenate([shard.rows for shard in shards], axis=1)
-    rows[3] = np.cumsum(rows[3])
-    images = np.array([count for shard in shards for count in shard.image_tiles], np.int32)
-    for target, array in ((_images(path), images), (path, rows)):
-        with open(own, "wb") as file:
-            np.save(file, array)
-        os.replace(own, target)
-
-
-def _run(
-    path: str | Path, split: str, encoder: Encoder, tasks: list[tuple[int, Shard]], workers: int
-) -> Iterator[_ShardSurvey]:
-    if workers < 2:
-        _Worker.start(path, split, encoder)
-        yield from map(_Worker.survey, tasks)
-        return
-    server = get_context("forkserver")  # a fork of this process would share the tokenizer's locks
-    server.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(
-        workers,
-        mp_context=server,
-        initializer=partial(_Worker.start, path, split, encoder),
-    ) as pool:
-        yield from pool.map(_Worker.survey, tasks)
-
-
-class _Worker:
-    """State that a process of the pool keeps between shards."""
-
-    datasets: list[DataSet]
-    encoder: Encoder
-
-    @classmethod
-    def start(cls, path: str | Path, split: str, encoder: Encoder) -> None:
-        cls.datasets, cls.encoder = open_split(path, split).datasets, encoder
-
-    @classmethod
-    def survey(cls, task: tuple[int, Shard]) -> _ShardSurvey:
-        number, shard = task
-        return survey_shard(cls.datasets[number], cls.encoder, shard)
+def _write(path: Path, write: Callable) -> None:
+    """Write a file that is there as a whole or not at all."""
+    own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(own, "wb") as file:
+        write(file)
+    os.replace(own, path)

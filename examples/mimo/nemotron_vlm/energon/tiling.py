@@ -19,11 +19,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from examples.mimo.nemotron_vlm.energon.errors import BadImage, one_line
+
 FORMATS = ("JPEG", "PNG")
-
-
-class BadImage(ValueError):
-    """An image that cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Tiling:
         try:
             image = image.convert("RGB")
         except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
-            raise BadImage(_one_line(error)) from error
+            raise BadImage(one_line(error)) from error
         size = self.tile
         whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
         tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
@@ -81,14 +79,10 @@ def open_image(data: bytes) -> Image.Image:
     """
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise BadImage(f"neither of {', '.join(FORMATS)}") from error
     except Exception as error:
-        raise BadImage(_one_line(error)) from error
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):
-        return f"neither of {', '.join(FORMATS)}"
-    return " ".join(str(error).split()) or type(error).__name__
+        raise BadImage(one_line(error)) from error
 
 
 @lru_cache(maxsize=65536)
@@ -99,13 +93,6 @@ def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[i
         filled = 2 * width * height > tile * tile * tiles
         return abs(width / height - columns / rows), not filled, -tiles if filled else tiles
 
-    return min(_grids(max_tiles), key=preference)
-
-
-@lru_cache
-def _grids(max_tiles: int) -> list[tuple[int, int]]:
-    return [
-        (columns, rows)
-        for columns in range(1, max_tiles + 1)
-        for rows in range(1, max_tiles // columns + 1)
-    ]
+    sizes = range(1, max_tiles + 1)
+    grids = ((columns, rows) for columns in sizes for rows in sizes if columns * rows <= max_tiles)
+    return min(grids, key=preference)

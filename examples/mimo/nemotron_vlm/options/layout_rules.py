@@ -57,7 +57,7 @@ def resolve(
     def language_rule(layout: Layout) -> str | None:
         if layouts.non_colocated and layout.vpp > 1:
             return f"vpp={layout.vpp} needs --placement {COLOCATED}"
-        return language_violation(layout, for_language, preset, batch, linear_cp_mode)
+        return language_violation(layout, for_language, preset.language, batch, linear_cp_mode)
 
     def both(layout: Layout) -> str | None:
         return encoder_rule(layout) or pair_violation(replace(layouts, encoder=layout))

@@ -126,7 +126,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
         for micro_size in MICRO_SIZES:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
-                rest = task.preset, batch, CHUNKWISE
+                rest = task.preset.language, batch, CHUNKWISE
                 if language_violation(language, language_ranks, *rest):
                     continue
                 for encoder in encoders:

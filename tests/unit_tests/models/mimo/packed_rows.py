@@ -15,7 +15,6 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import tiny
-from examples.mimo.training.sample_slices import SampleSlices
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.module_groups import Modules
@@ -85,22 +84,24 @@ class PackedSlices:
     def __init__(self, loading: Loading, modules: Modules) -> None:
         self._args, self._source = loading.args, loading.reader.source
         self._bridges = {IMAGES: bridge_topology(modules[IMAGES].grid, modules[LANGUAGE].grid)}
-        plan = loading.plan
-        self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
+        self._plan, self._layouts = loading.plan, loading.plan.layouts
 
     def training(self) -> Iterator[Microbatch]:
         """See `Loading`; one step."""
         micro_size = self._args.micro_batch_size
-        dp = self._slices.layouts.language.dp
+        encoder_dp, dp = self._layouts.encoder.dp, self._layouts.language.dp
         count = self._args.global_batch_size // (micro_size * dp)
         for number in range(count):
-            share, own = self._slices.indices(number, count, micro_size)
-            row, packing = pack([self._source.text("train", i) for i in own])
             at_once = range(number * micro_size * dp, (number + 1) * micro_size * dp)
             encoded, consumed = (
-                range(part.start - at_once.start, part.stop - at_once.start)
-                for part in (share, own)
+                range(place * len(at_once) // parts, (place + 1) * len(at_once) // parts)
+                for place, parts in (
+                    (self._plan.encoder_part, encoder_dp),
+                    (self._plan.language_dp, dp),
+                )
             )
+            share, own = (at_once[part.start : part.stop] for part in (encoded, consumed))
+            row, packing = pack([self._source.text("train", i) for i in own])
             ids = [self._source.text("train", i).input_ids.numpy() for i in at_once]
             padded = [
                 length
@@ -120,7 +121,7 @@ class PackedSlices:
             yield batch | ({"packing_kwargs": packing} if len(own) > 1 else {})
 
     def _padded(self, row: list[int]) -> tuple[int, ...]:
-        language = self._slices.layouts.language
+        language = self._layouts.language
         return pad_lengths(
             row, language.cp, language.tp if language.sequence_parallel else 1
         ).padded

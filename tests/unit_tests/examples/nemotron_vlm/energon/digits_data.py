@@ -2,16 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make, survey, damage and open the data sets of the tests."""
 
+import contextlib
+import errno
+import io
 import shutil
 import sys
 import tarfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import webdataset
+import yaml
+from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
-from examples.mimo.nemotron_vlm.energon.survey import make_surveys
+from examples.mimo.nemotron_vlm.energon.store import open_split
+from examples.mimo.nemotron_vlm.energon.survey import make_survey
 from examples.mimo.nemotron_vlm.energon.tiling import Tiling
+from megatron.energon import BaseWebdatasetFactory
+from megatron.energon.flavors.webdataset.itar import ITarFile
+from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 
@@ -26,19 +40,51 @@ def make_digits(path: Path, samples: int, seed: int) -> None:
     assert make_digits_webdataset.main([str(path), *options]) == 0
 
 
-def encoder(tokenizer: Path, max_tiles: int = 12) -> Encoder:
-    return Encoder(Chat(tokenizer), Tiling(TILE, max_tiles), TOKENS_PER_TILE)
+def make_shard(path: Path, samples: list[dict], config: dict) -> None:
+    """Write a data set of one shard, with the contents of its dataset.yaml."""
+    with webdataset.TarWriter(str(path / "a.tar")) as tar:
+        for number, files in enumerate(samples):
+            tar.write({"__key__": f"{number}"} | files)
+    parts = [("train", "a.*"), ("val", "b.*")]
+    BaseWebdatasetFactory.prepare_dataset(path, ["a.tar"], split_parts_patterns=parts, workers=1)
+    (path / ".nv-meta" / "dataset.yaml").write_text(yaml.dump(config))
+
+
+def image(width: int, height: int, kind: str = "PNG") -> bytes:
+    """Return the file of a black image."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, kind)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def shared_digits(samples: int) -> Iterator[Path]:
+    """Make and survey a data set on the first rank, for all ranks."""
+    with Utils.shared_directory() as directory:
+        made = directory / "digits"
+        with Utils.first_rank_first() as first:
+            if first:
+                make_digits(made, samples, seed=2)
+                survey(made)
+        yield made
+
+
+def encoder(tokenizer: Path, **tiling) -> Encoder:
+    """Make the encoder of the preset ``tiny``."""
+    return Encoder(Chat(tokenizer), Tiling(TILE, **tiling), TOKENS_PER_TILE)
 
 
 def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
     """Survey a data set; its tokenizer is in it by default."""
     for split in splits:
-        make_surveys(path, split, encoder(tokenizer or path / "tokenizer"), **options)
+        for dataset in open_split(path, split).datasets:
+            make_survey(dataset, encoder(tokenizer or path / "tokenizer"), **options)
 
 
 def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:
-    given = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH, "seed": 5}
-    return EnergonSource(path, tokenizer=tokenizer or path / "tokenizer", **given | options)
+    """Open a data set; its tokenizer is in it by default."""
+    given = {"encoder": encoder(tokenizer or path / "tokenizer")}
+    return EnergonSource(path, **given | {"seq_length": SEQ_LENGTH, "seed": 5} | options)
 
 
 def unsurveyed_copy(path: Path, target: Path) -> Path:
@@ -61,3 +107,26 @@ def damage_image(path: Path, shard: str) -> str:
 def names(opened: EnergonSource, split: str, numbers: range) -> list[str]:
     """``shard/key`` of samples."""
     return ["/".join(Path(opened.name(split, number)).parts[-2:]) for number in numbers]
+
+
+class ShardReads:
+    """Reads of files in shards, recorded from now on; some may fail.
+
+    images: how often each image was read, by ``shard/key``. failing: number of reads that are still
+    to fail, by the shard's name.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.images, self.failing = Counter(), Counter()
+        extract = ITarFile.extractfile
+
+        def recorded(shard: ITarFile, member: tarfile.TarInfo):
+            name = Path(shard.name).name
+            if self.failing[name]:
+                self.failing[name] -= 1
+                raise OSError(errno.EIO, "Input/output error")
+            if not member.name.endswith((".json", ".txt")):
+                self.images[f"{name}/{member.name.partition('.')[0]}"] += 1
+            return extract(shard, member)
+
+        monkeypatch.setattr(ITarFile, "extractfile", recorded)

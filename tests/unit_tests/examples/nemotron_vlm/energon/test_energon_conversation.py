@@ -4,6 +4,7 @@
 
 import io
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.mimo.nemotron_vlm.energon.conversation import (
-    BadConversation,
-    Chat,
-    Turn,
-    place_images,
-)
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_images
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
-from examples.mimo.nemotron_vlm.energon.records import Record, TextDecoder, read_record
-from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
+from examples.mimo.nemotron_vlm.energon.records import ImageFile, Record, decode_text, read_record
+from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from megatron.energon import CrudeSample
 
 CHATML = (
@@ -55,14 +52,10 @@ def tokenizer(tmp_path: Path):
 
 def answered(chat: Chat, turns: list[Turn]) -> str:
     """Return the text that the loss is on, with a bar between its runs."""
-    ids, answer = chat.encode(turns)
-    runs, inside = [], False
-    for token, bears_loss in zip(ids.tolist(), answer.tolist(), strict=True):
-        if bears_loss:
-            runs = runs if inside else [*runs, []]
-            runs[-1].append(token)
-        inside = bears_loss
-    return "|".join(chat._tokenizer.decode(run) for run in runs)
+    runs = groupby(zip(*chat.encode(turns), strict=True), key=lambda token: token[1])
+    return "|".join(
+        chat._tokenizer.decode([i for i, _ in run]) for bears_loss, run in runs if bears_loss
+    )
 
 
 def image(width: int, height: int) -> bytes:
@@ -72,29 +65,32 @@ def image(width: int, height: int) -> bytes:
 
 
 class TestAnswers:
-    def test_of_a_template_end_with_the_turn(self, tokenizer):
-        chat = Chat(tokenizer(CHATML))
-        assert answered(chat, TWICE) == "3<|im_end|>|3 3 . assistant<|im_end|>"
+    @pytest.mark.parametrize(
+        ("template", "turns", "answers"),
+        [
+            (CHATML, TWICE, "3<|im_end|>|3 3 . assistant<|im_end|>"),
+            (None, TWICE, "3</s>|3 3 . assistant</s>"),
+            (CHATML, [Turn("user", "名前は？"), Turn("assistant", "画像 é")], "画像 é<|im_end|>"),
+        ],
+        ids=["a-template", "no-template", "several-bytes-a-letter"],
+    )
+    def test_end_with_the_turn(self, tokenizer, template, turns, answers):
+        assert answered(Chat(tokenizer(template)), turns) == answers
 
-    def test_without_a_template_end_with_eos(self, tokenizer):
+    def test_without_a_template_follow_a_plain_one(self, tokenizer):
         chat = Chat(tokenizer(None))
-        assert answered(chat, TWICE) == "3</s>|3 3 . assistant</s>"
-        ids = chat.encode(ASKED).ids
-        assert chat._tokenizer.decode(ids) == "user: is it 3 ?\nassistant: 3</s>\n"
+        assert chat.words(chat.encode(ASKED).ids) == "user: is it 3 ?\nassistant: 3\n"
 
-    def test_of_several_bytes_a_letter(self, tokenizer):
-        turns = [Turn("user", "名前は？"), Turn("assistant", "画像 é")]
-        assert answered(Chat(tokenizer(CHATML)), turns) == "画像 é<|im_end|>"
-
-    def test_that_the_template_changes_are_refused(self, tokenizer):
-        chat = Chat(tokenizer(SHOUTING))
-        with pytest.raises(BadConversation, match="template changes answer 1"):
-            chat.encode([Turn("user", "a"), Turn("assistant", "b")])
-
-    def test_that_the_template_refuses_are_named(self, tokenizer):
-        chat = Chat(tokenizer("{{ raise_exception('roles must alternate') }}"))
-        with pytest.raises(BadConversation, match="refuses it: roles must alternate"):
-            chat.encode(ASKED)
+    @pytest.mark.parametrize(
+        ("template", "text"),
+        [
+            (SHOUTING, "template changes answer 1"),
+            ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        ],
+    )
+    def test_that_the_template_changes_or_refuses_are_refused(self, tokenizer, template, text):
+        with pytest.raises(BadConversation, match=text):
+            Chat(tokenizer(template)).encode([Turn("user", "a"), Turn("assistant", "b")])
 
 
 class TestImages:
@@ -124,9 +120,9 @@ class TestImages:
     def test_become_tokens_for_each_tile(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
-        record = Record(turns, [image(16, 16), image(32, 16)])
-        text, tiles = encoder.text(record, [1, 3]), encoder.tiles(record)
-        assert encoder.tiles_of_images(record) == [1, 3]
+        files = [image(16, 16), image(32, 16)]
+        text, tiles = encoder.text(Record(turns, ["", ""]), [1, 3]), encoder.tiles(files)
+        assert encoder.tiles_of_images(files) == [1, 3]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()
@@ -142,10 +138,10 @@ class TestImages:
         with pytest.raises(BadConversation, match="has the token <|image_pad|>"):
             chat.encode([Turn("user", "say it"), Turn("assistant", "<|image_pad|>")])
 
-    def test_that_are_damaged_are_named_where_there_are_several(self, tokenizer):
+    def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: neither of"):
-            encoder.tiles(Record(ASKED, [image(16, 16), b"nothing"]))
+            encoder.tiles([image(16, 16), b"nothing"])
 
 
 class TestTokenizers:
@@ -166,8 +162,9 @@ class TestTokenizers:
 
 class TestRecords:
     def test_files_are_ordered_by_number(self):
-        files = {"10.png": b"ten", "2.jpg": b"two", "json": {"caption": "c"}}
-        assert read_record(CrudeSample(files), "?").images == [b"two", b"ten"]
+        files = {name: ImageFile(name) for name in ("10.png", "2.jpg")}
+        sample = CrudeSample(files | {"json": {"caption": "c"}})
+        assert read_record(sample, "?").images == ["2.jpg", "10.png"]
 
     def test_captions_are_answers_to_a_prompt(self):
         asked = read_record(CrudeSample({"json": {"caption": " a cat ", "prompt": "name it"}}), "?")
@@ -188,4 +185,4 @@ class TestRecords:
     )
     def test_that_are_none_are_refused(self, content, text):
         with pytest.raises(BadConversation, match=text):
-            read_record(CrudeSample(TextDecoder()({"json": content})), "?")
+            read_record(CrudeSample(decode_text({"json": content})), "?")

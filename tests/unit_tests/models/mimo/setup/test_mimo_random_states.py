@@ -64,6 +64,7 @@ class Model:
         self.mimo = SimpleNamespace(
             modality_submodules={IMAGES: self.encoder},
             colocated_comms={(IMAGES, LANGUAGE): None},
+            random_states={},
             config=SimpleNamespace(params_dtype=torch.float32),
         )
         tp_rank = groups[1].tp.rank()

@@ -151,11 +151,10 @@ def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractC
     bridged = (name, MIMO_LANGUAGE_MODULE_KEY) in model.colocated_comms
     if not (bridged and get_cuda_rng_tracker().is_initialized()):
         return contextlib.nullcontext()
-    kept = vars(model).setdefault("random_states", {})
-    if name not in kept:
+    if name not in model.random_states:
         groups = unwrap_model(model.modality_submodules[name]).pg_collection
-        kept[name] = RandomStates(name, groups)
-    return kept[name].in_use()
+        model.random_states[name] = RandomStates(name, groups)
+    return model.random_states[name].in_use()
 
 
 def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: bool) -> Tensor:

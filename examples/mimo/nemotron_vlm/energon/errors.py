@@ -1,0 +1,41 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Why a sample cannot be used: each error's ``kind`` is how a survey counts it."""
+
+
+class BadConversation(ValueError):
+    """A conversation that cannot be written as tokens, or does not fit its images."""
+
+    kind = "bad text"
+
+
+class BadImage(ValueError):
+    """An image that cannot be decoded."""
+
+    kind = "bad image"
+
+
+class BadShard(ValueError):
+    """A sample that cannot be read from its shard."""
+
+    kind = "unreadable shard"
+
+
+class Unreadable(OSError):
+    """A sample that the file system refuses to read, which does not mean that the data is bad."""
+
+    kind = BadShard.kind
+
+
+class Excluded(ValueError):
+    """A sample that the data set's own ``split.yaml`` excludes."""
+
+    kind = "excluded by split.yaml"
+
+
+UNUSABLE = BadConversation, BadImage, BadShard, Unreadable, Excluded
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line; its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
