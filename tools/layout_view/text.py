@@ -86,5 +86,4 @@ def _number(rows: float) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{number} {what}{plural if number != 1 else ''}"
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -102,9 +102,9 @@ def search(task: Task, keep: int = 10) -> Found:
             if estimate(plan, machine) >= slowest:
                 continue  # with recompute it would take even longer
             if plan := fitting(plan, machine):
-                entry = (-estimate(plan, machine), allowed, plan)
-                change = heapq.heappush if slowest == math.inf else heapq.heappushpop
-                change(fastest, entry)
+                heapq.heappush(fastest, (-estimate(plan, machine), allowed, plan))
+                if len(fastest) > SIMULATED:
+                    heapq.heappop(fastest)
     if not fastest:
         raise UserError(
             f"no plan for {task.world} GPUs: of the {allowed} that the program's rules allow none "
