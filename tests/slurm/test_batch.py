@@ -32,7 +32,7 @@ class TestBatch:
         """The planted run learns faster: it ends well, with losses unlike the reference's."""
         out, python = tmp_path / "out", tmp_path / "python"
         layouts = "--encoder {} --language {}".format(*PLANTED)
-        plant = f'case "$*" in *"{layouts}"*) set -- "$@" --lr 3e-2;; esac'
+        plant = f'case "$*" in *"{layouts}"*) set -- "$@" --lr 4e-3;; esac'
         python.write_text(f'#!/bin/sh\n{plant}\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
         job = submit(cluster, out, PYTHON=str(python))
