@@ -29,10 +29,10 @@ def failures(out) -> dict[str, str]:
 
 class TestBatch:
     def test_a_planted_failure_shows_as_one_and_a_requeued_job_goes_on(self, cluster, tmp_path):
-        """The planted runs have another seed: they end well, with losses unlike the reference's."""
+        """The planted run learns faster: it ends well, with losses unlike the reference's."""
         out, python = tmp_path / "out", tmp_path / "python"
         layouts = "--encoder {} --language {}".format(*PLANTED)
-        plant = f'case "$*" in *"{layouts}"*) set -- "$@" --seed 7;; esac'
+        plant = f'case "$*" in *"{layouts}"*) set -- "$@" --lr 4e-3;; esac'
         python.write_text(f'#!/bin/sh\n{plant}\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
         job = submit(cluster, out, PYTHON=str(python))
