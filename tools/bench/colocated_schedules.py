@@ -16,8 +16,8 @@ from sleeping import Sleeper
 from timeline import CUDA, Recorder, Span
 
 from examples.mimo.common.layout import parse_layout
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.model.model import IMAGES, build_vlm
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.model.model import build_vlm
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, nano_vl_30b_a3b, tiny
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.mimo import colocated_schedule
@@ -52,8 +52,8 @@ def preset() -> VLMPreset:
         moe_shared_expert_intermediate_size=1,
         vocab_size=1024,
     )
-    encoder = replace(published.encoder, layers=16, max_tile=512)
-    return replace(published, encoder=encoder, projector_ffn=10752, language=language)
+    encoder = replace(published.images, layers=16, max_tile=512, projector_ffn=10752)
+    return replace(published, encoders=(encoder,), language=language)
 
 
 class Bench:
@@ -106,14 +106,14 @@ class Bench:
             prepare_bubbles([self.model])
 
     def _inputs(self, samples: int) -> dict[str, object]:
-        size = preset().encoder.tile
+        size = preset().images.tile
         tiles = 255 * torch.rand(samples * self.tiles, 3, size, size, device=self.device)
         return {IMAGES: {"radio": {"tiles": tiles.to(next(self.model.parameters()).dtype)}}}
 
     def _tokens(self) -> dict[str, torch.Tensor]:
         batch = self.layouts.batch
         ids = torch.full((batch.micro_size, batch.seq_length), 20, device=self.device)
-        ids[:, : self.tiles * preset().encoder.tokens_per_tile] = IMAGE
+        ids[:, : self.tiles * preset().images.tokens_per_tile] = IMAGE
         return {
             "input_ids": ids,
             "labels": torch.full_like(ids, 20),
@@ -174,7 +174,7 @@ class Bench:
         """Return a microbatch's plan for the bridge, ``tiles`` encoded here; empty with CP."""
         if self.layouts.language.cp > 1:
             return {}
-        rows = tiles * preset().encoder.tokens_per_tile
+        rows = tiles * preset().images.tokens_per_tile
         atoms = self.layouts.encoder.dp // self.layouts.language.dp
         encoded, consumed = AtomRows([rows]), AtomRows([rows] * atoms)
         return {"batch_plan": BatchPlan({IMAGES: encoded}, {IMAGES: consumed})}

@@ -74,13 +74,13 @@ class Case:
         """Return the base model with these sizes."""
         names = ("hybrid_layer_pattern", "num_experts", "vocab_size")
         language = replace(base.language, **{name: getattr(self, name) for name in names})
-        encoder = replace(base.encoder, layers=self.encoder_layers)
-        return replace(base, encoder=encoder, language=language, seq_length=self.seq_length)
+        encoder = replace(base.images, layers=self.encoder_layers)
+        return replace(base, encoders=(encoder,), language=language, seq_length=self.seq_length)
 
     def plan(self, base: VLMPreset) -> Plan:
         """Return the case as a plan, for the planner's prediction."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
-        layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
+        layouts = resolve([Layout()], Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
         tiles = most_that_fit(preset, self.seq_length)
         return Plan(preset, layouts, tiles, macro_batch=self.macro_batch)
 
@@ -133,7 +133,7 @@ def _cases(base: VLMPreset, at_once: int) -> Iterator[Case]:
     sizes = {name: min(most, getattr(p, name)) for name, most in MOST.items()}
     sizes["seq_length"] = min(SEQ_LENGTH, base.seq_length)
     pattern = p.hybrid_layer_pattern.replace("|", "")[:LAYERS]
-    deep, thin = base.encoder.layers, max(1, base.encoder.layers // 16)
+    deep, thin = base.images.layers, max(1, base.images.layers // 16)
 
     def of(layers: str, encoder: int, samples: int, micro: int, **changed: int) -> Case:
         batch = {"samples": samples, "micro": micro, "macro_batch": min(at_once, samples // micro)}

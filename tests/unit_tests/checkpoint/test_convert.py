@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import NemotronHForCausalLM
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.model import IMAGES
-from examples.mimo.nemotron_vlm.model.vision import pixel_shuffle
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders.radio import pixel_shuffle
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,

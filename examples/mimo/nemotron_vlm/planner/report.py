@@ -41,9 +41,10 @@ def command(task: Task, plan: Plan, model: str) -> list[str]:
 def options_of(plan: Plan, model: str) -> list[str]:
     """Return the program's options for a plan on GPUs."""
     lay, batch = plan.layouts, plan.layouts.batch
+    encoders = [f"--encoder {text}" for text in lay.named_encoders(plan.preset.names)]
     options = [
         f"--model {model} --device cuda --bf16 --placement {lay.placement}",
-        f"--encoder {lay.encoder} --language {lay.language}",
+        " ".join([*encoders, f"--language {lay.language}"]),
         f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size} "
         f"--micro-batch-size {batch.micro_size}",
         *RECOMPUTE[plan.recompute],
@@ -94,7 +95,7 @@ def _row(number: int, task: Task, priced: Priced) -> list[str]:
         f"{figures['peak_bytes'] / GIB:.0f}",
         *(f"{part / step:.1%}" for part in (parts["bubble"], parts["bridge"], parts["experts"])),
         f"{others / step:.1%}",
-        str(plan.layouts.encoder),
+        " ".join(plan.layouts.named_encoders(plan.preset.names)),
         str(plan.layouts.language),
         micro,
         "+".join(again) or "-",
@@ -152,6 +153,9 @@ def as_data(task: Task, found: Found, model: str) -> dict:
     for priced in found.best:
         plan = asdict(priced.plan)
         layouts = plan.pop("layouts")
+        encoders = dict(zip(task.preset.names, layouts.pop("encoders"), strict=True))
+        first = next(iter(encoders.values()))
+        layouts |= {"encoder": first} if len(encoders) == 1 else {"encoders": encoders}
         of_stages = zip(stages_of_pipeline(priced.plan.layouts), priced.memory, strict=True)
         plans.append(
             figures_of(task, priced)

@@ -80,7 +80,11 @@ def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
     """Return the pipeline's stages; those of a separate encoder come first."""
     stages, modules = [], [("language", "stage", layouts.language)]
     if layouts.non_colocated:
-        modules.insert(0, ("encoder", "encoder", layouts.encoder))
+        several = len(layouts.encoders) > 1
+        modules = [
+            ("encoder", f"encoder {number}," if several else "encoder", layout)
+            for number, layout in enumerate(layouts.encoders)
+        ] + modules
     for module, name, lay in modules:
         stages += [Stage(module, f"{name} {n}", lay.size // lay.pp) for n in range(lay.pp)]
     return stages if len(stages) > 1 else [stages[0]._replace(name="all ranks")]
@@ -143,8 +147,9 @@ def unit_work(layouts: Layouts, share: float, in_bubbles: bool, macro_batch: int
     chunk = language.times(world / lay.size / number / lay.vpp)
     chunks = (chunk,) * (lay.pp * lay.vpp)
     if layouts.non_colocated:
-        chunk = encoder.times(world / layouts.encoder.size / number)
-        return Work(stages, (chunk,) * layouts.encoder.pp + chunks, number)
+        ranks = sum(each.size for each in layouts.encoders)
+        chunk = encoder.times(world / ranks / number)
+        return Work(stages, (chunk,) * (len(stages) - lay.pp) + chunks, number)
     at_once = EncoderSchedule(macro_batch, in_bubbles).at_once(lay.pp, number)
     return Work(stages, chunks, number, encoder.times(at_once / number), at_once, in_bubbles)
 

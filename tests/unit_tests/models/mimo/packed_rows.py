@@ -11,9 +11,8 @@ import torch
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.provider import Loading
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.data.text import Text
-from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from examples.mimo.training.sample_slices import SampleSlices
 from megatron.core.models.mimo.bridge.topology import bridge_topology
@@ -44,13 +43,13 @@ class OddSamples(SampleSource):
         vocab = preset.language.vocab_size
         ids = torch.randint(FIRST_TEXT_TOKEN, vocab, (length + 1,), generator=rng)
         labels = ids[1:].clone()
-        first = int(length > tiles * preset.encoder.tokens_per_tile)
-        ids[first : first + tiles * preset.encoder.tokens_per_tile] = IMAGE
+        first = int(length > tiles * preset.images.tokens_per_tile)
+        ids[first : first + tiles * preset.images.tokens_per_tile] = IMAGE
         return Text(ids[:-1], labels, (torch.rand(length, generator=rng) < 0.7).float())
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """See `SampleSource`."""
-        tiles, side = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)][1], tiny().encoder.tile
+        tiles, side = LENGTHS_AND_TILES[number % len(LENGTHS_AND_TILES)][1], tiny().images.tile
         rng = torch.Generator().manual_seed(number)
         return torch.randint(256, (tiles, 3, side, side), generator=rng, dtype=torch.uint8)
 
@@ -86,7 +85,7 @@ class PackedSlices:
         self._args, self._source = loading.args, loading.reader.source
         self._bridges = {IMAGES: bridge_topology(modules[IMAGES].grid, modules[LANGUAGE].grid)}
         plan = loading.plan
-        self._slices = SampleSlices(plan.layouts, plan.encoder_part, plan.language_dp)
+        self._slices = SampleSlices(plan.layouts, plan.encoder_parts[IMAGES], plan.language_dp)
 
     def training(self) -> Iterator[Microbatch]:
         """See `Loading`; one step."""
@@ -112,7 +111,7 @@ class PackedSlices:
             tiles = torch.cat([self._source.tiles("train", i) for i in share]).to(Utils.device)
             batch = row | {
                 "position_ids": positions,
-                "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
+                "modality_inputs": {IMAGES: {"radio": {"tiles": tiles}}},
                 "batch_plan": plan,
                 "samples": [],
                 "sample_places": None,
