@@ -322,6 +322,7 @@ class TestStep:
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():
     assert Tiles.parse("1,3") == Tiles(2.0, 1.0) and Tiles.parse("4:0.2") == Tiles(4.0)
     apart = plan_of("dp=4", "dp=4", 8, placement="non-colocated", micro=4)
-    assert apart.most_tiles() == 8.0 < replace(apart, images=Tiles(2.0, 1.0)).most_tiles()
+    uneven = replace(apart, images=Tiles(2.0, 1.0))
     colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), images=Tiles(2.0, 1.0))
-    assert colocated.most_tiles() == 8.0
+    most = [plan.most_inputs(*plan.encoders[0]) for plan in (apart, colocated, uneven)]
+    assert most[0] == most[1] == 8.0 < most[2]

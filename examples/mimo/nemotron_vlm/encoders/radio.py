@@ -135,10 +135,9 @@ class Radio(Encoder):
     def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
         """See `Encoder`."""
         layer = 4 * self.hidden + 4 + (4 * self.hidden + 2 * self.ffn + self.heads) / layout.tp
-        kept = (self.patches + self.class_tokens) * layer * self.layers / layout.pp
-        kept += 3 * self.tile**2 * first
         row = 3 * self.output_size + 1 + 2 * self.projector_ffn / layout.tp
-        return kept + self.tokens_per_tile * row * last
+        kept = (self.patches + self.class_tokens) * layer * self.layers / layout.pp
+        return kept + 3 * self.tile**2 * first + self.tokens_per_tile * row * last
 
     def reduced(self) -> int:
         """See `Encoder`."""
@@ -181,8 +180,7 @@ def normalize(tiles: torch.Tensor, sizes: Radio) -> torch.Tensor:
 class RADIOEncoderWrapper(MegatronModule):
     """RADIO ViT whose output has no class tokens and is pixel-shuffled.
 
-    The position embeddings are deterministic (no random crops), so that the output does not depend
-    on which rank encodes a tile.
+    The position embeddings are deterministic, so the output is the same on whichever rank.
 
     Args:
         config: configuration of the ViT; sequence parallelism must be off.
@@ -223,9 +221,7 @@ class RADIOEncoderWrapper(MegatronModule):
     def forward(
         self, tiles: torch.Tensor, hidden_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Encode tiles; without any, encode a blank one.
-
-        Without any tile, there is an output of one, for the caller to drop.
+        """Encode tiles; without any, encode a blank one, whose output the caller drops.
 
         Args:
             tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Only the first stage reads them.

@@ -70,6 +70,8 @@ WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
 
+FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
+
 PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
 """Layouts of the language model on four ranks: in three phases, and in one."""
 
@@ -130,6 +132,13 @@ ON_CPUS = {
                 (2, "dp=1", "dp=1"),
             )
         ),
+    ],
+    "two encoders": [
+        Row(8, "sound and images", "images:tp=2,dp=4 sound:dp=8", "cp=2,pp=2,dp=2,ep=2"),
+        Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
+        Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(4, "sound and images", "images:dp=4 sound:dp=4", FLAT, RECOMPUTE[-2:]),
+        Row(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
     ],
     "recurrent layers": [
         Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", CONTIGUOUS),

@@ -162,7 +162,8 @@ def _run(row: Row, arguments: Iterable[str], steps: int, saved: Path | None) -> 
     """Run a row on this world's ranks, from a checkpoint to the next if it has several layouts."""
     source, records = MODELS[row.model].source, []
     for number, (encoder, language, options) in enumerate(row.layouts):
-        layout = ("--encoder", encoder, "--language", language, *row.batch(language))
+        encoders = [word for each in encoder.split() for word in ("--encoder", each)]
+        layout = (*encoders, "--language", language, *row.batch(language))
         line = (*arguments, *row.common, *layout, *options)
         if not row.then:
             return trajectory(*line, steps=steps, source=source)
