@@ -101,7 +101,8 @@ def to_megatron(
             write_preset(preset, directory / MODEL)
             write_checkpoint(directory, program.parts, dtypes, make)
     given = {source.part for source in sources}
-    return dropped, [part.name for part in parts_of(preset) if part not in given]
+    initial = [part.name for part in parts_of(preset) if part not in given]
+    return dropped, initial + [each.name for each in preset.encoders if not each.parts()]
 
 
 def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) -> list[str]:

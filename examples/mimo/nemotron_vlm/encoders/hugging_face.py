@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from examples.mimo.common.errors import UserError
 
@@ -26,14 +24,8 @@ Table = Mapping[str, tuple[Rows, ...]]
 """For each tensor of ours, the rows whose concatenation it is."""
 
 
-class Files(Protocol):
-    """The tensors of a directory."""
-
-    directory: Any
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor."""
+Files = Any
+"""The converter's tensors of a directory: ``shapes`` by name, ``read(name)``, and ``directory``."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.model import build_vlm, initial_draws
-from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_overrides
+from examples.mimo.nemotron_vlm.model.part_settings import freeze
 from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
@@ -77,5 +77,5 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             # Encoder and language model are weighed by floating-point operations.
             share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
             schedule = replace(schedule, share=share)
-        overrides = part_overrides(args, options.parts)
-        return build_vlm(args, options.preset, options.configs, modules, schedule, overrides)
+        parts = args, options.preset, options.configs, modules, schedule
+        return build_vlm(*parts, options.parts.overrides)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -22,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.moe.frozen_routers import freeze_routers
 
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
-"""Parameter name patterns of the parts that may have their own learning rate and weight decay."""
+"""Parameter name patterns of an encoder's parts."""
 
 Part = tuple[str, str]
 """Name of an encoder's module, and a part of it; the language model's is ``LANGUAGE``."""
@@ -30,34 +29,51 @@ Part = tuple[str, str]
 LANGUAGE: Part = ("", "language")
 
 
-def part_of(name: str) -> Part:
-    """Return the part that a parameter of the bare model belongs to."""
-    if not name.startswith("modality_submodules."):
-        return LANGUAGE
-    return name.split(".")[1], "projector" if ".input_projections." in name else "encoder"
-
-
 @dataclass(frozen=True)
 class PartSettings:
     """What options say of parts.
 
-    frozen: parts that are not trained. rates: own learning rate and weight decay of others; None
-    where the common one holds.
+    frozen: parts that are not trained. overrides: learning rates and weight decays of others, by
+    module, for Megatron's optimizer.
     """
 
     frozen: frozenset[Part]
-    rates: Mapping[Part, tuple[float | None, float | None]]
+    overrides: dict[str, dict[ParamKey, ParamGroupOverride]] = field(default_factory=dict)
 
 
-def part_settings(args: Namespace, preset: VLMPreset) -> PartSettings:
+def part_settings(args: Namespace, names: list[str]) -> PartSettings:
     """Read the options of parts.
 
+    A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
+
+    Args:
+        args: Megatron's arguments and ours.
+        names: names of the encoders.
+
     Raises:
-        UserError: there is no such part, nothing is left to train, or a rate is none.
+        UserError: there is no such part, nothing is left to train, or a rate is no number of 0 or
+            more.
     """
-    names = preset.names
-    frozen, every = set(), {*itertools.product(names, NAMES), LANGUAGE}
-    for word in args.freeze.split(",") if args.freeze else ():
+    settings = PartSettings(_frozen(args.freeze, names))
+    for part, kind in itertools.product(NAMES, ("lr", "weight_decay")):
+        option = f"--{part}-{kind.replace('_', '-')}"
+        for name, text in by_encoder(option, getattr(args, f"{part}_{kind}"), names).items():
+            value = _rate(option, text)
+            if (name, part) in settings.frozen:
+                raise UserError(f"{option} does nothing with --freeze {args.freeze}")
+            of_module = settings.overrides.setdefault(name, {})
+            override = of_module.setdefault(ParamKey(name=NAMES[part]), {})
+            if kind == "lr":
+                least = args.min_lr * value / args.lr if args.lr else 0.0
+                override |= {"max_lr": value, "min_lr": least}
+            else:
+                override |= {"start_wd": value, "end_wd": value}
+    return settings
+
+
+def _frozen(freeze: str, names: list[str]) -> frozenset[Part]:
+    every, frozen = {*itertools.product(names, NAMES), LANGUAGE}, set()
+    for word in freeze.split(",") if freeze else ():
         module, _, part = word.rpartition(":")
         named = {each for each in every if each[1] == part and module in ("", each[0])}
         if not named:
@@ -67,31 +83,24 @@ def part_settings(args: Namespace, preset: VLMPreset) -> PartSettings:
         frozen |= named
     if frozen == every:
         raise UserError("--freeze leaves nothing to train; leave out one of its parts")
-    found = {}
-    for part in NAMES:
-        lr, decay = (_rates(args, part, kind, names, frozen) for kind in ("lr", "weight_decay"))
-        found |= {(name, part): (lr.get(name), decay.get(name)) for name in names}
-    return PartSettings(frozenset(frozen), found)
+    return frozenset(frozen)
 
 
-def _rates(
-    args: Namespace, part: str, kind: str, names: list[str], frozen: set[Part]
-) -> dict[str, float]:
-    """Return what an option of a part says for each encoder that it names."""
-    option = f"--{part}-{kind.replace('_', '-')}"
-    given = by_encoder(option, getattr(args, f"{part}_{kind}"), names)
-    found = dict.fromkeys(names, given.pop("")) | given if "" in given else given
-    rates = {}
-    for name, text in found.items():
-        try:
-            rates[name] = float(text)
-        except ValueError:
-            raise UserError(f"{option} {text}: not a number") from None
-        if not rates[name] >= 0.0:
-            raise UserError(f"{option} must be 0 or more")
-        if (name, part) in frozen:
-            raise UserError(f"{option} does nothing with --freeze {args.freeze}")
-    return rates
+def _rate(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0.0:
+        raise UserError(f"{option} must be 0 or more, not {text}")
+    return value
+
+
+def part_of(name: str) -> Part:
+    """Return the part that a parameter of the bare model belongs to."""
+    if not name.startswith("modality_submodules."):
+        return LANGUAGE
+    return name.split(".")[1], "projector" if ".input_projections." in name else "encoder"
 
 
 def freeze(stages: list[MimoModel], parts: Collection[Part]) -> None:
@@ -107,22 +116,3 @@ def freeze(stages: list[MimoModel], parts: Collection[Part]) -> None:
                 parameter.requires_grad_(False)
         if LANGUAGE in parts:
             freeze_routers(stage)
-
-
-def part_overrides(
-    args: Namespace, settings: PartSettings
-) -> dict[str, dict[ParamKey, ParamGroupOverride]]:
-    """Return the parts' learning rates and weight decays, by module, for Megatron's optimizer.
-
-    A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
-    """
-    found: dict[str, dict[ParamKey, ParamGroupOverride]] = {}
-    for (module, part), (lr, decay) in settings.rates.items():
-        override: ParamGroupOverride = {}
-        if lr is not None:
-            override |= {"max_lr": lr, "min_lr": args.min_lr * lr / args.lr if args.lr else 0.0}
-        if decay is not None:
-            override |= {"start_wd": decay, "end_wd": decay}
-        if override:
-            found.setdefault(module, {})[ParamKey(name=NAMES[part])] = override
-    return found

@@ -39,7 +39,7 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.options.named_values import of_each_encoder
+from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
@@ -93,7 +93,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
-    parts = part_settings(args, preset)
+    parts = part_settings(args, preset.names)
     _check_own(args)
     _complete(args, preset)
     layouts = _layouts(args, preset)
@@ -190,7 +190,7 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
-    asked = _asked_encoders(args, preset), asked_layout(args, "language")
+    asked = _asked_encoders(args, preset.names), asked_layout(args, "language")
     for size in reversed(_batch_sizes(args)):
         layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
     language = layouts.language
@@ -207,14 +207,11 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     return layouts
 
 
-def _asked_encoders(args: argparse.Namespace, preset: VLMPreset) -> list[Layout]:
-    names = preset.names
-    texts = of_each_encoder("--encoder", args.encoder, names, "")
-    single = [name for name in SIZES["encoder"].values() if getattr(args, name) is not None]
-    if single and len(names) > 1:
-        option = f"--{single[0].replace('_', '-')}"
-        raise UserError(f"{option}: the model has several encoders; give --encoder NAME:AXIS=SIZE")
-    return [asked_layout(args, "encoder", text) for text in texts]
+def _asked_encoders(args: argparse.Namespace, names: list[str]) -> list[Layout]:
+    asked = by_encoder("--encoder", args.encoder, names)
+    if asked and (missing := [name for name in names if name not in asked]):
+        raise UserError(f"--encoder: {missing[0]} is missing; add --encoder {missing[0]}:AXIS=SIZE")
+    return [asked_layout(args, "encoder", asked.get(name, "")) for name in names]
 
 
 def _resolve(

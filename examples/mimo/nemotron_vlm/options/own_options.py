@@ -40,14 +40,14 @@ class OwnOptions:
     """the language model's layout, AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is
     derived when left out; short for --tensor-model-parallel-size and so on"""
     encoder: str | None = _repeated()
-    """layout of encoder and projector, in the same form, with axes tp dp pp; for a model of several
-    encoders NAME:AXIS=SIZE[,AXIS=SIZE…], once for each"""
+    """layout of encoder and projector, in the same form, with axes tp dp pp; NAME:AXIS=SIZE… is of
+    one of a model's several encoders, once for each"""
     encoder_tp: int | None = None
-    """the only encoder's tensor-parallel size"""
+    """the encoder's tensor-parallel size"""
     encoder_dp: int | None = None
-    """the only encoder's data-parallel size"""
+    """the encoder's data-parallel size"""
     encoder_pp: int | None = None
-    """the only encoder's pipeline-parallel size, on ranks of its own"""
+    """the encoder's pipeline-parallel size, on ranks of its own"""
     recompute_encoder: int = 0
     """with colocated modules, keep no encoder activations but recompute them in the backward, for
     so many microbatches at a time; 0 keeps them"""

@@ -138,7 +138,10 @@ ON_CPUS = {
         Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
         Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
         Row(4, "sound and images", "images:dp=4 sound:dp=4", FLAT, RECOMPUTE[-2:]),
-        Row(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
+        Row(
+            *(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
+            then=(("images:dp=8 sound:dp=8", "tp=2,dp=4,ep=8,etp=1", ()),),
+        ),
     ],
     "recurrent layers": [
         Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", CONTIGUOUS),

@@ -43,6 +43,7 @@ class TestOptions:
         [
             ("--encoder sound:dp=8 --encoder images:tp=2", "images:tp=2,dp=4 sound:tp=1,dp=8"),
             ("", "images:tp=1,dp=8 sound:tp=1,dp=8"),
+            ("--encoder dp=8 --encoder images:tp=4", "images:tp=4,dp=2 sound:tp=1,dp=8"),
             (
                 f"--placement {NON_COLOCATED} --encoder images:tp=2,dp=2 --encoder sound:dp=2",
                 "images:tp=2,dp=2 sound:tp=1,dp=2",
@@ -59,17 +60,17 @@ class TestOptions:
         ("line", "text"),
         [
             ("--encoder sonar:dp=8", "--encoder sonar:dp=8: no such encoder; choose from images, "),
-            ("--encoder images:dp=8", "--encoder: sound is missing; add --encoder sound:…"),
+            ("--encoder images:dp=8", "--encoder: sound is missing; add --encoder sound:AXIS"),
             ("--encoder sound:dp=8 --encoder sound:dp=8", "sound is given twice"),
-            ("--encoder dp=8", "--encoder dp=8: the model has encoders images, sound"),
-            ("--encoder-tp 2", "--encoder-tp: the model has several encoders"),
+            ("--encoder tp=2", "--encoder sound:tp=2,dp=4: tp=2 must divide the 1 encoder"),
+            ("--encoder images:tp=2 --encoder dp=8 --encoder-tp 4", "says tp=2, and --encoder-tp"),
             (
                 "--encoder images:dp=8 --encoder sound:tp=2",
                 "--encoder sound:tp=2,dp=4: tp=2 must divide the 1 encoder.*tp=1,dp=8",
             ),
             ("--freeze radio:encoder", "no such part; .*, images:encoder, .*, sound:projector"),
             ("--encoder-lr sonar:1", "--encoder-lr sonar:1: no such encoder"),
-            ("--encoder-lr sound:x", "--encoder-lr x: not a number"),
+            ("--encoder-lr sound:x", "--encoder-lr must be 0 or more, not x"),
             ("--freeze sound:encoder --encoder-lr sound:1", "does nothing with --freeze"),
         ],
     )
