@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
@@ -35,7 +36,7 @@ NAMED = 3
 TOO_LONG = "too long"
 
 
-class EnergonSource:
+class EnergonSource(SampleSource):
     """Samples of a data set or a blend that has been prepared and surveyed.
 
     ``split`` is 'train' or 'test', which is energon's ``val`` (or ``test`` if that is empty).
