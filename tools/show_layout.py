@@ -98,12 +98,12 @@ def view_of(options: argparse.Namespace):
         parse_layout(options.encoder, "encoder"),
         parse_layout(options.language, "language"),
     )
-    _, ranks = ranks_of_modules(*asked, options.world, options.placement)
+    *_, ranks = ranks_of_modules(asked[:1], asked[1], options.world, options.placement)
     wanted, micro_size = asked[1], options.micro_batch_size
     dp = wanted.dp or max(1, ranks // (wanted.tp * wanted.cp * wanted.pp))
     samples = (options.microbatches or 2 * wanted.pp) * micro_size * dp
     batch = Batch(samples, micro_size, options.seq_length or preset.seq_length)
-    layouts = resolve(*asked, batch, options.world, preset, options.placement)
+    layouts = resolve(asked[:1], asked[1], batch, options.world, preset, options.placement)
     check_encoder_schedule(options, layouts.language)
     check_bubbles(options, layouts)
     tiles.check(preset, batch.seq_length)

@@ -75,7 +75,7 @@ class TestSearch:
         for _ in range(RANDOM_LAYOUTS):
             encoder, language, batch, placement = asked = random_layouts(draw)
             try:
-                resolve(encoder, language, batch, WORLD, preset, placement, CHUNKWISE)
+                resolve([encoder], language, batch, WORLD, preset, placement, CHUNKWISE)
             except UserError:
                 assert asked not in searched
             else:

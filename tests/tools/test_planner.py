@@ -58,7 +58,6 @@ H200 = find_machine("h200")
 GRAPHS = replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0), microbatch_overhead=0.0)
 """An H200 whose host has nothing to launch."""
 LARGE = "nano-vl-30b-a3b"
-VISION = params.VIT_LAYER, params.ENCODER, params.PROJECTOR
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     placement = how.pop("placement", "colocated")
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
-    layouts = resolve(*asked, batch, world, preset, placement, CHUNKWISE)
+    layouts = resolve(asked[:1], asked[1], batch, world, preset, placement, CHUNKWISE)
     return Plan(preset, layouts, Tiles(2.0), **how)
 
 
@@ -125,14 +124,17 @@ class TestParameters:
         lay = options.layouts
         with params.stages_on_meta(options, rank) as stages:
             found = params.by_place(stages)
-        held = dict.fromkeys(params.Held._fields, 0)
+        held = {"encoders": [0], "dense": 0, "experts": 0}
         for place, parameters in found.items():
-            name = "vision" if place in VISION else "dense"
-            name = "experts" if place == params.EXPERT else name
-            held[name] += params.aligned([parameter.size for parameter in parameters])
+            elements = params.aligned([parameter.size for parameter in parameters])
+            if isinstance(place, tuple):
+                held["encoders"][0] += elements
+            else:
+                held["experts" if place == params.EXPERT else "dense"] += elements
         stage = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
         stage += lay.encoder.pp if lay.non_colocated else 0
-        assert params.stages_of(options.preset, lay)[stage]._asdict() == held
+        wanted = params.Held(tuple(held["encoders"]), held["dense"], held["experts"])
+        assert params.stages_of(options.preset, lay)[stage] == wanted
 
     @pytest.mark.parametrize("replicas", [1, 3, 8])
     def test_are_padded_as_in_megatrons_buffers(self, replicas):
@@ -170,7 +172,7 @@ class TestCommunication:
         expected = groups.groups_of(layouts.language, per_node)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
-            encoder, module = make_modules(placed(layouts), "fake").values()
+            encoder, module = make_modules(placed(find_preset("tiny"), layouts), "fake").values()
             made = {name: getattr(module.groups, name) for name in expected}
             made["encoder dp"] = encoder.groups.dp
             found = {name: dist.get_process_group_ranks(group) for name, group in made.items()}
@@ -203,7 +205,7 @@ class TestCommunication:
     def test_the_bridge_moves_what_its_own_plan_moves(self, language, world):
         plan = plan_of("tp=1", language, world)
         grids = [make_grid(plan.layouts.encoder, "none"), make_grid(plan.layouts.language, "none")]
-        samples, tokens = plan.layouts.batch.global_size, plan.preset.encoder.tokens_per_tile
+        samples, tokens = plan.layouts.batch.global_size, plan.preset.images.tokens_per_tile
         bridge = colocated_bridge(*grids, samples * plan.images.mean * tokens)
         rows = bridge.forward.sum(axis=0) + bridge.backward.sum(axis=0)
         machine = replace(H200, node_latency=0.0, gpus_per_node=world)
@@ -319,6 +321,7 @@ class TestStep:
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():
     assert Tiles.parse("1,3") == Tiles(2.0, 1.0) and Tiles.parse("4:0.2") == Tiles(4.0)
     apart = plan_of("dp=4", "dp=4", 8, placement="non-colocated", micro=4)
-    assert apart.most_tiles() == 8.0 < replace(apart, images=Tiles(2.0, 1.0)).most_tiles()
+    uneven = replace(apart, images=Tiles(2.0, 1.0))
     colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), images=Tiles(2.0, 1.0))
-    assert colocated.most_tiles() == 8.0
+    most = [plan.most_inputs(*plan.encoders[0]) for plan in (apart, colocated, uneven)]
+    assert most[0] == most[1] == 8.0 < most[2]

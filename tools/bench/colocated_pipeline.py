@@ -74,8 +74,8 @@ def preset() -> VLMPreset:
         moe_shared_expert_intermediate_size=1,
         vocab_size=1024,
     )
-    encoder = replace(published.encoder, layers=16, max_tile=512)
-    return replace(published, encoder=encoder, projector_ffn=10752, language=language)
+    encoder = replace(published.images, layers=16, max_tile=512, projector_ffn=10752)
+    return replace(published, encoders=(encoder,), language=language)
 
 
 class Bench:
@@ -109,7 +109,7 @@ class Bench:
         # The schedules set it, but stage_alone runs before them.
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device="cuda"))
         self.groups = self.modules[LANGUAGE].groups
-        self.dtype, encoder = next(self.model.parameters()).dtype, preset().encoder
+        self.dtype, encoder = next(self.model.parameters()).dtype, preset().images
         shape = samples // world * tiles, 3, encoder.tile, encoder.tile
         self.tiles = (255 * torch.rand(shape, device="cuda")).to(self.dtype)
         self.tiles_of_microbatch = SAMPLES * tiles
@@ -172,7 +172,7 @@ class Bench:
 
         if self.layouts.language.cp > 1:
             return {}
-        rows = tiles * preset().encoder.tokens_per_tile
+        rows = tiles * preset().images.tokens_per_tile
         atoms = self.layouts.encoder.dp // self.layouts.language.dp
         encoded, consumed = AtomRows([rows]), AtomRows([rows] * atoms)
         return {"batch_plan": BatchPlan({IMAGES: encoded}, {IMAGES: consumed})}

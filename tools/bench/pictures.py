@@ -41,7 +41,7 @@ def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", default="tiny")
-    encoder = find_preset(parser.parse_known_args(arguments)[0].model).encoder
+    encoder = find_preset(parser.parse_known_args(arguments)[0].model).images
     path.mkdir(parents=True)
     draw = np.random.default_rng(0)
     shards = []

@@ -70,13 +70,13 @@ class Case:
         """Return the base model with these sizes."""
         names = ("hybrid_layer_pattern", "num_experts", "vocab_size")
         language = replace(base.language, **{name: getattr(self, name) for name in names})
-        encoder = replace(base.encoder, layers=self.encoder_layers)
-        return replace(base, encoder=encoder, language=language, seq_length=self.seq_length)
+        encoder = replace(base.images, layers=self.encoder_layers)
+        return replace(base, encoders=(encoder,), language=language, seq_length=self.seq_length)
 
     def plan(self, base: VLMPreset) -> Plan:
         """Return the case as a plan, for the planner's prediction."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
-        layouts = resolve(Layout(), Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
+        layouts = resolve([Layout()], Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
         tiles = most_that_fit(preset, self.seq_length)
         return Plan(preset, layouts, tiles, schedule=EncoderSchedule(self.macro_batch))
 

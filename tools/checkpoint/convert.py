@@ -86,16 +86,17 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _to_megatron(options: argparse.Namespace, base) -> None:
     from conversion.directions import MODEL, to_megatron
-    from conversion.sources import ENCODER, LANGUAGE, PARTS, PROJECTOR, sources_of
+    from conversion.sources import LANGUAGE, parts_of, sources_of
     from examples.mimo.common.errors import UserError
 
-    given = {LANGUAGE: options.language, ENCODER: options.vision, PROJECTOR: options.projector}
+    encoder, projector = base.images.parts()
+    given = {LANGUAGE: options.language, encoder: options.vision, projector: options.projector}
     sources = [
-        source for part, path in given.items() if path for source in sources_of(path, [part])
+        source for part, path in given.items() if path for source in sources_of(path, base, [part])
     ]
-    rest = [part for part in PARTS if not given[part]]
+    rest = [part for part in parts_of(base) if not given.get(part)]
     if options.vlm and rest:
-        sources += sources_of(options.vlm, rest)
+        sources += sources_of(options.vlm, base, rest)
     if not sources:
         raise UserError("nothing to convert: give --language, --vision, --projector or --vlm")
     dropped, initial = to_megatron(

@@ -89,7 +89,7 @@ class View:
     @property
     def rows_per_sample(self) -> float:
         """Number of embeddings of each sample."""
-        return self.plan.images.mean * self.plan.preset.encoder.tokens_per_tile
+        return self.plan.images.mean * self.plan.preset.images.tokens_per_tile
 
     @cached_property
     def bridge(self) -> Bridge:

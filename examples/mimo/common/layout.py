@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 from examples.mimo.common.errors import UserError
 
 PLACEMENTS = COLOCATED, NON_COLOCATED = "colocated", "non-colocated"
-"""Both modules on all ranks; or the encoder on the first ranks, the language model on the rest."""
+"""All modules on all ranks; or encoders on the first ranks, the language model on the rest."""
 
 THREE_PHASES, BUBBLES = "three-phases", "bubbles"
 """Colocated with a pipeline: the encoder before and after it; or where its stages would wait."""
@@ -84,12 +86,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The checked layouts of both modules: on the same ranks, or each on its own."""
+    """The checked layouts of all modules: on the same ranks, or each on its own.
 
-    encoder: Layout
+    encoders: in the order of the model's encoders.
+    """
+
+    encoders: tuple[Layout, ...]
     language: Layout
     batch: Batch
     placement: str = COLOCATED
+
+    @property
+    def encoder(self) -> Layout:
+        """Layout of a model's only encoder."""
+        (layout,) = self.encoders
+        return layout
 
     @property
     def non_colocated(self) -> bool:
@@ -97,9 +108,27 @@ class Layouts:
         return self.placement == NON_COLOCATED
 
     @property
+    def modules(self) -> tuple[Layout, ...]:
+        """Layouts of the encoders and of the language model."""
+        return (*self.encoders, self.language)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First ranks of the encoders and of the language model."""
+        if not self.non_colocated:
+            return (0,) * len(self.modules)
+        return tuple(accumulate((each.size for each in self.encoders), initial=0))
+
+    @property
     def language_offset(self) -> int:
-        """First rank of the language model; the encoder's is 0."""
-        return self.encoder.size if self.non_colocated else 0
+        """First rank of the language model."""
+        return self.offsets[-1]
+
+    def named_encoders(self, names: Sequence[str]) -> list[str]:
+        """Return the encoders' layouts as ``--encoder`` takes them, without an only one's name."""
+        if len(self.encoders) == 1:
+            return [str(self.encoder)]
+        return [f"{name}:{layout}" for name, layout in zip(names, self.encoders, strict=True)]
 
     @property
     def num_microbatches(self) -> int:
@@ -128,13 +157,17 @@ def parse_layout(text: str, module: str) -> Layout:
     return Layout(**sizes)
 
 
-def asked_layout(args: Namespace, module: str) -> Layout:
+def asked_layout(args: Namespace, module: str, text: str | None = None) -> Layout:
     """Return a module's layout from its short form and the options of single axes.
+
+    Args:
+        module: 'encoder' or 'language'.
+        text: the short form; that of the option named as the module by default.
 
     Raises:
         UserError: the short form cannot be read, or an option differs from it.
     """
-    text = getattr(args, module)
+    text = getattr(args, module) if text is None else text
     layout, given = parse_layout(text, module), re.findall(r"\w+(?==)", text)
     for axis, name in SIZES[module].items():
         short, size = getattr(layout, axis), getattr(args, name)
@@ -145,13 +178,15 @@ def asked_layout(args: Namespace, module: str) -> Layout:
     return layout
 
 
-def layout_table(layouts: Layouts) -> str:
-    """Return a table with the layout, the ranks and the pipeline stages of each module."""
+def layout_table(layouts: Layouts, encoders: Sequence[str] = ()) -> str:
+    """Return a table with the layout, the ranks and the pipeline stages of each module.
+
+    Args:
+        encoders: names of the encoders, shown if there are several.
+    """
     rows = [["module", "layout", "ranks", "stages"]]
-    for name, layout, first in (
-        ("encoder", layouts.encoder, 0),
-        ("language", layouts.language, layouts.language_offset),
-    ):
+    names = *(encoders if len(layouts.encoders) > 1 else ["encoder"]), "language"
+    for name, layout, first in zip(names, layouts.modules, layouts.offsets, strict=True):
         ranks = f"{first}-{first + layout.size - 1}" if layout.size > 1 else str(first)
         rows.append([name, str(layout), ranks, str(layout.pp * layout.vpp)])
     return table(rows)

@@ -114,7 +114,7 @@ def take_sizes(args: argparse.Namespace) -> None:
 
 def _layouts(args: argparse.Namespace) -> Layouts:
     return Layouts(
-        Layout(tp=args.encoder_tp, dp=args.encoder_dp, etp=args.encoder_tp),
+        (Layout(tp=args.encoder_tp, dp=args.encoder_dp, etp=args.encoder_tp),),
         Layout(
             tp=args.llm_tp,
             cp=args.llm_cp,

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a model that is smaller than the program's own."""
 
-from examples.mimo.nemotron_vlm.model.presets import EncoderPreset, LanguagePreset, VLMPreset
+from examples.mimo.nemotron_vlm.encoders.radio import Radio
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
 
 PRESET = VLMPreset(
     name="test",
-    encoder=EncoderPreset(
-        layers=1, hidden=16, heads=4, ffn=32, patch=4, tile=8, max_tile=8, class_tokens=2
+    encoders=(
+        Radio(
+            **{"layers": 1, "hidden": 16, "heads": 4, "ffn": 32, "projector_ffn": 32},
+            **{"patch": 4, "tile": 8, "max_tile": 8, "class_tokens": 2},
+        ),
     ),
-    projector_ffn=32,
     language=LanguagePreset(
         hybrid_layer_pattern="ME*E",
         hidden_size=16,

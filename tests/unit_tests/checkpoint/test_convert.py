@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import NemotronHForCausalLM
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.model import IMAGES
-from examples.mimo.nemotron_vlm.model.vision import pixel_shuffle
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders.radio import pixel_shuffle
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
@@ -36,6 +36,7 @@ from tests.unit_tests.checkpoint.program_logits import (
     loading,
     program_logits,
 )
+from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -125,10 +126,15 @@ class TestOneRank:
         assert_back_again(directory, theirs)
 
     @requires_world_size(1)
-    def test_parts_that_are_not_given_begin_as_the_program_would(self, language):
-        model = ("--model", str(language / "model.json"))
+    def test_parts_that_are_not_given_begin_as_the_program_would(self, tmp_path):
+        """So do encoders that no model of Hugging Face has."""
+        theirs, ours = save(language_model(), tmp_path / "theirs"), tmp_path / "ours"
+        given = ("--language", theirs, "--model", "tiny-sound", "--seed", "7", "--out", ours)
+        said = convert("hf-to-megatron", *given)
+        assert f"initial weights of seed 7: encoder, projector, {Sound.name}\n" in said
+        model = ("--model", str(ours / "model.json"))
         fresh = weights(*model, "--seed", "7")
-        loaded = weights(*model, "--load", str(language))
+        loaded = weights(*model, "--load", str(ours))
         for name, weight in fresh.items():
             is_given = name.startswith("language_model.")
             assert is_given or torch.equal(loaded[name], weight), name

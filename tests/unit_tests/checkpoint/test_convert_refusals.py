@@ -109,7 +109,7 @@ def test_sizes_that_do_not_fit_are_refused(models, refusal, tmp_path):
     ):
         assert reason in refusal(*given, *options)
     assert run_converter(*given, "tiny", "--tile", 24, "--out", tmp_path / "out") == 0
-    assert find_preset(str(tmp_path / "out" / "model.json")).encoder.tile == 24
+    assert find_preset(str(tmp_path / "out" / "model.json")).images.tile == 24
 
 
 def test_a_checkpoint_of_another_size_is_refused_by_name(models, refusal, tmp_path):

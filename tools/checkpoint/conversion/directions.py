@@ -14,11 +14,10 @@ import torch
 from conversion.program_model import program_model, saved_key
 from conversion.rows import differences, refuse
 from conversion.sources import (
-    OURS,
-    PARTS,
     Source,
     check_sources,
     matching,
+    parts_of,
     preset_of,
     sources_of,
 )
@@ -102,7 +101,8 @@ def to_megatron(
             write_preset(preset, directory / MODEL)
             write_checkpoint(directory, program.parts, dtypes, make)
     given = {source.part for source in sources}
-    return dropped, [part for part in PARTS if part not in given]
+    initial = [part.name for part in parts_of(preset) if part not in given]
+    return dropped, initial + [each.name for each in preset.encoders if not each.parts()]
 
 
 def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) -> list[str]:
@@ -122,7 +122,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
         UserError: nothing is written then.
     """
     saved = Checkpoint(checkpoint)
-    sources = sources_of(like, may_lack_tensors=True)
+    sources = sources_of(like, base, may_lack_tensors=True)
     preset = preset_of(sources, base, None)
     with program_model(preset) as program:
         parts = program.parts
@@ -161,7 +161,7 @@ def _check_saved(
     saved: Checkpoint, sources: list[Source], parts: Mapping[str, ShardedTensor]
 ) -> None:
     """Check that the checkpoint has the model's tensors, by their names in the checkpoint."""
-    held = tuple(saved_key(OURS[source.part]) for source in sources)
+    held = tuple(saved_key(source.part.ours) for source in sources)
     wanted = {saved_key(part.key): tuple(part.global_shape) for part in parts.values()}
     wanted = {key: shape for key, shape in wanted.items() if key.startswith(held)}
     found = {key: value.size for key, value in saved.tensors.items() if key.startswith(held)}

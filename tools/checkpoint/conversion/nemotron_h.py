@@ -7,12 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conversion.config_values import check_values
-from conversion.rows import Rows, Table
+from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+    Files,
+    Part,
+    Rows,
+    Table,
+    check_values,
+    interleaved,
+)
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
-
-PREFIX = "language_model."
-"""Prefix of our names."""
 
 SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -77,6 +80,20 @@ EXPERTS = {
 """Names of experts' weights: ours is one for all experts, theirs are below ``mixer.experts.E``."""
 
 
+class LanguagePart(Part):
+    """The language model."""
+
+    def sizes(
+        self, base: LanguagePreset, config: Any, files: Files, outer: str, tile: int | None
+    ) -> LanguagePreset:
+        """See `Part`."""
+        return language_preset(config, base)
+
+    def table(self, sizes: LanguagePreset) -> Table:
+        """See `Part`."""
+        return language_table(sizes)
+
+
 def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
     """Return the language preset for a NemotronHConfig.
 
@@ -124,7 +141,7 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
 
 
 def language_table(sizes: LanguagePreset) -> Table:
-    """Return the table of the language model's tensors; our names are without ``PREFIX``."""
+    """Return the table of the language model's tensors; our names are without the prefix."""
     table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
     for number, symbol in enumerate(sizes.hybrid_layer_pattern):
         ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
@@ -143,22 +160,6 @@ def language_table(sizes: LanguagePreset) -> Table:
                     source = f"{theirs}mixer.experts.{expert}.{other}"
                     table[f"{ours}{name}[{expert}]"] = (Rows(source),)
     return table
-
-
-def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tuple[Rows, ...]:
-    """Interleave query heads, key and value of each group, the order of our rows.
-
-    Args:
-        qkv: the starts of the queries, keys and values of all heads.
-        heads, groups: number of query heads, and of the key-value heads that they share.
-        channels: number of rows of a head.
-    """
-    query = heads // groups * channels
-    rows = []
-    for group in range(groups):
-        for source, count in zip(qkv, (query, channels, channels), strict=True):
-            rows.append(Rows(source.name, source.start + group * count, count))
-    return tuple(rows)
 
 
 def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from examples.mimo.nemotron_vlm.model.model import initial_draws
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
@@ -22,11 +24,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.initialization import initial_weights
 
-WRAPPED = {
-    "language_model.": "language_model.module.",
-    "modality_submodules.images.": "modality_submodules.images.module.",
-}
-"""Prefixes of the bare model and of checkpoints, which include the data-parallel wrapper."""
+MODULE = re.compile(r"(language_model|modality_submodules\.\w+)\.")
+"""Prefix of a module's names; in checkpoints the data-parallel wrapper's follows it."""
 
 
 class ProgramModel:
@@ -36,10 +35,10 @@ class ProgramModel:
     A part's name is its key, followed by its number.
     """
 
-    def __init__(self, model: MimoModel) -> None:
+    def __init__(self, model: MimoModel, preset: VLMPreset) -> None:
         state = model.sharded_state_dict()
         apply_factories(state)
-        self._model, self.parts = model, {}
+        self._model, self._own, self.parts = model, initial_draws(preset), {}
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
                 numbers = part.global_offset[: part.prepend_axis_num]
@@ -52,7 +51,7 @@ class ProgramModel:
 
     def initial(self, name: str, seed: int) -> torch.Tensor:
         """Return a part's initial weights in the program."""
-        return initial_weights(self._model, self.parts[name], seed)
+        return initial_weights(self._model, self.parts[name], seed, self._own)
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
             write_preset(preset, path)
             options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
             with stages_on_meta(options, 0) as (model,):
-                yield ProgramModel(model)
+                yield ProgramModel(model, preset)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -80,5 +79,4 @@ def box_of(part: ShardedTensor) -> ChunkStorageMetadata:
 
 def saved_key(key: str) -> str:
     """Return the key in a checkpoint for a key of the bare model."""
-    (bare,) = (prefix for prefix in WRAPPED if key.startswith(prefix))
-    return WRAPPED[bare] + key.removeprefix(bare)
+    return MODULE.sub(r"\1.module.", key, count=1)

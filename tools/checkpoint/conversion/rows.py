@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of Hugging Face tensors that make up each of our tensors: plain data, for both ways.
+"""Tables of the rows of Hugging Face tensors that make up each of ours, read both ways.
 
 All differences between the two formats are of this kind: a tensor under another name, several
 concatenated, one split, or, for attention, the rows of heads interleaved. Rows are along a tensor's
@@ -17,21 +17,9 @@ from pathlib import Path
 import torch
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.encoders.hugging_face import Table
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """``count`` rows from ``start`` on of the Hugging Face tensor ``name``; by default, all."""
-
-    name: str
-    start: int = 0
-    count: int | None = None
-
-
-Table = Mapping[str, tuple[Rows, ...]]
-"""For each tensor of ours, the rows whose concatenation it is."""
 
 
 @dataclass(frozen=True)

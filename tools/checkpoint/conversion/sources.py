@@ -10,63 +10,61 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conversion import nemotron_h, projector, radio
-from conversion.config_values import check_values
+from conversion.nemotron_h import LanguagePart
 from conversion.rows import Shape, Translation, differences, refuse
 from conversion.tensor_files import TensorFiles
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.encoders.hugging_face import Part, check_values
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
-LANGUAGE, ENCODER, PROJECTOR = PARTS = ("language", "encoder", "projector")
+VLM = "nemotron_h_omni"
+"""``model_type`` of a whole VLM's configuration."""
 
-OURS = {
-    LANGUAGE: nemotron_h.PREFIX,
-    ENCODER: radio.PREFIX,
-    PROJECTOR: projector.PREFIX,
-}
+LANGUAGE = LanguagePart(
+    "language", "language_model.", "language_model.", "", "text_config", "nemotron_h"
+)
 
-IN_VLM = {LANGUAGE: "language_model.", ENCODER: "vision_model.", PROJECTOR: projector.THEIRS}
-"""Prefixes of the parts' names in a whole VLM."""
 
-ALONE = {LANGUAGE: "", ENCODER: "", PROJECTOR: projector.THEIRS}
-
-CONFIGS = {"nemotron_h": (LANGUAGE,), "radio": (ENCODER,), "nemotron_h_omni": PARTS}
-"""Parts that a model has, by the ``model_type`` of its configuration."""
+def parts_of(preset: VLMPreset) -> dict[Part, str | None]:
+    """Return the parts of a model with the encoder of each; None for the language model."""
+    return {LANGUAGE: None} | {
+        part: encoder.name for encoder in preset.encoders for part in encoder.parts()
+    }
 
 
 @dataclass(frozen=True)
 class Source:
     """A part of the model in a directory.
 
-    prefix: prefix of its names there. config: transformers' configuration; for a projector the
-    whole VLM's, or None. beside: all parts that the directory has.
+    encoder: name of the part's encoder; None for the language model. prefix: prefix of the part's
+    names there. config: transformers' configuration of the part, or None. beside: all parts that
+    the directory has.
     """
 
-    part: str
+    part: Part
+    encoder: str | None
     files: TensorFiles
     prefix: str
     config: Any
-    beside: tuple[str, ...]
+    beside: tuple[Part, ...]
 
     @property
     def outer(self) -> str:
         """The whole prefix of the part's names in the files."""
-        if self.part == ENCODER:
-            return self.prefix + radio.outer_name(self.files, self.prefix)
-        return self.prefix
+        return self.part.outer(self.files, self.prefix)
+
+    def held(self, preset: VLMPreset) -> Any:
+        """Return the sizes that the part belongs to: the language model's, or an encoder's."""
+        if self.encoder is None:
+            return preset.language
+        return next(each for each in preset.encoders if each.name == self.encoder)
 
     def translation(self, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
         """Return the part's translation; ``ours`` are the shapes of our whole model."""
-        if self.part == LANGUAGE:
-            table = nemotron_h.language_table(preset.language)
-        elif self.part == ENCODER:
-            table = radio.encoder_table(preset.encoder)
-        else:
-            table = projector.projector_table()
-        prefix, outer = OURS[self.part], self.outer
+        prefix, outer = self.part.ours, self.outer
         whole = {
             prefix + name: tuple(replace(row, name=outer + row.name) for row in rows)
-            for name, rows in table.items()
+            for name, rows in self.part.table(self.held(preset)).items()
         }
         return Translation(whole, {n: shape for n, shape in ours.items() if n.startswith(prefix)})
 
@@ -76,12 +74,7 @@ class Source:
         Raises:
             UserError: our model cannot do without one of them.
         """
-        if self.part != ENCODER:
-            return []
-        patterns = [self.outer + pattern for pattern in radio.NOT_HELD]
-        names = matching(self.files.shapes, patterns)
-        radio.check_scales(self.files, fnmatch.filter(names, self.outer + radio.SCALES))
-        return names
+        return self.part.not_held(self.files, self.outer)
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -91,46 +84,55 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def sources_of(
-    directory: Path, wanted: Iterable[str] = PARTS, may_lack_tensors: bool = False
+    directory: Path,
+    base: VLMPreset,
+    wanted: Iterable[Part] | None = None,
+    may_lack_tensors: bool = False,
 ) -> list[Source]:
-    """Return the parts in a directory, of those wanted.
+    """Return the parts in a directory, of those wanted, or of all of ``base``.
 
     Raises:
         UserError: the directory has none of them, or lacks a configuration that is needed.
     """
-    files = TensorFiles(directory, may_lack_tensors)
-    if not (directory / "config.json").exists():
-        if not any(name.startswith(projector.THEIRS) for name in files.shapes):
-            raise UserError(f"{directory}: no config.json")
-        found = [Source(PROJECTOR, files, ALONE[PROJECTOR], None, (PROJECTOR,))]
+    files, parts = TensorFiles(directory, may_lack_tensors), parts_of(base)
+    wanted = list(wanted or parts)
+    if (directory / "config.json").exists():
+        found = _configured(files, parts)
     else:
-        found = _configured(files)
+        bare = [
+            part
+            for part in parts
+            if part.alone and any(name.startswith(part.alone) for name in files.shapes)
+        ]
+        if not bare:
+            raise UserError(f"{directory}: no config.json")
+        found = [Source(p, parts[p], files, p.alone, None, tuple(bare)) for p in bare]
     chosen = [source for source in found if source.part in wanted]
     if not chosen:
-        raise UserError(f"{directory} has no {' or '.join(wanted)}")
+        raise UserError(f"{directory} has no {' or '.join(part.name for part in wanted)}")
     return chosen
 
 
-def _configured(files: TensorFiles) -> list[Source]:
+def _configured(files: TensorFiles, parts: Mapping[Part, str | None]) -> list[Source]:
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"{files.directory}/config.json: {error}") from error
-    parts = CONFIGS.get(config.model_type)
-    if parts is None:
-        names = ", ".join(CONFIGS)
+    alone = [part for part in parts if part.model_type == config.model_type]
+    if alone:
+        return [Source(p, parts[p], files, p.alone, config, (p,)) for p in alone]
+    if config.model_type != VLM:
+        names = ", ".join([*(part.model_type for part in parts if part.model_type), VLM])
         raise UserError(
             f"{files.directory}/config.json: model_type is {config.model_type}, wanted {names}"
         )
-    if len(parts) == 1:
-        return [Source(parts[0], files, ALONE[parts[0]], config, parts)]
     check_values("the VLM", config, {"downsample_ratio": 0.5})
     if config.force_image_size:
         config.vision_config.image_size = config.force_image_size
-    configs = {LANGUAGE: config.text_config, ENCODER: config.vision_config, PROJECTOR: config}
-    return [Source(part, files, IN_VLM[part], configs[part], parts) for part in parts]
+    configs = {part: getattr(config, part.config) if part.config else config for part in parts}
+    return [Source(p, parts[p], files, p.in_vlm, configs[p], tuple(parts)) for p in parts]
 
 
 def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPreset:
@@ -141,17 +143,13 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
     """
     preset = replace(base, name="converted")
     for source in sources:
-        if source.part == LANGUAGE:
-            language = nemotron_h.language_preset(source.config, base.language)
-            preset = replace(preset, language=language)
-        elif source.part == ENCODER:
-            given = (source.config, base.encoder, tile, source.files, source.outer)
-            encoder = radio.encoder_preset(*given)
-            preset = replace(preset, encoder=encoder)
-        elif source.config:
-            preset = replace(preset, projector_ffn=source.config.projector_hidden_size)
-        elif inner := source.files.shapes.get(source.prefix + projector.INNER):
-            preset = replace(preset, projector_ffn=inner[0])
+        given = source.held(preset), source.config, source.files, source.outer, tile
+        sizes = source.part.sizes(*given)
+        if source.encoder is None:
+            preset = replace(preset, language=sizes)
+        else:
+            encoders = (sizes if e.name == source.encoder else e for e in preset.encoders)
+            preset = replace(preset, encoders=tuple(encoders))
     return preset
 
 

@@ -13,7 +13,7 @@ from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 
 if TYPE_CHECKING:  # a survey is made without Megatron-LM
-    from examples.mimo.nemotron_vlm.model.presets import EncoderPreset
+    from examples.mimo.nemotron_vlm.encoders.radio import Radio
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 
@@ -22,8 +22,8 @@ DIGITS = "digits:"
 ENERGON = "energon:"
 
 
-def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
-    """Build the source that ``--data`` names.
+def make_source(args: Namespace, images: Radio) -> SampleSource:
+    """Build the source that ``--data`` names, for tiles of the encoder ``images``.
 
     Raises:
         UserError: there is no such source, or its samples do not fit the tile, the sequence length
@@ -31,8 +31,8 @@ def make_source(args: Namespace, encoder: EncoderPreset) -> SampleSource:
     """
     name = args.data
     sizes = {
-        "tile": encoder.tile,
-        "tokens_per_tile": encoder.tokens_per_tile,
+        "tile": images.tile,
+        "tokens_per_tile": images.tokens_per_tile,
         "seq_length": args.seq_length,
         "seed": args.seed,
     }

@@ -26,7 +26,6 @@ from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
-from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
@@ -37,7 +36,7 @@ class Loading:
 
     Args:
         args: Megatron's arguments and ours.
-        layouts: layouts of both modules.
+        layouts: layouts of all modules.
         preset: the model's sizes.
         modules: grids and groups of this rank.
         source: the samples.
@@ -59,17 +58,17 @@ class Loading:
         self.packing = Packing(args.pack_window, args.sample_multiple) if args.pack else None
         self.plan = StepPlan(
             layouts,
-            encoder_part=encoder_part(modules, IMAGES),
+            preset.encoders,
+            encoder_parts={name: encoder_part(modules, name) for name in preset.names},
             language_dp=language and language.dp.rank(),
+            width=args.hidden_size,
             row_cost=partial(row_cost, args.pack) if args.balance else None,
             schedule=schedule_of(args),
         )
         self.reader = Reader(
             source,
-            modality=IMAGES,
-            encoder=ENCODER,
-            tile=preset.encoder.tile,
-            tokens_per_tile=preset.encoder.tokens_per_tile,
+            encoders=preset.encoders,
+            token_ids=args.token_ids,
             seq_length=args.seq_length,
             packing=self.packing,
             reads_labels=bool(language) and language.pp.rank() == language.pp.size() - 1,

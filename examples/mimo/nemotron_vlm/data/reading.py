@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,18 @@ from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
 from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.token_layout import pad_lengths, zigzag_owners
+
+
+class _Sample(NamedTuple):
+    """A sample's text, and by encoder the bounds of its inputs' rows, and the rows' CP ranks."""
+
+    text: Text
+    bounds: dict[str, np.ndarray]
+    owners: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,8 @@ class Reader(Dataset):
 
     Args:
         source: the samples.
-        modality, encoder: names under which the tiles are in a batch.
-        tile: height and width of a tile in pixels.
-        tokens_per_tile: image tokens that a sample has for each of its tiles.
+        encoders: entries of the model's encoders.
+        token_ids: id of the token that each encoder's rows replace, by its name.
         seq_length: tokens of a row.
         packing: how several samples are packed into a row, which then is a microbatch; None puts
             one sample into a row.
@@ -39,10 +47,8 @@ class Reader(Dataset):
     """
 
     source: SampleSource
-    modality: str
-    encoder: str
-    tile: int
-    tokens_per_tile: int
+    encoders: tuple[Encoder, ...]
+    token_ids: Mapping[str, int]
     seq_length: int
     packing: Packing | None
     reads_labels: bool
@@ -54,10 +60,10 @@ class Reader(Dataset):
 
         Returns:
             ``input_ids``, ``position_ids``, ``sample_places`` [b, S] int64; on ranks with a loss,
-            ``labels`` [b, S] int64 and ``loss_mask`` [b, S] float32; ``modality_inputs`` with the
-            tiles [n, 3, H, W] uint8; ``samples``, the sample numbers; with packing,
-            ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the bridge
-            routes. ``sample_places`` is the index into ``samples`` of each token's sample.
+            ``labels`` [b, S] int64 and ``loss_mask`` [b, S] float32; ``modality_inputs`` with what
+            each encoder's entry collates; ``samples``, the sample numbers; with packing,
+            ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the bridges
+            route. ``sample_places`` is the index into ``samples`` of each token's sample.
         """
         try:
             return self._read(take)
@@ -65,61 +71,73 @@ class Reader(Dataset):
             return " ".join(str(error).split())
 
     def _read(self, take: Take) -> Microbatch:
+        shares = [(each, take.shares[each.name]) for each in self.encoders]
+        colocated = shares[0][1].encoded is not None
         numbers = {number for row in take.rows for number in row}
-        if take.atoms is not None and self.cp > 1:
-            numbers |= {piece.sample for piece in take.pieces}
-        texts = {number: self._text(take.split, number) for number in numbers}
-        padded = [self._padded([texts[number] for number in row]) for row in take.rows]
+        if colocated and self.cp > 1:
+            numbers |= {piece.sample for _, share in shares for piece in share.pieces}
+        samples = {number: self._sample(take.split, number) for number in numbers}
+        padded = [self._padded([samples[number].text for number in row]) for row in take.rows]
         batch = self._stacked(padded)
         batch["samples"] = [number for row in take.rows for number in row]
         lengths = None
         if self.packing:
-            lengths = tuple(len(sample.input_ids) for sample in padded[0])
+            lengths = tuple(len(text.input_ids) for text in padded[0])
             batch["packing_kwargs"] = _bounds(lengths, batch["sample_places"])
-        images = None
-        if take.pieces is not None:
-            images = {self.encoder: {"tiles": self._tiles(take.split, take.pieces)}}
-        batch["modality_inputs"] = {self.modality: images}
-        if take.atoms is not None:
-            batch["batch_plan"] = self._plan(take, texts, lengths)
+        batch["modality_inputs"] = {
+            each.name: None
+            if share.pieces is None
+            else {each.key: self._inputs(take.split, each, share.pieces)}
+            for each, share in shares
+        }
+        if colocated:
+            encoded, consumed = {}, {}
+            for each, share in shares:
+                made, used = self._owners(each.name, take, share.pieces, samples)
+                encoded[each.name] = AtomRows(share.encoded, made)
+                consumed[each.name] = AtomRows(share.consumed, used)
+            batch["batch_plan"] = BatchPlan(encoded, consumed, lengths)
         return batch
 
-    def _plan(self, take: Take, texts: dict[int, Text], lengths: tuple | None) -> BatchPlan:
-        encoded, consumed = (np.array(tiles) * self.tokens_per_tile for tiles in take.atoms)
-        made = used = None
-        if self.cp > 1:
-            owners = {number: self._owners(text) for number, text in texts.items()}
-            tile, none = self.tokens_per_tile, np.zeros(0, dtype=np.int64)
-            parts = [owners[p.sample][p.first * tile : p.end * tile] for p in take.pieces]
-            made = np.concatenate([none, *parts])
-            used = np.concatenate([none, *(owners[n] for row in take.rows for n in row)])
-        return BatchPlan(
-            {self.modality: AtomRows(encoded, made)},
-            {self.modality: AtomRows(consumed, used)},
-            lengths,
-        )
+    def _owners(
+        self, name: str, take: Take, pieces: list[Piece], samples: dict[int, _Sample]
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the CP rank of each row of an encoder that the rank encodes and consumes.
 
-    def _owners(self, text: Text) -> np.ndarray:
-        """Return the CP rank of each image token of a sample, int64 [rows]."""
-        places = np.flatnonzero(text.input_ids.numpy() == self.source.image_token)
-        lengths = pad_lengths((self._length_of(text),), self.cp, self.sp)
-        return zigzag_owners(lengths, self.cp)[places]
+        int64 [rows] both; None with one CP rank.
+        """
+        if self.cp == 1:
+            return None, None
+        none = np.zeros(0, dtype=np.int64)
+        made = [
+            samples[p.sample].owners[name][slice(*samples[p.sample].bounds[name][[p.first, p.end]])]
+            for p in pieces
+        ]
+        used = [samples[number].owners[name] for row in take.rows for number in row]
+        return np.concatenate([none, *made]), np.concatenate([none, *used])
+
+    def _sample(self, split: str, number: int) -> _Sample:
+        text = self.source.text(split, number)
+        ids, bounds, owners = text.input_ids.numpy(), {}, {}
+        if self.cp > 1:
+            lengths = pad_lengths((self._length_of(text),), self.cp, self.sp)
+            of_tokens = zigzag_owners(lengths, self.cp)
+        for each in self.encoders:
+            (sizes,) = self.source.sizes(split, number, 1, each.name)
+            bounds[each.name] = np.cumsum([0, *each.rows(sizes)])
+            places, wanted = np.flatnonzero(ids == self.token_ids[each.name]), bounds[each.name][-1]
+            if len(places) != wanted:
+                raise ValueError(
+                    f"sample {number} of {split} has {len(places)} tokens of {each.name} for "
+                    f"{len(sizes)} inputs, which need {wanted}; correct the data"
+                )
+            if self.cp > 1:
+                owners[each.name] = of_tokens[places]
+        return _Sample(text, bounds, owners)
 
     def _length_of(self, text: Text) -> int:
         """Return the tokens of a sample with its padding."""
         return self.packing.padded(len(text.input_ids)) if self.packing else self.seq_length
-
-    def _text(self, split: str, number: int) -> Text:
-        text = self.source.text(split, number)
-        tiles = int(self.source.costs(split, number, 1)[0, 1])
-        found = int((text.input_ids == self.source.image_token).sum())
-        wanted = tiles * self.tokens_per_tile
-        if found != wanted:
-            raise ValueError(
-                f"sample {number} of {split} has {found} image tokens for {tiles} tiles of "
-                f"{self.tokens_per_tile}, which need {wanted}; correct the data"
-            )
-        return text
 
     def _padded(self, row: Sequence[Text]) -> list[Text]:
         """Pad the samples of a row so that they fill it."""
@@ -150,15 +168,18 @@ class Reader(Dataset):
             for name in names
         } | {"position_ids": torch.stack(positions), "sample_places": torch.stack(places)}
 
-    def _tiles(self, split: str, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _inputs(
+        self, split: str, encoder: Encoder, pieces: Sequence[Piece]
+    ) -> dict[str, torch.Tensor]:
         parts = []
-        for sample, neighbours in groupby(pieces, key=lambda piece: piece.sample):
-            whole = self.source.tiles(split, sample)
-            for piece in neighbours:
-                parts.append(whole[piece.first : piece.end])
-                if len(parts[-1]) != piece.end - piece.first:
-                    raise ValueError(f"sample {sample} of {split} has fewer tiles than it said")
-        return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *parts])
+        for piece in pieces:
+            whole = self.source.inputs(split, piece.sample, encoder.name)
+            parts.append(whole[piece.first : piece.end])
+            if len(parts[-1]) != piece.end - piece.first:
+                raise ValueError(
+                    f"sample {piece.sample} of {split} has fewer {encoder.name} than it said"
+                )
+        return encoder.collate(parts)
 
 
 def _bounds(lengths: tuple[int, ...], places: torch.Tensor) -> dict[str, object]:

@@ -11,11 +11,19 @@ decreasing finds (Johnson, "Fast algorithms for bin packing", 1974), and these r
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
+
+if TYPE_CHECKING:
+    from examples.mimo.nemotron_vlm.encoders import Encoder
+
+
+SAMPLE, PLACE, ROWS, WORK = range(4)
+"""Columns of an array of inputs: number of the sample, place among its inputs, rows that the input
+becomes, and operations that it takes."""
 
 
 class Packing(NamedTuple):
@@ -68,12 +76,32 @@ class Rows:
             found += self._packed(window)[first + len(found) - before :]
         return found[:count]
 
-    def costs(self, samples: list[list[int]]) -> list[np.ndarray]:
-        """Return tokens and tiles of each sample, int64 [samples, 2] for each row."""
-        flat = [number for row in samples for number in row]
-        low, high = min(flat), max(flat) + 1
-        known = self.source.costs(self.split, low, high - low)
+    def tokens(self, samples: list[list[int]]) -> list[np.ndarray]:
+        """Return the tokens of each sample, int64 [samples] for each row."""
+        low, high = _bounds(samples)
+        known = self.source.costs(self.split, low, high - low)[:, 0]
         return [known[np.array(row) - low] for row in samples]
+
+    def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
+        """Return an encoder's inputs in each row, int64 [inputs, 4]: see `SAMPLE` and the others.
+
+        Args:
+            samples: sample numbers of each row.
+            encoder: the entry.
+            width: the language model's hidden size.
+        """
+        low, high = _bounds(samples)
+        sizes = self.source.sizes(self.split, low, high - low, encoder.name)
+        flat = np.concatenate(sizes)
+        ends = np.cumsum([0, *map(len, sizes)])
+        number = np.repeat(np.arange(low, high), np.diff(ends))
+        place = np.arange(len(flat)) - np.repeat(ends[:-1], np.diff(ends))
+        known = [number, place, encoder.rows(flat), encoder.operations(flat, width)]
+        known = np.stack(known, axis=1)
+        return [
+            np.concatenate([known[ends[n - low] : ends[n - low + 1]] for n in row])
+            for row in samples
+        ]
 
     def samples_a_row(self) -> float:
         """Return the mean number of samples of a row, as the first window has it."""
@@ -96,6 +124,11 @@ class Rows:
             order = np.random.default_rng([self._seed, window]).permutation(len(rows))
             self._window = window, [[first + i for i in rows[place]] for place in order]
         return self._window[1]
+
+
+def _bounds(samples: list[list[int]]) -> tuple[int, int]:
+    flat = [number for row in samples for number in row]
+    return min(flat), max(flat) + 1
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

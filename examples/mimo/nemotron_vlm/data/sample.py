@@ -1,15 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of data sets: text, tiles and cost of each sample; and the digit-reading task."""
+"""The interface of data sets: text and inputs of each sample; and the digit-reading task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.text import Text
+
+IMAGES = "images"
+"""Name of the encoder of image tiles."""
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10
@@ -23,6 +26,9 @@ class SampleSource:
     """Samples as a function of (split, number), without state; ``split`` is 'train' or 'test'.
 
     Loading processes use it, so it must survive a fork and be picklable.
+
+    A data set of images alone has `tiles`; one with inputs of other encoders has `sizes`, `inputs`,
+    `token_ids` and `inputs_per_sample` of its own.
 
     image_token, pad_token: their ids in the texts. vocab_size: above every id in the texts.
     tiles_per_sample: the mean, from which Megatron's log computes the throughput.
@@ -44,6 +50,28 @@ class SampleSource:
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the image tiles of sample ``number``, uint8 [n, 3, H, W]; n may be 0."""
         raise NotImplementedError
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """Ids of the tokens that encoders' rows replace, by encoder."""
+        return {IMAGES: self.image_token}
+
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """Return the sizes of an encoder's inputs for samples from ``first`` on; must be cheap.
+
+        int64 [inputs] for each sample: what the encoder's entry needs to know how many rows they
+        become. All tiles have size 1.
+        """
+        tiles = self.costs(split, first, count)[:, 1] if encoder == IMAGES else [0] * count
+        return [np.ones(number, dtype=np.int64) for number in tiles]
+
+    def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
+        """Return an encoder's inputs for sample ``number``."""
+        return self.tiles(split, number) if encoder == IMAGES else []
+
+    def inputs_per_sample(self, encoder: str) -> float:
+        """Return the mean number of an encoder's inputs, as ``tiles_per_sample`` is of tiles."""
+        return self.tiles_per_sample if encoder == IMAGES else 0.0
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

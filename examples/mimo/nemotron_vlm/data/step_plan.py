@@ -1,18 +1,18 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of what a rank reads for each microbatch of a step: rows of text, and tiles; plain data.
+"""Plan of what a rank reads for each microbatch of a step: rows of text, and inputs; plain data.
 
-The bridge needs consecutive samples on each DP rank of either module, in one order of the batch:
-here the order of the language model's DP ranks. Non-colocated, the bridge runs once per microbatch;
-colocated, once per macro-batch, which with a pipeline is the whole batch. Colocated, the tiles of a
-DP rank of the language model are cut into equal runs for the encoder ranks that serve it, so the
-tiles of one sample may lie on two of them. Non-colocated, each encoder rank takes whole rows, as
-upstream's bridge requires.
+The bridges need consecutive samples on each DP rank of either module, in one order of the batch:
+here the order of the language model's DP ranks. Non-colocated, a bridge runs once per microbatch;
+colocated, once per macro-batch, which with a pipeline is the whole batch. Colocated, an encoder's
+inputs of a DP rank of the language model are cut into equal runs for the encoder ranks that serve
+it, so the inputs of one sample may lie on two of them. Non-colocated, each encoder rank takes whole
+rows, as upstream's bridge requires.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,20 +20,38 @@ import numpy as np
 
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.data.balance import assign_rows, cut_evenly
-from examples.mimo.nemotron_vlm.data.rows import Rows
+from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 RowCost = Callable[[Sequence[int]], float]
 """Cost for the language model of a row, from the tokens of each of its samples, in any unit."""
 
+Inputs = list[np.ndarray]
+"""An encoder's inputs in each row of a step, as `Rows.inputs` returns them."""
+
 
 class Piece(NamedTuple):
-    """Tiles ``first`` to ``end - 1`` of a sample."""
+    """Inputs ``first`` to ``end - 1`` of a sample."""
 
     sample: int
     first: int
     end: int
+
+
+class Share(NamedTuple):
+    """A rank's part of one encoder's inputs in one microbatch.
+
+    Args:
+        pieces: inputs that the rank encodes; None if it does not have the encoder.
+        encoded, consumed: number of rows in each of the bridge's atoms that the rank encodes, and
+            in each that it consumes; None if modules are non-colocated.
+    """
+
+    pieces: list[Piece] | None
+    encoded: np.ndarray | None = None
+    consumed: np.ndarray | None = None
 
 
 class Take(NamedTuple):
@@ -42,15 +60,12 @@ class Take(NamedTuple):
     Args:
         split: 'train' or 'test'.
         rows: sample numbers of each row of tokens that the rank reads.
-        pieces: tiles that the rank encodes; None if it has no encoder.
-        atoms: number of tiles in each of the bridge's atoms that the rank encodes, and in each that
-            it consumes, in this microbatch; None if modules are non-colocated.
+        shares: the rank's part of each encoder's inputs, by the encoder's name.
     """
 
     split: str
     rows: list[list[int]]
-    pieces: list[Piece] | None
-    atoms: tuple[list[int], list[int]] | None
+    shares: dict[str, Share]
 
 
 @dataclass(frozen=True)
@@ -58,17 +73,21 @@ class StepPlan:
     """One rank's share of every step.
 
     Args:
-        layouts: layouts of both modules.
-        encoder_part: index of the part of the batch that this rank encodes; None if it has no
-            encoder.
+        layouts: layouts of all modules.
+        encoders: entries, in the order of ``layouts.encoders``.
+        encoder_parts: for each encoder, in this order, the index of the part of the batch that this
+            rank encodes; None if the rank does not have it.
         language_dp: this rank's DP coordinate in the language model's grid; None outside of it.
+        width: the language model's hidden size.
         row_cost: cost of a row, by which rows are balanced; None leaves them in the stream's order.
         schedule: when colocated modules encode.
     """
 
     layouts: Layouts
-    encoder_part: int | None
+    encoders: tuple[Encoder, ...]
+    encoder_parts: Mapping[str, int | None]
     language_dp: int | None
+    width: int
     row_cost: RowCost | None = None
     schedule: EncoderSchedule = EncoderSchedule()
 
@@ -81,87 +100,103 @@ class StepPlan:
             count: number of microbatches of the step.
             micro_size: rows of a microbatch that a DP rank of the language model takes.
         """
-        dp = self.layouts.language.dp
+        dp, apart = self.layouts.language.dp, self.layouts.non_colocated
         samples = rows.samples(first, count * micro_size * dp)
-        costs = rows.costs(samples)
-        placed = self._placed(costs, count, dp)
-        if self.layouts.non_colocated:
-            yield from self._whole_rows(rows.split, samples, costs, placed)
-            return
-        size = self.schedule.at_once(self.layouts.language.pp, count)
+        inputs = {each.name: rows.inputs(samples, each, self.width) for each in self.encoders}
+        placed = self._placed(rows, samples, inputs, count)
+        size = 1 if apart else self.schedule.at_once(self.layouts.language.pp, count)
         for number in range(0, count, size):
-            yield from self._colocated(rows.split, samples, costs, placed[number : number + size])
+            cells = placed[number : number + size]
+            shares = {
+                each.name: self._whole_rows(each.name, layout.dp, inputs[each.name], cells[0])
+                if apart
+                else self._colocated(each.name, layout.dp, inputs[each.name], cells)
+                for each, layout in zip(self.encoders, self.layouts.encoders, strict=True)
+            }
+            for place, cell in enumerate(cells):
+                own = [samples[row] for row in self._own(cell)]
+                yield Take(rows.split, own, {name: s[place] for name, s in shares.items()})
 
-    def _placed(self, costs: list[np.ndarray], count: int, dp: int) -> np.ndarray:
+    def _placed(
+        self, rows: Rows, samples: list[list[int]], inputs: dict[str, Inputs], count: int
+    ) -> np.ndarray:
+        dp = self.layouts.language.dp
         if self.row_cost is None:
-            return np.arange(len(costs)).reshape(count, dp, -1)
-        language = [self.row_cost(cost[:, 0]) for cost in costs]
-        return assign_rows(language, [int(cost[:, 1].sum()) for cost in costs], count, dp)
+            return np.arange(len(samples)).reshape(count, dp, -1)
+        language = [self.row_cost(tokens) for tokens in rows.tokens(samples)]
+        work = sum(np.array([row[:, WORK].sum() for row in each]) for each in inputs.values())
+        return assign_rows(language, work, count, dp)
 
-    def _whole_rows(self, split, samples, costs, placed) -> Iterator[Take]:
-        for cell in placed:
-            flat = cell.reshape(-1)
-            if self.language_dp is not None:
-                own = cell[self.language_dp]
-                yield Take(split, [samples[row] for row in own], None, None)
-                continue
-            own = np.split(flat, self.layouts.encoder.dp)[self.encoder_part]
-            pieces = [piece for row in own for piece in _pieces(samples[row], costs[row])]
-            yield Take(split, [samples[row] for row in own], pieces, None)
+    def _own(self, cell: np.ndarray) -> np.ndarray:
+        """Return the rows of a microbatch whose text the rank reads."""
+        if self.language_dp is not None:
+            return cell[self.language_dp]
+        return next(
+            np.split(cell.reshape(-1), layout.dp)[part]
+            for layout, part in zip(self.layouts.encoders, self.encoder_parts.values(), strict=True)
+            if part is not None
+        )
 
-    def _colocated(self, split, samples, costs, placed) -> Iterator[Take]:
-        """Yield the takes of the microbatches of one macro-batch."""
-        dp, parts = self.layouts.language.dp, self.layouts.encoder.dp
+    def _whole_rows(self, name: str, dp: int, inputs: Inputs, cell: np.ndarray) -> list[Share]:
+        """Return the share of a non-colocated encoder in one microbatch."""
+        part = self.encoder_parts[name]
+        if part is None:
+            return [Share(None)]
+        own = np.split(cell.reshape(-1), dp)[part]
+        return [Share(_pieces(_joined([inputs[row] for row in own])))]
+
+    def _colocated(self, name: str, parts: int, inputs: Inputs, cells: np.ndarray) -> list[Share]:
+        """Return the shares of the microbatches of one macro-batch."""
+        dp = self.layouts.language.dp
         a_run = len(atoms_of(0, dp, parts))
         encoded, counts = [], []
-        for atom in atoms_of(self.encoder_part, parts, dp):
+        for atom in atoms_of(self.encoder_parts[name], parts, dp):
             run, place = divmod(atom, a_run)
-            pieces = [p for row in placed[:, run].flat for p in _pieces(samples[row], costs[row])]
-            bounds = cut_evenly(sum(p.end - p.first for p in pieces), a_run)
-            encoded += _cut(pieces, bounds[place], bounds[place + 1])
-            counts.append(bounds[place + 1] - bounds[place])
-        mine = placed[:, self.language_dp]
-        sizes = [sum(int(costs[row][:, 1].sum()) for row in rows) for rows in mine]
-        run_bounds = cut_evenly(sum(sizes), a_run)
-        shares = _between_samples(encoded, cut_evenly(sum(counts), len(placed)))
-        ends = np.cumsum([0, *sizes])
-        for number, rows in enumerate(mine):
-            first, end = shares[number], shares[number + 1]
-            yield Take(
-                split,
-                [samples[row] for row in rows],
-                _cut(encoded, first, end),
-                (
-                    _overlaps(np.cumsum([0, *counts]), first, end),
-                    _overlaps(run_bounds, ends[number], ends[number + 1]),
-                ),
+            whole = _joined([inputs[row] for row in cells[:, run].flat])
+            bounds = cut_evenly(whole[:, WORK], a_run)
+            encoded.append(whole[bounds[place] : bounds[place + 1]])
+            counts.append(len(encoded[-1]))
+        made, made_bounds = _joined(encoded), np.cumsum([0, *counts])
+        used = [_joined([inputs[row] for row in rows]) for rows in cells[:, self.language_dp]]
+        used_bounds = cut_evenly(_joined(used)[:, WORK], a_run)
+        shares = _between_samples(made, made_bounds, len(cells))
+        ends = np.cumsum([0, *map(len, used)])
+        used = _joined(used)
+        return [
+            Share(
+                _pieces(made[shares[number] : shares[number + 1]]),
+                _rows_between(made, made_bounds, *shares[number : number + 2]),
+                _rows_between(used, used_bounds, *ends[number : number + 2]),
             )
+            for number in range(len(cells))
+        ]
 
 
-def _pieces(samples: list[int], costs: np.ndarray) -> list[Piece]:
-    return [Piece(s, 0, int(n)) for s, n in zip(samples, costs[:, 1], strict=True) if n]
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _cut(pieces: list[Piece], first: int, end: int) -> list[Piece]:
-    """Return tiles ``first`` to ``end - 1`` of the concatenated ``pieces``."""
-    found, before = [], 0
-    for piece in pieces:
-        low, high = max(first - before, 0), min(end - before, piece.end - piece.first)
-        if low < high:
-            found.append(Piece(piece.sample, piece.first + low, piece.first + high))
-        before += piece.end - piece.first
-    return found
-
-
-def _between_samples(pieces: list[Piece], bounds: list[int]) -> list[int]:
-    """Move each bound to the closest end of a piece, so that a rank decodes a sample only once."""
-    ends = np.cumsum([0, *(piece.end - piece.first for piece in pieces)])
-    return [int(ends[np.abs(ends - bound).argmin()]) for bound in bounds]
-
-
-def _overlaps(bounds: Sequence[int], first: int, end: int) -> list[int]:
-    """Return the overlap of ``first`` to ``end`` with each run between neighbouring bounds."""
+def _pieces(inputs: np.ndarray) -> list[Piece]:
+    """Return runs of inputs of one sample."""
+    starts = np.flatnonzero(np.diff(inputs[:, SAMPLE], prepend=-1))
     return [
-        max(0, min(int(b), int(end)) - max(int(a), int(first)))
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        Piece(int(run[0, SAMPLE]), int(run[0, PLACE]), int(run[-1, PLACE]) + 1)
+        for run in np.split(inputs, starts)[1:]
     ]
+
+
+def _between_samples(inputs: np.ndarray, bounds: np.ndarray, count: int) -> np.ndarray:
+    """Return the bounds of ``count`` nearly equal runs, of which none begins within a sample.
+
+    So a rank decodes a sample only once, unless one of ``bounds`` cuts it.
+    """
+    starts = np.flatnonzero(np.diff(inputs[:, SAMPLE], prepend=-1))
+    ends = np.union1d(starts, [0, *bounds])
+    even = [len(inputs) * number // count for number in range(count + 1)]
+    return np.array([ends[np.abs(ends - bound).argmin()] for bound in even])
+
+
+def _rows_between(inputs: np.ndarray, bounds: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Return the rows of inputs ``first`` to ``end - 1`` in each run between ``bounds``."""
+    before = np.cumsum([0, *inputs[:, ROWS]])
+    return np.diff(before[np.clip(bounds, first, end)])

@@ -13,18 +13,17 @@ from dataclasses import replace
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, PLACEMENTS, table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
-from examples.mimo.nemotron_vlm.model.part_settings import PARTS
+from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.parameters import (
-    ENCODER,
     EXPERT,
     FIRST,
     LAST,
     PROJECTOR,
-    VIT_LAYER,
+    Place,
     by_place,
     stages_on_meta,
 )
@@ -44,8 +43,7 @@ KINDS = {
     FIRST: "embedding, norm, output",
     LAST: "embedding, norm, output",
 }
-VISION = {VIT_LAYER: "encoder", ENCODER: "encoder", PROJECTOR: "projector"}
-"""Rows of the table of parameters, by their place in the model."""
+"""Rows of the table of parameters, by their place in the language model."""
 
 
 def dry_run(argv: list[str], ranks: int) -> str:
@@ -125,8 +123,8 @@ def _parameters(options: Options) -> str:
     sizes, total, active = options.preset.language, Counter(), Counter()
     for place, number in _counted(options, 0).items():
         share = sizes.moe_router_topk / sizes.num_experts if place == EXPERT else 1.0
-        is_vision = place in VISION
-        entries = [VISION[place]] if is_vision else [f"language: {KINDS[place]}", "language model"]
+        part = _encoder_part(options, place)
+        entries = [part] if part else [f"language: {KINDS[place]}", "language model"]
         for entry in (*entries, "all"):
             total[entry] += number
             active[entry] += number * share
@@ -140,19 +138,31 @@ def _parameters_of_ranks(options: Options) -> str:
 
     Colocated modules are listed by the language model's stages, as the encoder has a single one.
     """
-    rows, first = [["ranks", *PARTS, "sum"]], 0
+    names = options.preset.names
+    parts = [_encoder_part(options, (name, part)) for name in names for part in NAMES]
+    parts.append("language")
+    rows, first = [["ranks", *parts, "sum"]], 0
     for stage in stages_of_pipeline(options.layouts):
         held = Counter()
         for place, number in _counted(options, first).items():
-            held[VISION.get(place, "language")] += number
+            held[_encoder_part(options, place) or "language"] += number
         ranks = f"{first}-{first + stage.ranks - 1}" if stage.ranks > 1 else str(first)
-        counts = *(held[part] for part in PARTS), held.total()
+        counts = *(held[part] for part in parts), held.total()
         rows.append([ranks, *(f"{count / 1e9:.4f} B" for count in counts)])
         first += stage.ranks
     return table(rows)
 
 
-def _counted(options: Options, rank: int) -> dict[str, int]:
+def _encoder_part(options: Options, place: Place) -> str | None:
+    """Return "encoder" or "projector" for such a place, named if the model has several."""
+    if isinstance(place, str):
+        return None
+    name, part = place
+    part = PROJECTOR if part == PROJECTOR else "encoder"
+    return f"{name} {part}" if len(options.preset.encoders) > 1 else part
+
+
+def _counted(options: Options, rank: int) -> dict[Place, int]:
     """Count the parameters that a rank holds, by their place in the model."""
     with stages_on_meta(options, rank) as stages:
         found = by_place(stages)

@@ -59,7 +59,8 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
         args.cuda_graph_impl == "local"
         and not args.check_for_nan_in_loss_and_grad
         and language.pp > 1
-        and language.tp == language.cp == language.ep == language.vpp == layouts.encoder.tp == 1
+        and language.tp == language.cp == language.ep == language.vpp == 1
+        and all(encoder.tp == 1 for encoder in layouts.encoders)
         and _kernels_run_beside_waiting_ones()
         and FASTEST <= at_once <= layouts.num_microbatches // 2
         and bubbles_may_run(layouts)
@@ -103,8 +104,14 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
 
 
 def bubbles_may_run(layouts: Layouts) -> bool:
-    """Return whether each TP group of the encoder lies in one pipeline stage, as bubbles need."""
-    return layouts.language.size // layouts.language.pp % layouts.encoder.tp == 0
+    """Return whether each TP group of an encoder lies in one pipeline stage, as bubbles need."""
+    return _in_several_stages(layouts) is None
+
+
+def _in_several_stages(layouts: Layouts) -> Layout | None:
+    """Return an encoder whose TP groups do not lie in one pipeline stage each."""
+    ranks = layouts.language.size // layouts.language.pp
+    return next((each for each in layouts.encoders if ranks % each.tp), None)
 
 
 def check_bubbles(args: Namespace, layouts: Layouts) -> None:
@@ -115,10 +122,10 @@ def check_bubbles(args: Namespace, layouts: Layouts) -> None:
     """
     if args.encoder_schedule != BUBBLES:
         return
-    if not bubbles_may_run(layouts):
+    if encoder := _in_several_stages(layouts):
         ranks = layouts.language.size // layouts.language.pp
         raise UserError(
-            f"--encoder-schedule {BUBBLES}: a TP group of --encoder {layouts.encoder} must lie in "
+            f"--encoder-schedule {BUBBLES}: a TP group of --encoder {encoder} must lie in "
             f"one stage of --language {layouts.language}, which has {ranks} ranks"
         )
     if layouts.language.vpp > 1 and not args.overlap_p2p_comm:

@@ -105,14 +105,14 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
-        source = make_source(args, options.preset.encoder)
+        source = make_source(args, options.preset.images)
         _say_left_out(source, args)
         session = open_session(options, source)
         lay = options.layouts
         _say(
             f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
             f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
-            f"samples a step\n{layout_table(lay)}",
+            f"samples a step\n{layout_table(lay, options.preset.names)}",
             args,
         )
         last: deque[Record] = deque(maxlen=1)
@@ -125,7 +125,8 @@ def run(argv: list[str]) -> None:
 def open_session(options: Options, source: SampleSource) -> Session:
     """Join the ranks and make all process groups; collective."""
     args, layouts = options.args, options.layouts
-    args.image_token_id, args.data_fingerprint = source.image_token, fingerprint(source, args)
+    args.token_ids |= source.token_ids
+    args.data_fingerprint = fingerprint(source, args)
     # The package has no Makefile for the index builder of .bin data, which is not read here.
     megatron.core.datasets.utils.compile_helpers = lambda: None
     set_global_variables(args, build_tokenizer=False)
@@ -133,7 +134,9 @@ def open_session(options: Options, source: SampleSource) -> Session:
     writer = start_checkpoint_writer(args) if writes_apart else None
     _initialize_distributed(None, None, store_of_attempt(), skip_model_parallel_init=True)
     modules = make_modules(
-        placed(layouts), args.distributed_backend, args.num_distributed_optimizer_instances
+        placed(options.preset, layouts),
+        args.distributed_backend,
+        args.num_distributed_optimizer_instances,
     )
     communicator = None
     if layouts.non_colocated:
@@ -142,8 +145,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     limit_waiting(limit)
     loading = Loading(args, layouts, options.preset, modules, source)
-    tiles = source.tiles_per_sample * loading.rows("train").samples_a_row()
-    args.modality_flops_per_sample = tiles * options.preset.flops_per_tile
+    work = options.preset.operations_of_sample(source.inputs_per_sample)
+    args.modality_flops_per_sample = work * loading.rows("train").samples_a_row()
     build = VLMBuildConfig(_options=options, _modules=modules)
     stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)

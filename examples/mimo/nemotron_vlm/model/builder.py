@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
-from examples.mimo.nemotron_vlm.model.model import build_vlm
-from examples.mimo.nemotron_vlm.model.part_settings import freeze, part_overrides
+from examples.mimo.nemotron_vlm.model.model import build_vlm, initial_draws
+from examples.mimo.nemotron_vlm.model.part_settings import freeze
 from examples.mimo.nemotron_vlm.options.arguments import Options
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.model.base import MimoModel
@@ -57,10 +57,11 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
         args = options.args
         prepare_process(modules, args)
         stages = [stage.cuda(torch.cuda.current_device()) for stage in self._build()]
+        own = initial_draws(options.preset)
         for stage in stages:
-            initialize_weights(stage, args.seed, args.language_std)
+            initialize_weights(stage, args.seed, args.language_std, own)
         stages = compose_hooks(self._model_config.pre_wrap_hooks)(stages)
-        freeze(stages, args.freeze.split(",") if args.freeze else [])
+        freeze(stages, options.parts.frozen)
         if not wrap_with_ddp:
             for stage in stages:
                 stage.requires_grad_(False)  # wrapped, so names stay, but without buffers
@@ -76,5 +77,5 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
             # Encoder and language model are weighed by floating-point operations.
             share = args.modality_flops_per_sample / num_floating_point_operations(args, 1)
             schedule = replace(schedule, share=share)
-        overrides = part_overrides(args)
-        return build_vlm(args, options.preset, options.configs, modules, schedule, overrides)
+        parts = args, options.preset, options.configs, modules, schedule
+        return build_vlm(*parts, options.parts.overrides)

@@ -7,22 +7,16 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.model.vision import (
-    NormedProjector,
-    RADIOEncoderWrapper,
-    VisionStage,
-)
-from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.setup.initialization import Draw
 from megatron.core.models.mimo.setup.module_groups import Modules
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
@@ -32,17 +26,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-IMAGES = "images"
-"""Name of the vision module in grids, batches and checkpoints."""
-
-ENCODER = "radio"
-"""Name of the vision module's encoder in batches and checkpoints."""
-
 SHARED = """
     params_dtype pipeline_dtype bf16 fp16 calculate_per_token_loss gradient_accumulation_fusion
     masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
     use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type cuda_graph_impl""".split()
-"""Fields that the encoder's and the projector's configurations copy from the language model's."""
+"""Fields that configurations of encoders and projectors copy from the language model's."""
 
 OF_LANGUAGE = """
     hybrid_layer_pattern fp16_lm_cross_entropy position_embedding_type rotary_percent
@@ -52,20 +40,19 @@ OF_LANGUAGE = """
 
 @dataclass(frozen=True)
 class VLMConfigs:
-    """Configurations of the model's parts."""
+    """Configurations of the model's parts: those of each encoder, in the preset's order."""
 
-    encoder: TransformerConfig
-    projector: TransformerConfig
+    encoders: tuple[Configs, ...]
     language: TransformerConfig
 
 
-def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConfigs:
+def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMConfigs:
     """Make the configurations from validated arguments.
 
     Args:
         args: Megatron's arguments, which describe the language model.
-        preset: sizes of the encoder and the projector.
-        encoder: the encoder's layout.
+        preset: the encoders.
+        layouts: layouts of all modules.
 
     Raises:
         ValueError, AssertionError: from Megatron: options do not go together.
@@ -77,8 +64,6 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
     # A graph reuses its output tensors in the next step.
     language.deallocate_pipeline_outputs &= args.cuda_graph_impl == "none"
     shared = {name: getattr(language, name) for name in SHARED} | {
-        "tensor_model_parallel_size": encoder.tp,
-        "pipeline_model_parallel_size": encoder.pp,
         "perform_initialization": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -86,53 +71,16 @@ def make_configs(args: Namespace, preset: VLMPreset, encoder: Layout) -> VLMConf
         # Engine's is_first_microbatch), and Megatron counts the language model's microbatches.
         "disable_parameter_transpose_cache": True,
     }
-    sizes = preset.encoder
-    return VLMConfigs(
-        encoder=TransformerConfig(
-            num_layers=sizes.layers,
-            hidden_size=sizes.hidden,
-            num_attention_heads=sizes.heads,
-            ffn_hidden_size=sizes.ffn,
-            normalization="LayerNorm",
-            layernorm_epsilon=sizes.norm_epsilon,
-            activation_func=F.gelu,
-            add_bias_linear=True,
-            **shared,
-        ),
-        projector=TransformerConfig(
-            num_layers=1,
-            hidden_size=args.hidden_size,
-            num_attention_heads=sizes.heads,  # unused, but Megatron wants tp to divide it
-            kv_channels=1,
-            ffn_hidden_size=preset.projector_ffn,
-            normalization="RMSNorm",
-            activation_func=squared_relu,
-            add_bias_linear=False,
-            **shared,
-        ),
-        language=language,
-    )
 
+    def sizes(layout: Layout) -> dict[str, int]:
+        return {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+        }
 
-def _vision_spec(
-    preset: VLMPreset, configs: VLMConfigs, specs: LayerSpecs, groups: ProcessGroupCollection | None
-) -> ModuleSpec:
-    radio = dict(config=configs.encoder, layer_spec=specs.vit_layer, preset=preset.encoder)
-    projector = dict(
-        config=configs.projector,
-        norm=specs.projector_norm,
-        submodules=specs.projector_mlp,
-        input_size=preset.encoder.output_size,
-    )
-    shared = {"pg_collection": groups}
-    return ModuleSpec(
-        module=VisionStage,
-        params=shared,
-        submodules={
-            "encoders": {ENCODER: ModuleSpec(module=RADIOEncoderWrapper, params=radio | shared)},
-            "input_projections": [ModuleSpec(module=NormedProjector, params=projector | shared)],
-        },
-    )
+    both = zip(preset.encoders, layouts.encoders, strict=True)
+    encoders = (each.configs(shared | sizes(layout), args.hidden_size) for each, layout in both)
+    return VLMConfigs(tuple(encoders), language)
 
 
 def _language_spec(
@@ -162,9 +110,19 @@ def _language_spec(
     return ModuleSpec(module=HybridModel, params=params)
 
 
-def placed(layouts: Layouts) -> dict[str, tuple[Layout, int]]:
+def placed(preset: VLMPreset, layouts: Layouts) -> dict[str, tuple[Layout, int]]:
     """Return the layout and first rank of each module, for ``make_modules``."""
-    return {IMAGES: (layouts.encoder, 0), LANGUAGE: (layouts.language, layouts.language_offset)}
+    names = [*preset.names, LANGUAGE]
+    return dict(zip(names, zip(layouts.modules, layouts.offsets, strict=True), strict=True))
+
+
+def initial_draws(preset: VLMPreset) -> dict[str, Draw]:
+    """Return the encoders' own draws of initial weights, by patterns of the model's names."""
+    return {
+        f"modality_submodules.{each.name}.{pattern}": draw
+        for each in preset.encoders
+        for pattern, draw in each.initial.items()
+    }
 
 
 def build_vlm(
@@ -173,31 +131,34 @@ def build_vlm(
     configs: VLMConfigs,
     modules: Modules,
     schedule: EncoderSchedule | None = None,
-    overrides: dict[ParamKey, ParamGroupOverride] | None = None,
+    overrides: dict[str, dict[ParamKey, ParamGroupOverride]] | None = None,
 ) -> list[MimoModel]:
     """Build the bare model on this rank; its weights are not initialized.
 
     Args:
         args: Megatron's arguments.
-        preset: sizes of the encoder.
+        preset: the encoders.
         configs: configurations of the parts.
-        modules: grid and groups of IMAGES and LANGUAGE.
+        modules: grid and groups of each encoder and of LANGUAGE.
         schedule: when colocated modules encode; the default is that of no options.
-        overrides: settings of single parameters, for the optimizer.
+        overrides: settings of single parameters of each module, for the optimizer.
 
     Returns:
-        One MimoModel for each virtual pipeline stage; the first holds the encoder.
+        One MimoModel for each virtual pipeline stage; the first holds the encoders.
     """
     language, specs = modules[LANGUAGE].groups, layer_specs(args.transformer_impl)
-    vision = _vision_spec(preset, configs, specs, modules[IMAGES].groups)
+    encoders = {
+        each.name: each.spec(own, specs, modules[each.name].groups)
+        for each, own in zip(preset.encoders, configs.encoders, strict=True)
+    }
     vpp = configs.language.virtual_pipeline_model_parallel_size
     stages = []
     for vp_stage in range(vpp) if vpp else [None]:
         held = {LANGUAGE: modules[LANGUAGE]} if vp_stage else modules
         config = MimoModelConfig(
             language_model_spec=_language_spec(args, configs.language, specs, language, vp_stage),
-            modality_submodules_spec={} if vp_stage else {IMAGES: vision},
-            special_token_ids={IMAGES: args.image_token_id},
+            modality_submodules_spec={} if vp_stage else encoders,
+            special_token_ids=args.token_ids,
             module_to_grid_map={name: module.grid for name, module in held.items()},
             encoder_schedule=schedule or EncoderSchedule(),
             optimizer_overrides=overrides,

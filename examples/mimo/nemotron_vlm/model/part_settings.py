@@ -1,59 +1,118 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the model: freezing them, and their own learning rates and weight decays."""
+"""Parts of the model: freezing them, and their own learning rates and weight decays.
+
+Options name them ``encoder``, ``projector`` and ``language``; the first two are those of all
+encoders, or with ``NAME:`` before them of one.
+"""
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-from examples.mimo.nemotron_vlm.model.model import IMAGES
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.moe.frozen_routers import freeze_routers
 
-PARTS = ("encoder", "projector", "language")
-"""Names of the parts, for ``--freeze``."""
-
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
-"""Parameter name patterns of the parts that may have their own learning rate and weight decay."""
+"""Parameter name patterns of an encoder's parts."""
+
+Part = tuple[str, str]
+"""Name of an encoder's module, and a part of it; the language model's is ``LANGUAGE``."""
+
+LANGUAGE: Part = ("", "language")
 
 
-def part_of(name: str) -> str:
-    """Return the part, one of ``PARTS``, that a parameter of the bare model belongs to."""
-    if not name.startswith(f"modality_submodules.{IMAGES}."):
-        return "language"
-    return "projector" if ".input_projections." in name else "encoder"
+@dataclass(frozen=True)
+class PartSettings:
+    """What options say of parts.
+
+    frozen: parts that are not trained. overrides: learning rates and weight decays of others, by
+    module, for Megatron's optimizer.
+    """
+
+    frozen: frozenset[Part]
+    overrides: dict[str, dict[ParamKey, ParamGroupOverride]] = field(default_factory=dict)
 
 
-def freeze(stages: list[MimoModel], parts: list[str]) -> None:
+def part_settings(args: Namespace, names: list[str]) -> PartSettings:
+    """Read the options of parts.
+
+    A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
+
+    Args:
+        args: Megatron's arguments and ours.
+        names: names of the encoders.
+
+    Raises:
+        UserError: there is no such part, nothing is left to train, or a rate is no number of 0 or
+            more.
+    """
+    settings = PartSettings(_frozen(args.freeze, names))
+    for part, kind in itertools.product(NAMES, ("lr", "weight_decay")):
+        option = f"--{part}-{kind.replace('_', '-')}"
+        for name, text in by_encoder(option, getattr(args, f"{part}_{kind}"), names).items():
+            value = _rate(option, text)
+            if (name, part) in settings.frozen:
+                raise UserError(f"{option} does nothing with --freeze {args.freeze}")
+            of_module = settings.overrides.setdefault(name, {})
+            override = of_module.setdefault(ParamKey(name=NAMES[part]), {})
+            if kind == "lr":
+                least = args.min_lr * value / args.lr if args.lr else 0.0
+                override |= {"max_lr": value, "min_lr": least}
+            else:
+                override |= {"start_wd": value, "end_wd": value}
+    return settings
+
+
+def _frozen(freeze: str, names: list[str]) -> frozenset[Part]:
+    every, frozen = {*itertools.product(names, NAMES), LANGUAGE}, set()
+    for word in freeze.split(",") if freeze else ():
+        module, _, part = word.rpartition(":")
+        named = {each for each in every if each[1] == part and module in ("", each[0])}
+        if not named:
+            known = [*NAMES, LANGUAGE[1]]
+            known += [f"{name}:{part}" for name in names for part in NAMES] * (len(names) > 1)
+            raise UserError(f"--freeze {word}: no such part; choose from {', '.join(known)}")
+        frozen |= named
+    if frozen == every:
+        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
+    return frozenset(frozen)
+
+
+def _rate(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0.0:
+        raise UserError(f"{option} must be 0 or more, not {text}")
+    return value
+
+
+def part_of(name: str) -> Part:
+    """Return the part that a parameter of the bare model belongs to."""
+    if not name.startswith("modality_submodules."):
+        return LANGUAGE
+    return name.split(".")[1], "projector" if ".input_projections." in name else "encoder"
+
+
+def freeze(stages: list[MimoModel], parts: Collection[Part]) -> None:
     """Freeze the parameters of ``parts``; call it before DDP wraps the modules.
 
     Args:
         stages: the bare model's virtual stages on this rank.
-        parts: names from ``PARTS``.
+        parts: the frozen parts.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if part_of(name) in parts:
                 parameter.requires_grad_(False)
-        if "language" in parts:
+        if LANGUAGE in parts:
             freeze_routers(stage)
-
-
-def part_overrides(args: Namespace) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the parts' learning rates and weight decays as overrides for Megatron's optimizer.
-
-    A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
-    """
-    found = {}
-    for part, names in NAMES.items():
-        lr, decay = getattr(args, f"{part}_lr"), getattr(args, f"{part}_weight_decay")
-        override: ParamGroupOverride = {}
-        if lr is not None:
-            override |= {"max_lr": lr, "min_lr": args.min_lr * lr / args.lr if args.lr else 0.0}
-        if decay is not None:
-            override |= {"start_wd": decay, "end_wd": decay}
-        if override:
-            found[ParamKey(name=names)] = override
-    return found

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model sizes of the Nemotron VLM: RADIO ViT, projector and hybrid language model.
+"""Model sizes of the Nemotron VLM: its encoders and the hybrid language model.
 
 A preset is plain data, made by a function or read from a file, and knows nothing of ranks or
 devices.
@@ -15,38 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from examples.mimo.common.errors import UserError
-from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
-
-
-@dataclass(frozen=True)
-class EncoderPreset:
-    """Sizes of the RADIO ViT. A tile is a square image of ``tile`` × ``tile`` pixels, 3 channels.
-
-    pixel_mean, pixel_std: mean and deviation by channel, for normalizing pixels in [0, 1].
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    patch: int
-    tile: int
-    max_tile: int
-    class_tokens: int = 8
-    pixel_shuffle: int = 2
-    norm_epsilon: float = 1e-5
-    pixel_mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    pixel_std: tuple[float, ...] = (1.0, 1.0, 1.0)
-
-    @property
-    def tokens_per_tile(self) -> int:
-        """Tokens that one tile becomes in the language model's sequence."""
-        return (self.tile // self.patch // self.pixel_shuffle) ** 2
-
-    @property
-    def output_size(self) -> int:
-        """Features of one of these tokens before the projector."""
-        return self.hidden * self.pixel_shuffle**2
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders import ENCODERS, Encoder
+from examples.mimo.nemotron_vlm.encoders.radio import Radio
 
 
 @dataclass(frozen=True)
@@ -83,37 +54,43 @@ class LanguagePreset:
 class VLMPreset:
     """Sizes of a whole model.
 
-    projector_ffn: the projector's inner width. seq_length: default number of tokens of a sample.
+    encoders: entries, in the order of the model's modules. seq_length: default number of tokens of
+    a sample.
     """
 
     name: str
-    encoder: EncoderPreset
-    projector_ffn: int
+    encoders: tuple[Encoder, ...]
     language: LanguagePreset
     seq_length: int = 32
 
     @property
-    def flops_per_tile(self) -> float:
-        """Floating-point operations of encoder and projector per tile, forward and backward."""
-        e = self.encoder
-        patches = (e.tile // e.patch) ** 2
-        sizes = e.layers, e.hidden, e.ffn, 3 * e.patch**2
-        vit = vit_flops(patches, patches + e.class_tokens, *sizes)
-        return vit + self.projector_flops_per_tile
+    def names(self) -> list[str]:
+        """Names of the encoders' modules."""
+        return [each.name for each in self.encoders]
 
     @property
-    def projector_flops_per_tile(self) -> float:
-        """Floating-point operations of the projector alone per tile, forward and backward."""
-        widths = (self.encoder.output_size, self.projector_ffn, self.language.hidden_size)
-        return mlp_flops(self.encoder.tokens_per_tile, widths)
+    def images(self) -> Radio:
+        """The encoder of image tiles, whose sizes the program's own data sets need."""
+        return next(each for each in self.encoders if each.name == IMAGES)
+
+    def operations_of_sample(self, inputs: Callable[[str], float]) -> float:
+        """Return the operations of all encoders for a sample, forward and backward.
+
+        Args:
+            inputs: returns the mean number of an encoder's inputs in a sample, by its name.
+        """
+        width = self.language.hidden_size
+        return sum(inputs(each.name) * each.usual_operations(width) for each in self.encoders)
 
 
 def tiny() -> VLMPreset:
     """Sizes for CPUs, divisible by encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8."""
+    images = Radio(
+        layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16, projector_ffn=128
+    )
     return VLMPreset(
         name="tiny",
-        encoder=EncoderPreset(layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16),
-        projector_ffn=128,
+        encoders=(images,),
         language=LanguagePreset(
             hybrid_layer_pattern="MEM*MEM*",
             hidden_size=64,
@@ -135,12 +112,10 @@ def tiny() -> VLMPreset:
 
 def nano_vl_30b_a3b() -> VLMPreset:
     """Published sizes of Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles."""
+    sizes = {"layers": 32, "hidden": 1280, "heads": 16, "ffn": 5120, "projector_ffn": 20480}
     return VLMPreset(
         name="nano-vl-30b-a3b",
-        encoder=EncoderPreset(
-            layers=32, hidden=1280, heads=16, ffn=5120, patch=16, tile=512, max_tile=2048
-        ),
-        projector_ffn=20480,
+        encoders=(Radio(**sizes, patch=16, tile=512, max_tile=2048),),
         language=LanguagePreset(
             hybrid_layer_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
             hidden_size=2688,
@@ -204,9 +179,13 @@ def find_preset(model: str) -> VLMPreset:
         return PRESETS[model]()
     try:
         read = json.loads(Path(model).read_text())
-        for name, value in read["encoder"].items():
-            read["encoder"][name] = tuple(value) if isinstance(value, list) else value
-        read["encoder"] = EncoderPreset(**read["encoder"])
+        if "encoder" in read:  # files of one encoder, from before models could have several
+            ffn = {"projector_ffn": read.pop("projector_ffn")}
+            read["encoders"] = {IMAGES: read.pop("encoder") | ffn}
+        read["encoders"] = tuple(
+            ENCODERS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()})
+            for name, sizes in read["encoders"].items()
+        )
         read["language"] = LanguagePreset(**read["language"])
         return VLMPreset(**read)
     except OSError as error:
@@ -218,4 +197,5 @@ def find_preset(model: str) -> VLMPreset:
 
 def write_preset(preset: VLMPreset, path: Path) -> None:
     """Write a preset, as JSON."""
-    path.write_text(json.dumps(asdict(preset), indent=2) + "\n")
+    encoders = {each.name: asdict(each) for each in preset.encoders}
+    path.write_text(json.dumps(asdict(preset) | {"encoders": encoders}, indent=2) + "\n")

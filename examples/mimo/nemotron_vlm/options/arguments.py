@@ -8,11 +8,10 @@ Bad input is refused here, before any process group is made, with the same messa
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
@@ -29,18 +28,18 @@ from examples.mimo.common.layout import (
 from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     check_bubbles,
     check_encoder_schedule,
     set_encoder_schedule,
 )
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.model.part_settings import NAMES, PARTS
+from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, part_settings
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
@@ -59,6 +58,7 @@ class Options:
     preset: VLMPreset
     layouts: Layouts
     configs: VLMConfigs
+    parts: PartSettings
 
 
 def parse(argv: list[str], world_size: int | None = None) -> Options:
@@ -93,16 +93,17 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
+    parts = part_settings(args, preset.names)
     _check_own(args)
-    _complete(args)
+    _complete(args, preset)
     layouts = _layouts(args, preset)
-    _set_layout(args, layouts)
+    _set_layout(args, preset, layouts)
     with _one_line():
         _validate(args, layouts.language.size)
         refuse(args)  # what Megatron set by deprecated options
         _check_evaluation(args, preset, layouts)
-        configs = make_configs(args, preset, layouts.encoder)
-    return Options(args, preset, layouts, configs)
+        configs = make_configs(args, preset, layouts)
+    return Options(args, preset, layouts, configs, parts)
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:
@@ -141,11 +142,6 @@ def _one_line() -> Iterator[None]:
 
 
 def _check_own(args: argparse.Namespace) -> None:
-    parts = args.freeze.split(",") if args.freeze else []
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise UserError(f"--freeze {unknown[0]}: no such part; choose from {', '.join(PARTS)}")
-    if set(parts) == set(PARTS):
-        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
     if args.report and not args.metrics_out:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
@@ -159,15 +155,9 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError(
             f"--sample-multiple {args.sample_multiple} must divide --seq-length {args.seq_length}"
         )
-    for part, name in itertools.product(NAMES, ("lr", "weight_decay")):
-        option, value = f"--{part}-{name.replace('_', '-')}", getattr(args, f"{part}_{name}")
-        if value is not None and not value >= 0.0:
-            raise UserError(f"{option} must be 0 or more")
-        if value is not None and part in parts:
-            raise UserError(f"{option} does nothing with --freeze {args.freeze}")
 
 
-def _complete(args: argparse.Namespace) -> None:
+def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     """Fill in the defaults that depend on other options."""
 
     def default(name: str, value: object) -> None:
@@ -176,7 +166,7 @@ def _complete(args: argparse.Namespace) -> None:
 
     if args.use_checkpoint_opt_param_scheduler:
         args.override_opt_param_scheduler = False  # Megatron refuses both together
-    args.image_token_id = IMAGE  # until the data source is known
+    args.token_ids = {each.name: each.token for each in preset.encoders}  # data may have others
     args.language_std = args.init_method_std  # None: each matrix's follows from its inputs
     default("init_method_std", 0.02)
     if args.train_samples is None:
@@ -200,7 +190,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
-    asked = asked_layout(args, "encoder"), asked_layout(args, "language")
+    asked = _asked_encoders(args, preset.names), asked_layout(args, "language")
     for size in reversed(_batch_sizes(args)):
         layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
     language = layouts.language
@@ -217,17 +207,24 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     return layouts
 
 
+def _asked_encoders(args: argparse.Namespace, names: list[str]) -> list[Layout]:
+    asked = by_encoder("--encoder", args.encoder, names)
+    if asked and (missing := [name for name in names if name not in asked]):
+        raise UserError(f"--encoder: {missing[0]} is missing; add --encoder {missing[0]}:AXIS=SIZE")
+    return [asked_layout(args, "encoder", asked.get(name, "")) for name in names]
+
+
 def _resolve(
     args: argparse.Namespace,
     preset: VLMPreset,
-    encoder: Layout,
+    encoders: Sequence[Layout],
     language: Layout,
     size: int,
     micro_size: int,
 ) -> Layouts:
     batch = Batch(size, micro_size, args.seq_length)
     rest = (args.world_size, preset, args.placement, args.linear_cp_mode)
-    return resolve(encoder, language, batch, *rest)
+    return resolve(encoders, language, batch, *rest)
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
@@ -247,17 +244,21 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
     if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
         raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
     try:
-        _resolve(args, preset, layouts.encoder, layouts.language, *sizes)
+        _resolve(args, preset, layouts.encoders, layouts.language, *sizes)
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error
 
 
-def _set_layout(args: argparse.Namespace, layouts: Layouts) -> None:
-    for module, layout in (("encoder", layouts.encoder), ("language", layouts.language)):
+def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -> None:
+    args.language = str(layouts.language)
+    args.encoder = " ".join(layouts.named_encoders(preset.names))
+    modules = {"language": layouts.language}
+    if len(layouts.encoders) == 1:
+        modules["encoder"] = layouts.encoder
+    for module, layout in modules.items():
         for axis, option in SIZES[module].items():
             setattr(args, option, getattr(layout, axis))
-        setattr(args, module, str(layout))
     args.sequence_parallel = layouts.language.sequence_parallel
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if "|" not in args.hybrid_layer_pattern and not uneven:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import (
@@ -26,6 +27,7 @@ from examples.mimo.common.layout_rules import (
     size_violation,
     undivided,
 )
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 Rule = Callable[[Layout], str | None]
@@ -33,7 +35,7 @@ Rule = Callable[[Layout], str | None]
 
 
 def resolve(
-    encoder: Layout,
+    encoders: Sequence[Layout],
     language: Layout,
     batch: Batch,
     world_size: int,
@@ -43,68 +45,78 @@ def resolve(
 ) -> Layouts:
     """Derive the sizes that were left out, check every rule, and return the layouts.
 
+    Args:
+        encoders: a layout for each encoder of ``preset``, in its order.
+
     Raises:
         UserError: a rule is broken; the message names the numbers, the rule, and the nearest
             layouts that would work.
     """
-    for_encoder, for_language = ranks_of_modules(encoder, language, world_size, placement)
-    encoder, language = _derive(encoder, for_encoder), _derive(language, for_language)
-    layouts = Layouts(encoder, language, batch, placement)
-
-    def encoder_rule(layout: Layout) -> str | None:
-        return encoder_violation(layout, for_encoder, preset, layouts.non_colocated)
+    *ranks, for_language = ranks_of_modules(encoders, language, world_size, placement)
+    language = _derive(language, for_language)
+    layouts = Layouts(tuple(map(_derive, encoders, ranks)), language, batch, placement)
+    apart = layouts.non_colocated
 
     def language_rule(layout: Layout) -> str | None:
-        if layouts.non_colocated and layout.vpp > 1:
+        if apart and layout.vpp > 1:
             return f"vpp={layout.vpp} needs --placement {COLOCATED}"
         return language_violation(layout, for_language, preset.language, batch, linear_cp_mode)
 
-    def both(layout: Layout) -> str | None:
-        return encoder_rule(layout) or pair_violation(replace(layouts, encoder=layout))
-
-    for layout, ranks, rule, name, fitting in (
-        (encoder, for_encoder, encoder_rule, f"--encoder {encoder}", ""),
-        (language, for_language, language_rule, f"--language {language}", ""),
-        (
-            encoder,
-            for_encoder,
-            both,
-            f"--encoder {encoder} with --language {language}",
-            "encoders ",
-        ),
-    ):
+    def check(name: str, layout: Layout, ranks: int, rule: Rule, fitting: str = "") -> None:
         if broken := rule(layout):
             raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
+
+    checked = [
+        (f"--encoder {text}", layout, own, partial(encoder_violation, own, entry, apart))
+        for text, layout, own, entry in zip(
+            layouts.named_encoders(preset.names),
+            layouts.encoders,
+            ranks,
+            preset.encoders,
+            strict=True,
+        )
+    ]
+    for each in checked:
+        check(*each)
+    check(f"--language {language}", language, for_language, language_rule)
+    for name, layout, own, rule in checked:
+
+        def both(layout: Layout, rule: Rule = rule) -> str | None:
+            return rule(layout) or pair_violation(layout, layouts)
+
+        check(f"{name} with --language {language}", layout, own, both, "encoders ")
     return layouts
 
 
 def ranks_of_modules(
-    encoder: Layout, language: Layout, world_size: int, placement: str
-) -> tuple[int, int]:
-    """Return the number of ranks of the encoder and of the language model.
+    encoders: Sequence[Layout], language: Layout, world_size: int, placement: str
+) -> list[int]:
+    """Return the number of ranks of each encoder and of the language model.
 
     Non-colocated, a module takes the ranks that its layout needs. If one layout lacks ``dp``, that
-    module takes the remaining ranks; if both lack it, the encoder takes one replica.
+    module takes the remaining ranks; if several lack it, the last of them does, and the others
+    take one replica.
 
     Args:
-        encoder, language: layouts as asked for; ``dp`` is 0 if it was left out.
+        encoders, language: layouts as asked for; ``dp`` is 0 if it was left out.
 
     Raises:
-        UserError: one module leaves no rank for the other.
+        UserError: the modules leave no rank for the last one.
     """
+    modules = [*encoders, language]
     if placement == COLOCATED:
-        return world_size, world_size
-    language_first = language.dp and not encoder.dp
-    name, other = ("--language", "encoder") if language_first else ("--encoder", "language model")
-    layout = language if language_first else encoder
-    taken = layout.size if layout.dp else layout.tp * layout.cp * layout.pp
-    if taken >= world_size:
+        return [world_size] * len(modules)
+    rest = max((n for n, each in enumerate(modules) if not each.dp), default=len(encoders))
+    taken = [each.tp * each.cp * each.pp * (each.dp or 1) for each in modules]
+    taken[rest] = world_size - (sum(taken) - taken[rest])
+    if taken[rest] < 1:
+        last = rest == len(encoders)
+        name = "--encoder" if last else "--language" if len(modules) == 2 else "the others"
         raise UserError(
-            f"--placement {NON_COLOCATED}: {name} takes {taken} of {world_size} ranks and leaves "
-            f"none for the {other}"
+            f"--placement {NON_COLOCATED}: {name} takes {world_size - taken[rest]} of {world_size} "
+            f"ranks and leaves none for the {'language model' if last else 'encoder'}"
         )
-    left = world_size - taken
-    return (left, taken) if language_first else (taken, left)
+    return taken
 
 
 def _derive(layout: Layout, world_size: int) -> Layout:
@@ -113,31 +125,25 @@ def _derive(layout: Layout, world_size: int) -> Layout:
 
 
 def encoder_violation(
-    layout: Layout, world_size: int, preset: VLMPreset, pipelined: bool
+    world_size: int, encoder: Encoder, pipelined: bool, layout: Layout
 ) -> str | None:
     """Return the first rule that this encoder layout breaks, or None."""
-    e, p = layout, preset.encoder
+    e = layout
     if e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined):
         return f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})"
-    divided = {
-        "attention heads": p.heads,
-        "features": p.hidden,
-        "FFN rows": p.ffn,
-        "projector rows": preset.projector_ffn,
-    }
     return (
-        undivided("pp", e.pp, {"layers": p.layers})
-        or undivided("tp", e.tp, divided)
+        undivided("pp", e.pp, {"layers": encoder.layers})
+        or undivided("tp", e.tp, encoder.divided())
         or size_violation(e, world_size)
     )
 
 
-def pair_violation(layouts: Layouts) -> str | None:
-    """Return the first rule that the two layouts break together, or None.
+def pair_violation(encoder: Layout, layouts: Layouts) -> str | None:
+    """Return the first rule that an encoder's layout breaks with the language model's, or None.
 
     Colocated there is no such rule: the bridge takes any number of rows from each encoder rank.
     """
-    e, lang, micro_size = layouts.encoder, layouts.language, layouts.batch.micro_size
+    e, lang, micro_size = encoder, layouts.language, layouts.batch.micro_size
     if not layouts.non_colocated:
         return None
     if e.dp % lang.dp and lang.dp % e.dp:

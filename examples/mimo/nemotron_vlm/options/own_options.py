@@ -13,6 +13,11 @@ from examples.mimo.nemotron_vlm.model.presets import PRESETS
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 
+def _repeated():
+    """Return the field of an option that may be given several times."""
+    return field(default=None, metadata={"argparse_meta": {"action": "append"}})
+
+
 @dataclass
 class OwnOptions:
     """Options of this program; all others are Megatron's."""
@@ -34,8 +39,9 @@ class OwnOptions:
     language: str = ""
     """the language model's layout, AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is
     derived when left out; short for --tensor-model-parallel-size and so on"""
-    encoder: str = ""
-    """layout of encoder and projector, in the same form, with axes tp dp pp"""
+    encoder: str | None = _repeated()
+    """layout of encoder and projector, in the same form, with axes tp dp pp; NAME:AXIS=SIZE… is of
+    one of a model's several encoders, once for each"""
     encoder_tp: int | None = None
     """the encoder's tensor-parallel size"""
     encoder_dp: int | None = None
@@ -54,15 +60,16 @@ class OwnOptions:
     wait (bubbles); default: bubbles with --cuda-graph-impl local, 4 microbatches or more, and tp,
     cp and vpp of 1, else three-phases"""
     freeze: str = ""
-    """comma-separated parts that are not trained: encoder, projector, language"""
-    encoder_lr: float | None = None
-    """learning rate of the encoder; default: --lr"""
-    projector_lr: float | None = None
-    """learning rate of the projector; default: --lr"""
-    encoder_weight_decay: float | None = None
-    """weight decay of the encoder; default: --weight-decay"""
-    projector_weight_decay: float | None = None
-    """weight decay of the projector; default: --weight-decay"""
+    """comma-separated parts that are not trained: encoder, projector, language; the first two are
+    those of all encoders, or with NAME: before them of one"""
+    encoder_lr: str | None = _repeated()
+    """learning rate of the encoder, or NAME:RATE for one of several; default: --lr"""
+    projector_lr: str | None = _repeated()
+    """learning rate of the projector, in the same form; default: --lr"""
+    encoder_weight_decay: str | None = _repeated()
+    """weight decay of the encoder, in the same form; default: --weight-decay"""
+    projector_weight_decay: str | None = _repeated()
+    """weight decay of the projector, in the same form; default: --weight-decay"""
     data: str = "digits"
     """data set: digits (strips of one to three scanned digits), digits:N (of N digits), mock
     (noise) or energon:PATH (shards)"""

@@ -35,8 +35,9 @@ def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Grou
     return {axis: group_of(*shape, first, gpus_per_node) for axis, shape in shapes.items()}
 
 
-def replicas_of(layouts: Layouts, gpus_per_node: int) -> tuple[Group, Group, Group]:
-    """Return the groups over which encoder, language model and experts are replicated."""
-    encoder = groups_of(layouts.encoder, gpus_per_node)
+def replicas_of(layouts: Layouts, gpus_per_node: int) -> list[Group]:
+    """Return the groups over which encoders, language model and experts are replicated."""
+    both = zip(layouts.encoders, layouts.offsets, strict=False)
+    encoders = [groups_of(layout, gpus_per_node, first)["dp_cp"] for layout, first in both]
     language = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
-    return encoder["dp_cp"], language["dp_cp"], language["expt_dp"]
+    return [*encoders, language["dp_cp"], language["expt_dp"]]

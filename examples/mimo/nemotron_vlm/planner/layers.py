@@ -15,8 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy as np
+
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.model.presets import LanguagePreset, VLMPreset
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders import Encoder
+from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 
 BACKWARD = 2.0
 """Work of a backward, in forwards."""
@@ -173,13 +177,22 @@ def head(part: Part) -> Layer:
     return Layer(work, tokens * (_norm(part) + p.vocab_size))
 
 
-def encoder_tile(preset: VLMPreset, lay: Layout, first: bool = True, last: bool = True) -> Layer:
-    """Return one stage of encoder and projector on one tile; its work is an even share of all."""
-    e, share = preset.encoder, (1 + BACKWARD) * lay.tp * lay.pp
-    projector = preset.projector_flops_per_tile
-    layer = 4 * e.hidden + 4 + (4 * e.hidden + 2 * e.ffn + e.heads) / lay.tp
-    kept = ((e.tile // e.patch) ** 2 + e.class_tokens) * layer * e.layers / lay.pp
-    kept += 3 * e.tile**2 * first
-    kept += e.tokens_per_tile * (3 * e.output_size + 1 + 2 * preset.projector_ffn / lay.tp) * last
-    work = {"vit": (preset.flops_per_tile - projector) / share, "gemm": projector / share}
-    return Layer(work, kept)
+@cache
+def encoder_input(
+    encoder: Encoder, width: int, lay: Layout, first: bool = True, last: bool = True
+) -> Layer:
+    """Return one stage of an encoder and its projector on one usual input.
+
+    Its work is an even share of all stages' work.
+
+    Args:
+        width: the language model's hidden size.
+    """
+    share, sizes = (1 + BACKWARD) * lay.tp * lay.pp, np.array([encoder.usual])
+    work = {kind: counts[0] / share for kind, counts in encoder.work(sizes, width).items()}
+    return Layer(work, encoder.kept(lay, first, last))
+
+
+def inputs_of_sample(encoder: str, tiles: float) -> float:
+    """Return the inputs of a sample for an encoder: its image tiles, or one of any other kind."""
+    return tiles if encoder == IMAGES else 1.0

@@ -8,9 +8,10 @@ are freed before.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Part
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -30,13 +31,16 @@ Parts = dict[str, float]
 def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
     """Return the bytes of a rank of each pipeline stage, by part."""
     layouts = plan.layouts
-    first = layouts.encoder.pp if layouts.non_colocated else 0
+    makes = [partial(_language_stage, stage=stage) for stage in range(layouts.language.pp)]
+    if layouts.non_colocated:
+        makes = [
+            partial(_encoder_stage, encoder=each, lay=own, stage=stage)
+            for each, own in plan.encoders
+            for stage in range(own.pp)
+        ] + makes
     parts = []
-    for stage, held in enumerate(stages_of(plan.preset, layouts)):
-        make, number = (
-            (_encoder_stage, stage) if stage < first else (_language_stage, stage - first)
-        )
-        kept = make(plan, machine, number)
+    for make, held in zip(makes, stages_of(plan.preset, layouts), strict=True):
+        kept = make(plan, machine)
         state = _state(held, layouts, machine.precision)
         parts.append(state | kept | {"reserved": machine.reserved_bytes})
     return parts
@@ -50,9 +54,9 @@ def peak(parts: list[Parts]) -> float:
 def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
     """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
     lay = layouts.language
-    replicas = layouts.encoder.dp, lay.dp * lay.cp, lay.expt_dp
+    replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
     numbers = sharded = 0.0
-    for elements, copies in zip(held, replicas, strict=True):
+    for elements, copies in zip(held.modules, replicas, strict=True):
         size = padded(elements, copies)
         numbers += size
         sharded += size / copies
@@ -63,11 +67,12 @@ def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
     }
 
 
-def _encoder_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
-    lay, stages = plan.layouts.encoder, plan.layouts.encoder.pp + plan.layouts.language.pp
-    in_flight = min(stages - stage, plan.layouts.num_microbatches)
-    tile = layers.encoder_tile(plan.preset, lay, stage == 0, stage == lay.pp - 1).kept
-    return {"encoder activations": in_flight * plan.most_tiles() * machine.precision * tile}
+def _encoder_stage(
+    plan: Plan, machine: Machine, encoder: Encoder, lay: Layout, stage: int
+) -> Parts:
+    in_flight = min(lay.pp + plan.layouts.language.pp - stage, plan.layouts.num_microbatches)
+    kept = plan.most_inputs(encoder, lay) * encoder.kept(lay, stage == 0, stage == lay.pp - 1)
+    return {"encoder activations": in_flight * machine.precision * kept}
 
 
 def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
@@ -78,13 +83,14 @@ def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
         return parts
     at_once = plan.encoded_and_kept
     kept = min(plan.schedule.recompute or at_once, at_once)
-    tile = layers.encoder_tile(plan.preset, plan.layouts.encoder).kept
-    encoder = width * plan.most_tiles(kept) * tile
+    encoder = bridge = 0.0
+    for each, own in plan.encoders:
+        encoder += width * plan.most_inputs(each, own, kept) * each.kept(own)
+        consumed = at_once * plan.inputs_of_sample(each) * part.samples if stage == 0 else 0.0
+        row = part.p.hidden_size * each.usual_rows()
+        bridge += width * (plan.most_inputs(each, own, at_once) + 2 * consumed) * row
     if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
-    row = part.p.hidden_size * plan.preset.encoder.tokens_per_tile
-    consumed = at_once * plan.images.mean * part.samples if stage == 0 else 0.0
-    bridge = width * (plan.most_tiles(at_once) + 2 * consumed) * row
     return parts | {"encoder activations": encoder, "bridge": bridge}
 
 

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import part_of
@@ -43,6 +44,10 @@ ALIGNMENT, BUCKET_MULTIPLE = 64, 128
 of the replicas."""
 
 
+Place = str | tuple[str, str]
+"""Place of parameters in the model; an encoder's begins with the encoder's name."""
+
+
 class Parameter(NamedTuple):
     """A parameter: its elements on this rank, and whether tensor parallelism divides them."""
 
@@ -53,13 +58,18 @@ class Parameter(NamedTuple):
 class Held(NamedTuple):
     """Elements of a rank's parameters, aligned as in Megatron's buffers.
 
-    vision: encoder and projector, replicated over the encoder's dp. dense, experts: the language
-    model's, replicated over its dp·cp and over its ``expt_dp``.
+    encoders: of each encoder with its projector, replicated over the encoder's dp. dense, experts:
+    the language model's, replicated over its dp·cp and over its ``expt_dp``.
     """
 
-    vision: int
+    encoders: tuple[int, ...]
     dense: int
     experts: int
+
+    @property
+    def modules(self) -> tuple[int, ...]:
+        """Elements that each encoder, the language model, and its experts have."""
+        return (*self.encoders, self.dense, self.experts)
 
 
 def aligned(sizes: list[int]) -> int:
@@ -74,14 +84,22 @@ def padded(elements: int, replicas: int) -> int:
 
 
 def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:
-    """Return the parameters of a rank of each pipeline stage; a separate encoder's come first."""
-    e, lay = layouts.encoder, layouts.language
-    encoder = [_encoder_stage(preset, e.tp, e.pp, stage) for stage in range(e.pp)]
+    """Return the parameters of a rank of each pipeline stage; separate encoders' come first."""
+    lay, none = layouts.language, (0,) * len(layouts.encoders)
+    encoders = [
+        [_encoder_stage(preset, each, own.tp, own.pp, stage) for stage in range(own.pp)]
+        for each, own in zip(preset.encoders, layouts.encoders, strict=True)
+    ]
     axes = lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp
     language = [_language_stage(preset, *axes, stage) for stage in range(lay.pp)]
     if layouts.non_colocated:
-        return encoder + language
-    return [held._replace(vision=encoder[0].vision) for held in language]
+        apart = [
+            Held((*none[:place], elements, *none[place + 1 :]), 0, 0)
+            for place, stages in enumerate(encoders)
+            for elements in stages
+        ]
+        return apart + [Held(none, *held) for held in language]
+    return [Held(tuple(stages[0] for stages in encoders), *held) for held in language]
 
 
 @cache
@@ -96,40 +114,41 @@ def chunks_of_stage(pattern: str, layout: Layout, stage: int) -> list[str]:
 
 
 @cache
-def _encoder_stage(preset: VLMPreset, tp: int, pp: int, stage: int) -> Held:
-    layers = preset.encoder.layers // pp
-    places = {VIT_LAYER: layers, ENCODER: stage == 0, PROJECTOR: stage == pp - 1}
-    return Held(_aligned(preset, places, tp), 0, 0)
+def _encoder_stage(preset: VLMPreset, encoder: Encoder, tp: int, pp: int, stage: int) -> int:
+    times = {VIT_LAYER: encoder.layers // pp, ENCODER: stage == 0, PROJECTOR: stage == pp - 1}
+    places = {(encoder.name, place): count for place, count in times.items()}
+    return _aligned(preset, places, tp)
 
 
 @cache
 def _language_stage(
     preset: VLMPreset, tp: int, ep: int, etp: int, pp: int, vpp: int, stage: int
-) -> Held:
+) -> tuple[int, int]:
     pattern = preset.language.hybrid_layer_pattern
     layout = Layout(tp=tp, ep=ep, etp=etp, pp=pp, vpp=vpp)
     layers = Counter("".join(chunks_of_stage(pattern, layout, stage)))
     experts = {EXPERT: layers["E"] * preset.language.num_experts // ep}
     places = layers | {FIRST: stage == 0, LAST: stage == pp - 1}
-    return Held(0, _aligned(preset, places, tp), _aligned(preset, experts, etp))
+    return _aligned(preset, places, tp), _aligned(preset, experts, etp)
 
 
-def _aligned(preset: VLMPreset, places: dict[str, int], tp: int) -> int:
+def _aligned(preset: VLMPreset, places: dict[Place, int], tp: int) -> int:
     """Sum up the parameters of places in the model, each taken several times."""
     found = _one_of_each(preset)
-    return sum(
-        times * aligned([each.size // (tp if each.is_divided else 1) for each in found[place]])
-        for place, times in places.items()
-        if times
-    )
+    total = 0
+    for place, times in places.items():
+        sizes = [each.size // (tp if each.is_divided else 1) for each in found.get(place, ())]
+        total += times * aligned(sizes)
+    return total
 
 
 @cache
-def _one_of_each(preset: VLMPreset) -> dict[str, list[Parameter]]:
+def _one_of_each(preset: VLMPreset) -> dict[Place, list[Parameter]]:
     """Return the parameters of a layer of each kind, of an expert, and of what is around them."""
     pattern = "".join(sorted(set(preset.language.hybrid_layer_pattern) - {"|"}))
     language = replace(preset.language, hybrid_layer_pattern=pattern)
-    preset = replace(preset, language=language, encoder=replace(preset.encoder, layers=1))
+    encoders = tuple(replace(each, layers=1) for each in preset.encoders)
+    preset = replace(preset, language=language, encoders=encoders)
     with tempfile.TemporaryDirectory() as directory, redirect_stdout(None):
         file = Path(directory) / "model.json"
         write_preset(preset, file)
@@ -140,24 +159,24 @@ def _one_of_each(preset: VLMPreset) -> dict[str, list[Parameter]]:
     return found
 
 
-def by_place(stages: list[MimoModel]) -> dict[str, list[Parameter]]:
+def by_place(stages: list[MimoModel]) -> dict[Place, list[Parameter]]:
     """Return the parameters of a rank's virtual stages by their place in the model.
 
-    Places are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, ``PROJECTOR``, the letter of a
-    language layer, ``EXPERT`` for its routed experts, and ``FIRST`` and ``LAST`` for what the first
-    and the last stage of a pipeline have besides.
+    An encoder's are ``VIT_LAYER``, ``ENCODER`` for what surrounds these, and ``PROJECTOR``. The
+    language model's are the letter of a layer, ``EXPERT`` for its routed experts, and ``FIRST`` and
+    ``LAST`` for what the first and the last stage of a pipeline have besides.
     """
-    found: dict[str, list[Parameter]] = defaultdict(list)
+    found: dict[Place, list[Parameter]] = defaultdict(list)
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            place, (_, _, layer) = part_of(name), name.partition(".layers.")
-            if place == ENCODER and layer:
-                place = VIT_LAYER
-            elif place == "language" and layer:
+            (module, part), (_, _, layer) = part_of(name), name.partition(".layers.")
+            if module:
+                place = module, VIT_LAYER if part == ENCODER and layer else part
+            elif layer:
                 is_routed = ".local_experts." in name or ".experts.weight" in name
                 kinds = stage.language_model.decoder.layer_type_list
                 place = EXPERT if is_routed else kinds[int(layer.split(".")[0])]
-            elif place == "language":
+            else:
                 place = FIRST if ".embedding." in name else LAST
             is_divided = getattr(parameter, "tensor_model_parallel", False)
             found[place].append(Parameter(parameter.numel(), is_divided))
@@ -171,13 +190,14 @@ def stages_on_meta(options: Options, rank: int) -> Iterator[list[MimoModel]]:
     with ExitStack() as undone:
         # Nothing runs, so no graph is needed; Megatron's own layers have the same parameters.
         counted = {"cuda_graph_impl": "none", "transformer_impl": "local"}
-        for part in (args, configs.encoder, configs.projector, configs.language):
+        of_encoders = [config for each in configs.encoders for config in each.values()]
+        for part in (args, *of_encoders, configs.language):
             undone.enter_context(replaced(part, **counted))
         set_global_variables(args, build_tokenizer=False)
         undone.callback(unset_global_variables)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
         undone.callback(dist.destroy_process_group)
-        modules = make_modules(placed(options.layouts), "fake")
+        modules = make_modules(placed(options.preset, options.layouts), "fake")
         prepare_process(modules, args)
         # Some of Megatron's layers ask for the current CUDA device instead of the default one.
         with torch.device("meta"), replaced(torch.cuda, current_device=lambda: "meta"):

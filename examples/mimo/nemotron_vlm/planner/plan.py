@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import Layouts
-from examples.mimo.nemotron_vlm.data.sample import most_tiles
+from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, most_tiles
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.planner.layers import Part
+from examples.mimo.nemotron_vlm.planner.layers import Part, inputs_of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
@@ -56,7 +57,7 @@ class Tiles:
         Raises:
             UserError: they do not fit.
         """
-        tokens = preset.encoder.tokens_per_tile
+        tokens = preset.images.tokens_per_tile
         if self.mean * tokens > seq_length:
             reason = f"{self.mean:g} tiles of {tokens} tokens do not fit --seq-length {seq_length}"
             raise UserError(reason)
@@ -88,21 +89,30 @@ class Plan:
         kept = most_kept(self.layouts.language.pp, size) * size
         return min(kept, self.layouts.num_microbatches)
 
-    def most_tiles(self, microbatches: int = 1) -> float:
-        """Return the tiles of ``microbatches`` microbatches on the encoder rank that has most of
+    @property
+    def encoders(self) -> list[tuple[Encoder, Layout]]:
+        """The encoders' entries and layouts."""
+        return list(zip(self.preset.encoders, self.layouts.encoders, strict=True))
+
+    def inputs_of_sample(self, encoder: Encoder) -> float:
+        """Return the mean number of an encoder's inputs in a sample."""
+        return inputs_of_sample(encoder.name, self.images.mean)
+
+    def most_inputs(self, encoder: Encoder, own: Layout, microbatches: int = 1) -> float:
+        """Return the inputs of ``microbatches`` microbatches on the encoder rank that has most of
         them.
 
-        Colocated, tiles are divided evenly. Non-colocated, a rank encodes whole samples: the
+        Colocated, inputs are divided evenly. Non-colocated, a rank encodes whole samples: the
         largest of dp sums is estimated as that of normal variables, mean + deviation · sqrt(2 ln
         dp).
         """
         lay = self.layouts
-        samples = microbatches * lay.batch.micro_size * lay.language.dp / lay.encoder.dp
-        mean = samples * self.images.mean
+        samples = microbatches * lay.batch.micro_size * lay.language.dp / own.dp
+        mean = samples * self.inputs_of_sample(encoder)
         if not lay.non_colocated:
             return float(math.ceil(mean))
-        spread = self.images.deviation * math.sqrt(samples * 2 * math.log(lay.encoder.dp))
-        return mean + spread
+        deviation = self.images.deviation if encoder.name == IMAGES else 0.0
+        return mean + deviation * math.sqrt(samples * 2 * math.log(own.dp))
 
     def part(self, machine: Machine) -> Part:
         """Return a microbatch as a rank of the language model processes it."""
@@ -122,4 +132,4 @@ def plan_of(options: Options) -> Plan:
 
 def most_that_fit(preset: VLMPreset, seq_length: int) -> Tiles:
     """Return the tiles of a sample with as many as its tokens allow, as mock samples have."""
-    return Tiles(max(1, most_tiles(preset.encoder.tokens_per_tile, seq_length)))
+    return Tiles(max(1, most_tiles(preset.images.tokens_per_tile, seq_length)))

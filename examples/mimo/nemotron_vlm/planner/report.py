@@ -42,9 +42,10 @@ def command(task: Task, plan: Plan, model: str) -> list[str]:
 def options_of(plan: Plan, model: str) -> list[str]:
     """Return the program's options for a plan on GPUs."""
     lay, batch, schedule = plan.layouts, plan.layouts.batch, plan.schedule
+    encoders = [f"--encoder {text}" for text in lay.named_encoders(plan.preset.names)]
     options = [
         f"--model {model} --device cuda --bf16 --placement {lay.placement}",
-        f"--encoder {lay.encoder} --language {lay.language}",
+        " ".join([*encoders, f"--language {lay.language}"]),
         f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size} "
         f"--micro-batch-size {batch.micro_size}",
         *RECOMPUTE[plan.recompute],
@@ -91,7 +92,7 @@ def _row(task: Task, priced: Priced) -> list[str]:
         f"{figures['tflops_per_gpu']:.0f}",
         f"{figures['peak_bytes'] / GIB:.0f}",
         *(f"{part / step:.1%}" for part in shown),
-        str(plan.layouts.encoder),
+        " ".join(plan.layouts.named_encoders(plan.preset.names)),
         str(plan.layouts.language),
         f"{plan.layouts.batch.micro_size}{macro_batch}",
         "+".join(again) or "-",
@@ -131,7 +132,11 @@ def as_data(task: Task, found: Found, model: str) -> dict:
     plans = []
     for priced in found.best:
         plan, names = priced.plan, map(attrgetter("name"), stages_of_pipeline(priced.plan.layouts))
-        what = asdict(plan.layouts) | {"schedule": asdict(plan.schedule)}
+        layouts = asdict(plan.layouts)
+        encoders = dict(zip(task.preset.names, layouts.pop("encoders"), strict=True))
+        first = next(iter(encoders.values()))
+        layouts |= {"encoder": first} if len(encoders) == 1 else {"encoders": encoders}
+        what = layouts | {"schedule": asdict(plan.schedule)}
         what |= {"recompute": plan.recompute, "seconds": priced.step.parts}
         what["bytes"] = dict(zip(names, priced.memory, strict=True))
         plans.append(figures_of(task, priced) | what | {"command": command(task, plan, model)})

@@ -78,7 +78,11 @@ def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
     """Return the pipeline's stages; those of a separate encoder come first."""
     stages, modules = [], [("language", "stage", layouts.language)]
     if layouts.non_colocated:
-        modules.insert(0, ("encoder", "encoder", layouts.encoder))
+        several = len(layouts.encoders) > 1
+        modules = [
+            ("encoder", f"encoder {number}," if several else "encoder", layout)
+            for number, layout in enumerate(layouts.encoders)
+        ] + modules
     for module, name, lay in modules:
         stages += [Stage(module, f"{name} {n}", lay.size // lay.pp) for n in range(lay.pp)]
     return stages if len(stages) > 1 else [stages[0]._replace(name="all ranks")]

@@ -122,16 +122,16 @@ def candidates(task: Task) -> Iterator[Layouts]:
     """Yield all pairs of layouts that the program's rules allow."""
     for placement, encoder_ranks, language_ranks in _splits(task):
         is_apart = placement == NON_COLOCATED
-        encoders = list(_encoder_layouts(task, encoder_ranks, is_apart))
+        encoders = _encoder_layouts(task, encoder_ranks, is_apart)
         for micro_size in MICRO_SIZES:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
                 rest = task.preset.language, batch, CHUNKWISE
                 if language_violation(language, language_ranks, *rest):
                     continue
-                for encoder in encoders:
-                    layouts = Layouts(encoder, language, batch, placement)
-                    if not pair_violation(layouts):
+                for chosen in encoders:
+                    layouts = Layouts(chosen, language, batch, placement)
+                    if not any(pair_violation(each, layouts) for each in chosen):
                         yield layouts
 
 
@@ -155,20 +155,27 @@ def _macro_batches(layouts: Layouts, in_bubbles: bool) -> tuple[int, ...]:
 
 
 def _splits(task: Task) -> Iterator[tuple[str, int, int]]:
-    """Yield placements with the number of ranks of the encoder and of the language model."""
+    """Yield placements with the number of ranks of each encoder and of the language model.
+
+    Several encoders are planned on the same ranks only.
+    """
     if COLOCATED in task.placements:
         yield COLOCATED, task.world, task.world
-    if NON_COLOCATED in task.placements:
+    if NON_COLOCATED in task.placements and len(task.preset.encoders) == 1:
         sizes = {round(share * task.world) for share in ENCODER_SHARES}
         for size in sorted(sizes - {0, task.world}):
             yield NON_COLOCATED, size, task.world - size
 
 
-def _encoder_layouts(task: Task, ranks: int, is_apart: bool) -> Iterator[Layout]:
-    for tp, pp in product(_divisors(task.machine.gpus_per_node), (1, 2, 4) if is_apart else (1,)):
-        layout = Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp)
-        if layout.size == ranks and not encoder_violation(layout, ranks, task.preset, is_apart):
-            yield layout
+def _encoder_layouts(task: Task, ranks: int, is_apart: bool) -> list[tuple[Layout, ...]]:
+    """Return the layouts of the encoders, in all combinations that each may have."""
+    sizes = product(_divisors(task.machine.gpus_per_node), (1, 2, 4) if is_apart else (1,))
+    tried = [Layout(tp=tp, pp=pp, dp=ranks // (tp * pp), etp=tp) for tp, pp in sizes]
+    allowed = [
+        [lay for lay in tried if not encoder_violation(ranks, each, is_apart, lay)]
+        for each in task.preset.encoders
+    ]
+    return list(product(*allowed))
 
 
 def _language_layouts(task: Task, ranks: int, interleaved: bool) -> Iterator[Layout]:

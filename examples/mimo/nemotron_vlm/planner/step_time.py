@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add
 
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner.groups import group_of, groups_of, replicas_of
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
@@ -96,28 +98,36 @@ def _context(layer: Layer, machine: Machine, group: Group) -> float:
 
 
 def encoder_cost(plan: Plan, machine: Machine) -> Cost:
-    """Return the cost of encoding a macro-batch, on the rank with the most tiles."""
-    e, lay, at_once = plan.preset.encoder, plan.layouts.encoder, plan.encoded_at_once
-    tiles, count = plan.most_tiles(at_once), e.layers / lay.pp
-    compute = tiles * (1 + BACKWARD) * machine.seconds(layers.encoder_tile(plan.preset, lay).work)
-    tokens = tiles * ((e.tile // e.patch) ** 2 + e.class_tokens)
+    """Return the cost of encoding a macro-batch, on the ranks with the most inputs."""
+    return sum((_cost_of(plan, machine, *each) for each in plan.encoders), Cost())
+
+
+def _cost_of(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
+    at_once, count = plan.encoded_at_once, encoder.layers / lay.pp
+    inputs = plan.most_inputs(encoder, lay, at_once)
+    layer = layers.encoder_input(encoder, plan.preset.language.hidden_size, lay)
+    compute = inputs * (1 + BACKWARD) * machine.seconds(layer.work)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
-    reduced = machine.all_reduce(group, tokens * e.hidden * machine.precision)
+    reduced = machine.all_reduce(group, inputs * encoder.reduced() * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
     if plan.schedule.recompute and not plan.layouts.non_colocated:
         again = math.ceil(at_once / plan.schedule.recompute) - 1
-        launches = again * e.layers * machine.overhead["vit"]
+        launches = again * encoder.layers * machine.overhead["vit"]
         cost += Cost(recompute=cost.forward + launches)
     return cost
 
 
 def bridge_seconds(plan: Plan, machine: Machine) -> float:
-    """Seconds of the bridge in a step, both ways, on the rank that receives most.
+    """Seconds of the bridges in a step, both ways, on the rank that receives most.
 
     See docs/reviewer/pipeline.md.
     """
-    e, lay, per_node = plan.layouts.encoder, plan.layouts.language, machine.gpus_per_node
-    rows = plan.layouts.batch.global_size * plan.images.mean * plan.preset.encoder.tokens_per_tile
+    return sum(_bridge_of(plan, machine, *each) for each in plan.encoders)
+
+
+def _bridge_of(plan: Plan, machine: Machine, encoder: Encoder, e: Layout) -> float:
+    lay, per_node = plan.layouts.language, machine.gpus_per_node
+    rows = plan.layouts.batch.global_size * plan.inputs_of_sample(encoder) * encoder.usual_rows()
     size = rows * plan.preset.language.hidden_size * machine.precision
     if plan.layouts.non_colocated:
         leaves = plan.layouts.language_offset + lay.size > per_node
@@ -142,7 +152,7 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     includes the `STEP_REDUCTIONS`.
     """
     layouts, per_node = plan.layouts, machine.gpus_per_node
-    most = max(stages_of(plan.preset, layouts), key=sum)
+    most = max((held.modules for held in stages_of(plan.preset, layouts)), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
     reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
@@ -212,7 +222,8 @@ def work_of(plan: Plan, machine: Machine) -> Work:
     hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
-        chunks = (encoder,) * layouts.encoder.pp + chunks
+        of_encoders = [(_cost_of(plan, machine, *each),) * each[1].pp for each in plan.encoders]
+        chunks = sum((*of_encoders, chunks), ())
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
     encoded = encoder, plan.encoded_at_once, plan.schedule.in_bubbles
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)

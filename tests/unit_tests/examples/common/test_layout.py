@@ -24,7 +24,7 @@ BATCH = Batch(global_size=32, micro_size=4, seq_length=32)
 def resolved(
     encoder: str, language: str, world: int, batch: Batch = BATCH, placement: str = COLOCATED
 ) -> Layouts:
-    parsed = parse_layout(encoder, "encoder"), parse_layout(language, "language")
+    parsed = [parse_layout(encoder, "encoder")], parse_layout(language, "language")
     return resolve(*parsed, batch, world, tiny(), placement)
 
 
@@ -111,7 +111,7 @@ class TestRules:
     def test_only_head_parallel_layers_limit_cp(self, preset, language, text):
         layout = parse_layout(language, "language")
         batch = Batch(global_size=32, micro_size=4, seq_length=96)
-        arguments = (Layout(), layout, batch, layout.cp, preset)
+        arguments = ([Layout()], layout, batch, layout.cp, preset)
         with pytest.raises(UserError) as refusal:
             resolve(*arguments, linear_cp_mode="headwise")
         assert text in str(refusal.value)
@@ -119,13 +119,13 @@ class TestRules:
         resolve(*arguments, linear_cp_mode=CHUNKWISE)
 
     def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
-        layouts = Layout(tp=4, dp=3), Layout(cp=3, dp=4)
+        layouts = [Layout(tp=4, dp=3)], Layout(cp=3, dp=4)
         resolve(*layouts, Batch(12, 3, 36), 12, tiny())
         with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
             resolve(*layouts, Batch(12, 3, 36), 24, tiny(), NON_COLOCATED)
 
     def test_an_encoder_slice_of_part_of_a_sample_needs_colocated_modules(self):
-        layouts, batch = (Layout(dp=8), Layout(tp=4, dp=2)), Batch(32, 2, 32)
+        layouts, batch = ([Layout(dp=8)], Layout(tp=4, dp=2)), Batch(32, 2, 32)
         resolve(*layouts, batch, 8, tiny())
         with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):
             resolve(*layouts, batch, 16, tiny(), NON_COLOCATED)
@@ -157,7 +157,7 @@ class TestPresets:
     @pytest.mark.parametrize("name", PRESETS)
     def test_world_of_one_fits(self, name):
         one = Batch(1, 1, 1024)
-        resolve(Layout(), Layout(), one, 1, PRESETS[name]())
+        resolve([Layout()], Layout(), one, 1, PRESETS[name]())
 
     @pytest.mark.parametrize(
         ("encoder", "language", "world"),

@@ -15,14 +15,15 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout,
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.balance import assign_rows
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
-from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
-from examples.mimo.nemotron_vlm.data.sample import IMAGE
-from examples.mimo.nemotron_vlm.data.step_plan import Piece, StepPlan, Take
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
 from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import PaddedLengths, zigzag_layout
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import one_take, reader, step_plan
 from tests.unit_tests.no_host_sync import no_host_sync
 
 SEQ_LENGTH = 32
@@ -45,7 +46,7 @@ def drawn_cost(split: str, number: int) -> tuple[int, int]:
 
 
 def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED) -> Layouts:
-    return Layouts(Layout(dp=encoder_dp), language, Batch(rows, 1, SEQ_LENGTH), placement)
+    return Layouts((Layout(dp=encoder_dp),), language, Batch(rows, 1, SEQ_LENGTH), placement)
 
 
 def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1):
@@ -58,13 +59,13 @@ def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1
         ranks += [(rank * parts // dp, rank) for rank in range(dp)]
     in_bubbles = macro_batch is not None  # else a pipeline encodes a step at once
     schedule = EncoderSchedule(macro_batch or count, in_bubbles)
-    plans = {rank: StepPlan(layouts, *rank, row_cost, schedule) for rank in ranks}
+    plans = {rank: step_plan(layouts, *rank, row_cost, schedule) for rank in ranks}
     return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
 
 
 def tiles_of(takes: list[Take]) -> Counter:
     """How often each tile is encoded."""
-    pieces = [piece for take in takes for piece in take.pieces or ()]
+    pieces = [piece for take in takes for piece in take.shares[IMAGES].pieces or ()]
     return Counter((p.sample, tile) for p in pieces for tile in range(p.first, p.end))
 
 
@@ -132,8 +133,8 @@ class TestStepPlan:
         encoder = {part: takes for (part, _), takes in found.items() if part is not None}
         assert set(encoder) == set(range(parts))
         encoded = sum((tiles_of(takes) for takes in encoder.values()), Counter())
-        costs = np.concatenate(rows.costs(samples))
-        assert set(encoded.values()) <= {1} and encoded.total() == costs[:, 1].sum()
+        tiles = sum(len(row) for row in rows.inputs(samples, tiny().images, width=64))
+        assert set(encoded.values()) <= {1} and encoded.total() == tiles
 
     @settings(deadline=None, max_examples=60)
     @given(steps(), st.booleans())
@@ -149,7 +150,7 @@ class TestStepPlan:
                         own = [s for row in take.rows for s in row]
                         consumed.append((lang, number, own))
                     if part is not None:
-                        encoded.append((part, number, take.pieces))
+                        encoded.append((part, number, take.shares[IMAGES].pieces))
             order = [s for _, _, own in sorted(dict_of(consumed)) for s in own]
             tiles = {s: int(rows.source.costs("train", s, 1)[0, 1]) for s in order}
             expected = [(s, tile) for s in order for tile in range(tiles[s])]
@@ -171,12 +172,14 @@ class TestStepPlan:
             return [
                 n
                 for rank in sorted(takes_of)
-                for n in np.sum([takes_of[rank][i].atoms[side] for i in numbers], axis=0)
+                for n in np.sum(
+                    [getattr(takes_of[rank][i].shares[IMAGES], side) for i in numbers], axis=0
+                )
             ]
 
         for numbers in macro_batches(count, macro_batch):
-            assert atoms(made, 0, numbers) == atoms(used, 1, numbers)
-            assert len(atoms(made, 0, numbers)) == np.lcm(parts, dp)
+            assert atoms(made, "encoded", numbers) == atoms(used, "consumed", numbers)
+            assert len(atoms(made, "encoded", numbers)) == np.lcm(parts, dp)
 
 
 def dict_of(entries: list[tuple]) -> list[tuple]:
@@ -213,7 +216,7 @@ class TestBalance:
             encoded = {part: tiles_of(t).total() for (part, _), t in found.items()}
             language = {}
             for (_, lang), takes in found.items():
-                tokens = [rows.costs([row])[0][:, 0] for take in takes for row in take.rows]
+                tokens = [rows.tokens([row])[0] for take in takes for row in take.rows]
                 language[lang] = sum(512 * 400 + float((t**2).sum()) for t in tokens)
             worst[cost is not None] = [
                 max(load.values()) / np.mean(list(load.values())) for load in (encoded, language)
@@ -228,19 +231,13 @@ class WrongCount(DigitStrips):
         return text._replace(input_ids=text.input_ids.masked_fill(text.input_ids == IMAGE, 4))
 
 
-def reader(source, packing=None, seq_length=SEQ_LENGTH) -> Reader:
-    sizes = {"tile": 16, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": seq_length}
-    names = {"modality": "images", "encoder": "radio"}
-    return Reader(source, **names, **sizes, packing=packing, reads_labels=True, cp=2, sp=1)
-
-
 class TestReader:
     SOURCE = DigitStrips(tile=16, tokens_per_tile=TOKENS_PER_TILE, seq_length=SEQ_LENGTH, seed=0)
 
     def test_a_sample_with_another_number_of_image_tokens_is_named(self):
         wrong = WrongCount(16, TOKENS_PER_TILE, SEQ_LENGTH, 0)
-        found = reader(wrong)[Take("train", [[7]], [], None)]
-        assert found.startswith("sample 7 of train has 0 image tokens for")
+        found = reader(wrong, None, SEQ_LENGTH)[one_take([[7]], [])]
+        assert found.startswith("sample 7 of train has 0 tokens of images for")
 
     def test_a_strip_has_as_many_digits_as_asked_for(self):
         strips = DigitStrips(16, TOKENS_PER_TILE, SEQ_LENGTH, 0, digits=2)
@@ -250,7 +247,7 @@ class TestReader:
 
     def test_packed_samples_lie_end_to_end_and_each_begins_at_position_0(self):
         packing = Packing(window=8, multiple=8)
-        batch = reader(self.SOURCE, packing, 64)[Take("train", [[3, 5]], [], ([0], [0]))]
+        batch = reader(self.SOURCE, packing, 64)[one_take([[3, 5]], [], [0], [0])]
         texts = [self.SOURCE.text("train", n) for n in (3, 5)]
         bounds = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
         with no_host_sync():
@@ -265,7 +262,8 @@ class TestReader:
 
     def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
         number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
-        batch = reader(self.SOURCE)[Take("train", [[number]], [Piece(number, 1, 2)], ([1], [3]))]
+        one = one_take([[number]], [Piece(number, 1, 2)], [4], [12])
+        batch = reader(self.SOURCE, None, SEQ_LENGTH)[one]
         plan = batch["batch_plan"]
         tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]
         assert tiles.equal(self.SOURCE.tiles("train", number)[1:2])

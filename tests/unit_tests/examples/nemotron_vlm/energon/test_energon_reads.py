@@ -12,14 +12,11 @@ import pytest
 import torch
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
-from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import one_take, reader, step_plan
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    TILE,
-    TOKENS_PER_TILE,
     ShardReads,
     image,
     make_shard,
@@ -41,12 +38,6 @@ def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, i
     return [(part, None) for part in parts] + [(None, 0)] * REPLICA.size
 
 
-def reader_of(opened: EnergonSource, packing: Packing | None = None) -> Reader:
-    sizes = {"tile": TILE, "tokens_per_tile": TOKENS_PER_TILE, "seq_length": SEQ_LENGTH}
-    flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
-    return Reader(opened, "images", "radio", **sizes, **flags)
-
-
 class TestAStepOfOneReplica:
     @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
     @pytest.mark.parametrize(
@@ -63,17 +54,17 @@ class TestAStepOfOneReplica:
         opened = source(digits, seq_length=SEQ_LENGTH)
         rows = Rows(opened, "train", SEQ_LENGTH, packing)
         batch = Batch(ROWS, ROWS // MICROBATCHES, SEQ_LENGTH)
-        layouts = Layouts(encoder_layout, REPLICA, batch, placement)
+        layouts = Layouts((encoder_layout,), REPLICA, batch, placement)
         counts = ShardReads(monkeypatch)
         wanted = Counter()
         for part, dp in ranks_of(encoder_layout, placement):
             schedule = EncoderSchedule(macro_batch=ROWS)
-            plan = StepPlan(layouts, part, dp, row_cost=sum, schedule=schedule)
-            reader = reader_of(opened, packing)
+            plan = step_plan(layouts, part, dp, row_cost=sum, schedule=schedule)
+            reading = reader(opened, packing, SEQ_LENGTH)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
-                assert isinstance(reader[take], dict)
-                encoded = {piece.sample for piece in take.pieces or ()}
+                assert isinstance(reading[take], dict)
+                encoded = {piece.sample for piece in take.shares[IMAGES].pieces or ()}
                 wanted.update(names(opened, "train", encoded))
         assert counts.images == wanted and min(wanted.values()) >= encoder_layout.tp
 
@@ -158,7 +149,7 @@ class TestAShardThatCannotBeRead:
     def test_gives_a_rank_no_batch_but_a_reason(self, shard, monkeypatch, slept):
         opened = source(shard.parent)
         ShardReads(monkeypatch).failing[shard.name] = ALWAYS
-        found = reader_of(opened)[Take("train", [[SAMPLE]], [], ([0], [1]))]
+        found = reader(opened, None, SEQ_LENGTH)[one_take([[SAMPLE]], [], [0], [4])]
         assert found.startswith(f"{shard} cannot be read")
 
     def test_is_left_out_by_a_survey_on_every_rank(self, shard, monkeypatch, slept):

@@ -10,7 +10,7 @@ import pytest
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import step_plan
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     make_digits,
     shared_digits,
@@ -51,11 +51,11 @@ class TestEpoch:
         parts = [(2, 0, before), (1, before, whole - before)]
         read = Counter()
         for dp, first, count in parts:
-            layouts = Layouts(Layout(dp=dp), Layout(dp=dp), Batch(count, 1, 64))
+            layouts = Layouts((Layout(dp=dp),), Layout(dp=dp), Batch(count, 1, 64))
             for rank in range(dp):
                 # Opened anew, as in another process.
                 stream = Rows(source(data), "train", 64, packing, seed=5)
-                plan = StepPlan(layouts, rank, rank, row_cost=sum)
+                plan = step_plan(layouts, rank, rank, row_cost=sum)
                 for take in plan.takes(stream, first, count // dp, 1):
                     read.update(opened.name("train", n) for row in take.rows for n in row)
         assert len(read) == epoch and set(read.values()) == {1}

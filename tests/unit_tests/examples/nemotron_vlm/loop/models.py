@@ -9,6 +9,7 @@ from functools import partial
 
 from examples.mimo.nemotron_vlm.data import SampleSource
 from tests.unit_tests.examples.nemotron_vlm.loop.partly_text import PartlyText
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
 
 COMPARED = 3
@@ -86,6 +87,7 @@ MODELS = {
     "tiny-gdn": Model((*LOCAL, "--model", "tiny-gdn")),
     "six layers": Model(SIX_LAYERS, samples=24),
     "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),
+    "sound and images": Model(("--model", "tiny-sound"), source=SoundAndImages()),
     "growing batch": Model(GROWING, samples=0, steps=4),
     "packed": Model((*OWN_DEFAULTS, *LOCAL, *PACK), samples=8, packed=True),
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),

@@ -56,11 +56,12 @@ class Row:
     @property
     def commands(self) -> list[tuple[str, ...]]:
         """The options of each layout's run: the model's, the layout's and the batch's."""
-        shared = (*MODELS[self.model].options, *self.common)
-        return [
-            (*shared, "--encoder", encoder, "--language", language, *self.batch(language), *options)
-            for encoder, language, options in self.layouts
-        ]
+        shared, found = (*MODELS[self.model].options, *self.common), []
+        for encoder, language, options in self.layouts:
+            encoders = [word for each in encoder.split() for word in ("--encoder", each)]
+            layout = (*encoders, "--language", language, *self.batch(language))
+            found.append((*shared, *layout, *options))
+        return found
 
 
 APART = ("--placement", "non-colocated")
@@ -78,6 +79,8 @@ NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbl
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
+
+FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
 
 PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
 """Layouts of the language model on four ranks: in three phases, and in one."""
@@ -138,6 +141,16 @@ ON_CPUS = {
                 (4, "tp=2", "dp=2,ep=2"),
                 (2, "dp=1", "dp=1"),
             )
+        ),
+    ],
+    "two encoders": [
+        Row(8, "sound and images", "images:tp=2,dp=4 sound:dp=8", "cp=2,pp=2,dp=2,ep=2"),
+        Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
+        Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(4, "sound and images", "images:dp=4 sound:dp=4", FLAT, RECOMPUTE[-2:]),
+        Row(
+            *(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
+            then=(("images:dp=8 sound:dp=8", "tp=2,dp=4,ep=8,etp=1", ()),),
         ),
     ],
     "recurrent layers": [

@@ -70,15 +70,16 @@ class TestStep:
             with FlopCounterMode(display=False) as counter:
                 vision(encoder_inputs={"radio": {"tiles": tile}})
             preset, args = run.session.options.preset, run.args
-            size = preset.encoder
+            size = preset.images
             tokens = (size.tile // size.patch) ** 2 + size.class_tokens
             attention = size.layers * 4 * tokens**2 * size.hidden
-            assert preset.flops_per_tile == 3 * (counter.get_total_flops() + attention)
+            of_tile = size.usual_operations(preset.language.hidden_size)
+            assert of_tile == 3 * (counter.get_total_flops() + attention)
             of_batch = num_floating_point_operations(args, 8)
             args.modality_flops_per_sample = 0.0
             of_language = num_floating_point_operations(args, 8)
         tiles = 8 * 2  # of a sample: one to three, each as likely
-        assert of_batch - of_language == pytest.approx(tiles * preset.flops_per_tile)
+        assert of_batch - of_language == pytest.approx(tiles * of_tile)
 
 
 @requires_world_size(2)

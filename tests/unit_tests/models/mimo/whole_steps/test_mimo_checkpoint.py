@@ -200,7 +200,8 @@ class TestRefusals:
         self.assert_refused(saved, "shape mismatch", wider)
 
     def test_of_another_shape(self, saved):
-        other = replace(tiny(), name="other", projector_ffn=64)
+        images = replace(tiny().images, projector_ffn=64)
+        other = replace(tiny(), name="other", encoders=(images,))
         self.assert_refused(saved, "input_projections", other)
 
     def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS
-from examples.mimo.nemotron_vlm.model.model import ENCODER, IMAGES
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -38,7 +38,7 @@ def batch_of(source, numbers: range) -> dict[str, object]:
         "labels": labels,
         "loss_mask": mask,
         "position_ids": torch.arange(LENGTH, device=Utils.device).expand_as(ids),
-        "modality_inputs": {IMAGES: {ENCODER: {"tiles": tiles}}},
+        "modality_inputs": {IMAGES: {"radio": {"tiles": tiles}}},
     }
 
 

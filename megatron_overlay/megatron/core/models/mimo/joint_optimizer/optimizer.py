@@ -219,23 +219,25 @@ def get_mimo_optimizer(
         mimo_model: the model, or its list of virtual pipeline stages.
         config: settings of every module.
         config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the
-            model's ``optimizer_overrides``, if any, take precedence. Parameter names are those
+            model's ``optimizer_overrides``, by module, take precedence. Parameter names are those
             within a module.
     """
     models = mimo_model if isinstance(mimo_model, list) else [mimo_model]
     grids = models[0].mimo_config.module_to_grid_map
-    if own := models[0].mimo_config.optimizer_overrides:
-        if config_overrides is None:
-            config_overrides = get_standard_config_overrides(config)
-        config_overrides = {**config_overrides, **own}
+    own = models[0].mimo_config.optimizer_overrides or {}
+    if own and config_overrides is None:
+        config_overrides = get_standard_config_overrides(config)
     infos, found = {}, []
     for name, grid in grids.items():
         infos[name] = upstream.ModuleOptimizerInfo(None, grid, None, grid.is_current_rank_in_grid())
         if infos[name].is_active:
             stages = _stages(models, name)
             infos[name].pg_collection = unwrap_model(stages[0]).pg_collection
+            overrides = config_overrides
+            if name in own:
+                overrides = {**(config_overrides or {}), **own[name]}
             infos[name].optimizer = _module_optimizer(
-                config, stages, infos[name].pg_collection, config_overrides
+                config, stages, infos[name].pg_collection, overrides
             )
             found += [getattr(m, "expert_bias", None) for stage in stages for m in stage.modules()]
     return MimoOptimizer(infos, config, [bias for bias in found if bias is not None])

@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads, no_grad_sync
 from megatron.core.models.mimo.setup.module_groups import Modules, own_groups
@@ -33,6 +34,7 @@ def prepare_for_training(
         modules: groups of the model's modules.
         ddp_config: configuration of DDP for all modules.
     """
+    encoders = [name for name in modules if name != MIMO_LANGUAGE_MODULE_KEY]
     for number, stage in enumerate(stages):
         for name, module in stage.modality_submodules.items():
             config = next(iter(module.encoders.values())).config
@@ -42,7 +44,10 @@ def prepare_for_training(
         stage.config.finalize_model_grads_func = finalize_mimo_grads
         stage.config.no_sync_func = partial(no_grad_sync, stages)
         stage.pg_collection = own_groups(modules)
-        stage.rng_state_key_prefix = "language." if stage.role.has_language_module else "encoder."
+        stage.rng_state_key_prefix = "language."
+        if not stage.role.has_language_module:
+            (name,) = stage.role.modality_module_names
+            stage.rng_state_key_prefix = "encoder." if len(encoders) == 1 else f"{name}."
 
 
 def _wrapped(

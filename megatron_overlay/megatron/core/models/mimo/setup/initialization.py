@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 
@@ -49,7 +49,8 @@ def _zeros(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tens
     return out.zero_()
 
 
-def _fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+def fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
+    """Draw N(0, 1/fan in); see ``Draw``."""
     return out.normal_(0, inputs**-0.5, generator=rng)
 
 
@@ -81,7 +82,7 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         layers: depth of the module's own stack.
         std: standard deviation of matrices; None for 1/sqrt(fan in).
     """
-    matrix = _fan_in_normal if std is None else _normal(std)
+    matrix = fan_in_normal if std is None else _normal(std)
 
     def residual(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
         return matrix(out, rng, inputs).div_(math.sqrt(2 * layers))
@@ -100,8 +101,8 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         ("*layers*.linear_fc2.weight", residual),
         ("*.weight*", matrix),
         ("*.gate_weight", matrix),
-        ("*class_token", _fan_in_normal),
-        ("*position_embeddings", _fan_in_normal),
+        ("*class_token", fan_in_normal),
+        ("*position_embeddings", fan_in_normal),
     ]
 
 
@@ -120,7 +121,9 @@ def _generator(seed: int, key: str, place: tuple[int, ...]) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
+def initialize_weights(
+    model: MimoModel, seed: int, std: float | None, own: Mapping[str, Draw] | None = None
+) -> None:
     """Fill every parameter and buffer of ``model``, in place.
 
     Call it before the model is wrapped in DDP: the rules match names of the bare modules.
@@ -129,6 +132,7 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
         model: a model on the CPU or a GPU.
         seed: seed of all weights.
         std: standard deviation of the language model's matrices; None for 1/sqrt(fan in).
+        own: draws by patterns of names, which take precedence over the rules here.
 
     Raises:
         ValueError: no rule matches a parameter's name.
@@ -138,19 +142,22 @@ def initialize_weights(model: MimoModel, seed: int, std: float | None) -> None:
     with _threads() as pool:
         for part in nested_values(state):
             if isinstance(part, ShardedTensor):
-                part.data.copy_(_drawn(part, seed, _rules_of(model, part.key, std), pool))
+                part.data.copy_(_drawn(part, seed, _rules_of(model, part.key, std, own), pool))
 
 
-def initial_weights(model: MimoModel, part: ShardedTensor, seed: int) -> torch.Tensor:
+def initial_weights(
+    model: MimoModel, part: ShardedTensor, seed: int, own: Mapping[str, Draw] | None = None
+) -> torch.Tensor:
     """Values of one shard as ``initialize_weights`` draws them with ``std=None``, in fp32.
 
     The model may be on the meta device.
 
     Args:
         part: a shard of the bare model's sharded state dict, with factories applied.
+        own: as :func:`initialize_weights` takes it.
     """
     with _threads() as pool:
-        return _drawn(part, seed, _rules_of(model, part.key, None), pool)
+        return _drawn(part, seed, _rules_of(model, part.key, None, own), pool)
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -158,8 +165,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here))
 
 
-def _rules_of(model: MimoModel, key: str, std: float | None) -> list[tuple[str, Draw]]:
-    return _rules(_depth(model, key), std if key.startswith("language_model.") else None)
+def _rules_of(
+    model: MimoModel, key: str, std: float | None, own: Mapping[str, Draw] | None
+) -> list[tuple[str, Draw]]:
+    std = std if key.startswith("language_model.") else None
+    return [*(own or {}).items(), *_rules(_depth(model, key), std)]
 
 
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,10 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The encoders: a file each, whose class is entered here under the name of its module."""
+
+from __future__ import annotations
+
+from examples.mimo.nemotron_vlm.encoders.entry import Encoder
+from examples.mimo.nemotron_vlm.encoders.radio import Radio
+
+ENCODERS: dict[str, type[Encoder]] = {Radio.name: Radio}

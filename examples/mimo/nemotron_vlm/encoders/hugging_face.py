@@ -1,0 +1,110 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""How an entry says what its tensors are called in Hugging Face models; plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from examples.mimo.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``count`` rows from ``start`` on of the Hugging Face tensor ``name``; by default, all."""
+
+    name: str
+    start: int = 0
+    count: int | None = None
+
+
+Table = Mapping[str, tuple[Rows, ...]]
+"""For each tensor of ours, the rows whose concatenation it is."""
+
+
+Files = Any
+"""The converter's tensors of a directory: ``shapes`` by name, ``read(name)``, and ``directory``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that Hugging Face models have.
+
+    name: in messages. ours: prefix of our names. in_vlm, alone: prefixes of theirs in a whole VLM
+    and in a model of the part alone. config: field of a whole VLM's configuration that describes
+    the part; None for all of it. model_type: of the configuration of a model of the part alone;
+    None if that has none.
+    """
+
+    name: str
+    ours: str
+    in_vlm: str
+    alone: str = ""
+    config: str | None = None
+    model_type: str | None = None
+
+    def outer(self, _files: Files, prefix: str) -> str:
+        """Return the whole prefix of the part's names in files, which begins with ``prefix``.
+
+        Raises:
+            UserError: the files do not have the part.
+        """
+        return prefix
+
+    def sizes(self, base: Any, config: Any, files: Files, outer: str, tile: int | None) -> Any:
+        """Return ``base``, the entry, with the sizes of a model.
+
+        Args:
+            config: transformers' configuration of the part; None if there is none.
+            outer: result of `outer`.
+            tile: height and width of a tile in pixels; None for the configuration's.
+
+        Raises:
+            UserError: our model does not support a size or option; the message names it.
+        """
+        raise NotImplementedError
+
+    def table(self, sizes: Any) -> Table:
+        """Return the table of the part's tensors, without ``ours`` and the files' prefix."""
+        raise NotImplementedError
+
+    def not_held(self, _files: Files, _outer: str) -> list[str]:
+        """Return the names of the part's tensors that our model can do without.
+
+        Raises:
+            UserError: our model cannot do without one of them.
+        """
+        return []
+
+
+def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tuple[Rows, ...]:
+    """Interleave query heads, key and value of each group, the order of our rows.
+
+    Args:
+        qkv: the starts of the queries, keys and values of all heads.
+        heads, groups: number of query heads, and of the key-value heads that they share.
+        channels: number of rows of a head.
+    """
+    query = heads // groups * channels
+    rows = []
+    for group in range(groups):
+        for source, count in zip(qkv, (query, channels, channels), strict=True):
+            rows.append(Rows(source.name, source.start + group * count, count))
+    return tuple(rows)
+
+
+def check_values(what: str, config: object, expected: Mapping[str, object]) -> None:
+    """Check that fields of a configuration have the only values that our model supports.
+
+    Raises:
+        UserError: a field of ``what`` has another value; the message names every such field.
+    """
+    wrong = [
+        f"{name} is {getattr(config, name)}, and ours has {value}"
+        for name, value in expected.items()
+        if getattr(config, name) != value
+    ]
+    if wrong:
+        raise UserError(f"{what} cannot be expressed:\n  " + "\n  ".join(wrong))

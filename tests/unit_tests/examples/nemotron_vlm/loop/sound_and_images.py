@@ -1,0 +1,87 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of images, of sound, of both and of neither; whole microbatches lack one or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from examples.mimo.nemotron_vlm.data.sample import (
+    BOS,
+    EOS,
+    FIRST_DIGIT,
+    IMAGE,
+    IMAGES,
+    READ,
+    DigitTask,
+)
+from examples.mimo.nemotron_vlm.data.text import Text
+from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
+
+STEP = 32
+"""Number of samples in a step."""
+
+TILE, TOKENS_PER_TILE = 16, 4
+"""Sizes of the preset ``tiny``."""
+
+SOUND = Sound()
+
+
+class SoundAndImages(DigitTask):
+    """The first half of a step's samples have up to three tiles, the middle half has one or two
+    clips; every third step has no clip at all.
+    """
+
+    tiles_per_sample = 1.0
+    fingerprint = "sound and images"
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """See `SampleSource`."""
+        return {IMAGES: IMAGE, SOUND.name: SOUND.token}
+
+    def _clips(self, number: int) -> np.ndarray:
+        has_clip = STEP // 4 <= number % STEP < 3 * STEP // 4 and number // STEP % 3 != 1
+        draw = np.random.default_rng([number, 1])
+        return draw.integers(1, SOUND.most_frames + 1, size=(1 + number % 2) * has_clip)
+
+    def _tiles(self, number: int) -> int:
+        return 1 + number % 3 if number % STEP < STEP // 2 else 0
+
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """See `SampleSource`."""
+        numbers = range(first, first + count)
+        if encoder == SOUND.name:
+            return [self._clips(number) for number in numbers]
+        return [np.ones(self._tiles(number), dtype=np.int64) for number in numbers]
+
+    def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
+        """See `SampleSource`."""
+        draw = np.random.default_rng([number, 2])
+        if encoder == SOUND.name:
+            shapes = [(frames, SOUND.features) for frames in self._clips(number)]
+            return [torch.from_numpy(draw.standard_normal(s, dtype=np.float32)) for s in shapes]
+        shape = (self._tiles(number), 3, TILE, TILE)
+        return torch.from_numpy(draw.integers(256, size=shape, dtype=np.uint8))
+
+    def inputs_per_sample(self, encoder: str) -> float:
+        """See `SampleSource`."""
+        return 1.0
+
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`: clips, then tiles, then digits to read."""
+        sounds = int(SOUND.rows(self._clips(number)).sum())
+        prompt = [BOS] + [SOUND.token] * sounds + [IMAGE] * (self._tiles(number) * TOKENS_PER_TILE)
+        digits = np.random.default_rng([number, 3]).integers(10, size=1 + number % 3)
+        ids = torch.tensor([*prompt, READ, *(FIRST_DIGIT + digits), EOS])
+        mask = torch.zeros(len(ids) - 1)
+        mask[len(prompt) :] = 1
+        return Text(ids[:-1], ids[1:], mask)
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """See `SampleSource`."""
+        numbers = range(first, first + count)
+        return np.array([(len(self.text(split, n).labels), self._tiles(n)) for n in numbers])
