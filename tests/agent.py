@@ -8,6 +8,7 @@ that has CUDA in use cannot be forked.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import signal
 import sys
@@ -81,4 +82,5 @@ def _first(failure: ChildFailedError, logs: str) -> int:
 def _rank(rank: Callable[..., None], arguments: tuple) -> None:
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
+    faulthandler.register(signal.SIGUSR1)  # shows the stacks of a rank that hangs
     rank(*arguments)

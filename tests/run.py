@@ -33,6 +33,9 @@ LANES = (
 """The lanes; stages of a lane run one after the other."""
 SHOWN = "one rank"
 """The stage whose output is shown at once."""
+RESOLVER = "timeout:1 attempts:5"
+"""PyTorch's store looks up the names of loopback addresses, one by one. Where they are asked of a
+name server, an answer that is lost would stop a rank for 5 seconds by default."""
 PASSED = (0, 5)
 """Exit codes of pytest that pass: 5 means that no test was selected."""
 
@@ -64,6 +67,7 @@ def _run(lane: dict[str, tuple[str, ...]], arguments: list[str], shared: Path) -
         "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
         "ONE_RANK_RUNS": str(shared),
         "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": RESOLVER,
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # compiled, Megatron starts a fifth faster
     codes = []

@@ -7,11 +7,14 @@ each other how it went, so that a failure on one is a failure of the run, and no
 next test's collectives alone.
 """
 
+import contextlib
 import faulthandler
 import gc
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +33,9 @@ TESTS_A_COLLECTION = 10
 """Tests between two collections of garbage. The garbage holds groups, and a thread of each gloo
 group wakes up a hundred times a second: hundreds of groups take all the time that there is."""
 
+_stderr = sys.__stderr__
+"""Where hangs are reported: a copy from before a test, during which pytest captures stderr."""
+
 TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
 """Limit of a whole test with all its collectives; a hang outside of collectives ends here."""
 
@@ -39,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers; on several ranks, keep all but rank 0 quiet and agree on outcomes."""
     config.addinivalue_line("markers", "world_size(n): runs on exactly n ranks")
     config.addinivalue_line("markers", "shows(what): with --once, the first row of each runs")
+    global _stderr
+    _stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+    faulthandler.register(signal.SIGUSR1, file=_stderr)
     Utils.read_environment()
     if Utils.world_size > 1:
         config.pluginmanager.register(RankAgreement(), "rank-agreement")
@@ -124,9 +133,19 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 
 def _end(reason: str) -> None:
-    print(f"[rank {Utils.rank}] {reason}", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__)
+    print(f"[rank {Utils.rank}] {reason}", file=_stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True, file=_stderr)
     os._exit(70)
+
+
+def _dump_stacks(ranks: list[int]) -> None:
+    """Make ranks of this host write the stacks of all their threads, whatever they wait for."""
+    launcher = os.getppid()
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for rank in ranks:  # the order of ranks is that in which the launcher has started them
+        with contextlib.suppress(IndexError, ProcessLookupError):
+            os.kill(int(children[rank]), signal.SIGUSR1)
+    time.sleep(1)
 
 
 class RankAgreement:
@@ -185,5 +204,6 @@ class RankAgreement:
         except dist.DistStoreError:
             print(self._untold, file=sys.__stderr__, flush=True)
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            _dump_stacks(late)
             _end(f"ranks {late} did not reach the end of {where}")
         return [rank for rank, key in enumerate(keys) if self._store.get(key) == b"failed"]

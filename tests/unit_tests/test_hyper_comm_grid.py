@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The grids of our modules: memberships against parallel_state, and where they lie."""
+"""The grids of our modules: memberships against parallel_state."""
 
 import functools
 import random
@@ -31,26 +31,14 @@ def triples(n: int) -> list[tuple[int, int, int]]:
     return [(a, b, n // a // b) for a in divisors(n) for b in divisors(n // a)]
 
 
-def layouts(world: int):
-    """Every (tp, cp, dp, pp, etp, ep, edp) of a world."""
-    for pp in divisors(world):
-        for dense in triples(world // pp):
-            for expert in triples(world // pp):
-                yield (*dense, pp, *expert)
-
-
 @pytest.fixture(autouse=True)
 def large_world(monkeypatch):
     """See a world that any grid here fits in."""
     monkeypatch.setenv("WORLD_SIZE", "8192")
 
 
-def dense_grid(tp, cp, dp, pp, **kwargs) -> HyperCommGrid:
-    return HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"], **kwargs)
-
-
-def expert_grid(tp, cp, dp, pp, etp, ep, edp, **kwargs) -> HyperCommGrid:
-    grid = dense_grid(tp, cp, dp, pp, **kwargs)
+def grid_of(tp, cp, dp, pp, etp, ep, edp) -> HyperCommGrid:
+    grid = HyperCommGrid([tp, cp, dp, pp], ["tp", "cp", "dp", "pp"])
     grid.register_view("expert", [etp, ep, edp, pp], EXPERT_DIMS, shared_dims=["pp"])
     return grid
 
@@ -72,7 +60,7 @@ class TestMembershipAgainstParallelState:
             for pp in divisors(world):
                 dense = triples(world // pp)
                 for (tp, cp, dp), expert in zip(dense, reversed(dense), strict=True):
-                    grid = expert_grid(tp, cp, dp, pp, *expert)
+                    grid = grid_of(tp, cp, dp, pp, *expert)
                     etp, ep, edp = expert
                     for dims, token in EXPERT_TOKENS.items():
                         expected = reference(etp, ep, edp, pp, 1, token)
@@ -81,12 +69,17 @@ class TestMembershipAgainstParallelState:
                         expected = reference(tp, 1, dp, pp, cp, token)
                         assert grid.get_rank_enum(token.split("-")) == expected
 
-    @pytest.mark.parametrize("world", [8, 16, 32, 64, 512, 4096])
+    @pytest.mark.parametrize("world", [8, 64, 4096])
     def test_an_expert_group_leaves_its_node_only_if_it_is_larger_than_one(self, world):
         """A node has 8 ranks; with expert TP, it is ep · etp ranks that stay together."""
-        every = list(layouts(world))
+        every = [
+            (*dense, pp, *expert)
+            for pp in divisors(world)
+            for dense in triples(world // pp)[:1]
+            for expert in triples(world // pp)
+        ]
         for layout in random.Random(world).sample(every, min(len(every), 100)):
-            grid, (etp, ep) = expert_grid(*layout), layout[4:6]
+            grid, (etp, ep) = grid_of(*layout), layout[4:6]
             for dims in (["ep"], ["expt_tp", "ep"]):
                 for group in grid.get_rank_enum(dims, view="expert"):
                     nodes = {rank // 8 for rank in group}

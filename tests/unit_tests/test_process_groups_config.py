@@ -6,10 +6,10 @@ from dataclasses import fields
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.optimizer_instances import instance_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import (
     EXPERT_FIELDS,
@@ -89,14 +89,6 @@ class TestFields:
         assert set(groups) == ALL_FIELDS
         assert {name for name, group in groups.items() if group is None} == ALWAYS_NONE
 
-    def test_optimizer_instances_split_the_data_parallel_ranks(self):
-        groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
-        assert groups["intra_dp_cp"] == [5, 7]
-        assert groups["intra_expt_dp"] == [5]
-        assert groups["inter_dist_opt"] == [1, 5]
-        assert groups["intra_dist_opt"] == [4, 5, 6, 7]
-        assert groups["dp_cp"] == [1, 3, 5, 7]
-
     def test_optimizer_instances_that_experts_do_not_share_are_refused(self):
         grid = HyperCommGrid([2, 2, 1], ["dp", "tp", "pp"])
         grid.register_view("expert", [1, 2, 2, 1], ["expt_tp", "ep", "expt_dp", "pp"], ["pp"])
@@ -131,16 +123,18 @@ class TestFields:
         )
 
     @pytest.mark.parametrize(
-        "rank, embd, pos_embd",
-        [(0, [0, 6], [0]), (2, None, None), (4, None, None), (6, [0, 6], None)],
+        "rank, pp, embd, pos_embd",
+        [
+            (0, 4, [0, 6], [0]),
+            (2, 4, None, None),
+            (4, 4, None, None),
+            (6, 4, [0, 6], None),
+            (1, 1, [1], [1]),
+        ],
     )
-    def test_embedding_groups_hold_the_first_and_last_stage(self, rank, embd, pos_embd):
-        groups = fields_of(rank, tp=2, pp=4)
+    def test_embedding_groups_hold_the_first_and_last_stage(self, rank, pp, embd, pos_embd):
+        groups = fields_of(rank, tp=2, pp=pp)
         assert (groups["embd"], groups["pos_embd"]) == (embd, pos_embd)
-
-    def test_embedding_groups_without_pipeline_hold_the_rank_itself(self):
-        groups = fields_of(3, tp=2, dp=2)
-        assert groups["embd"] == groups["pos_embd"] == [3]
 
     def test_expert_fields_are_none_without_an_expert_view(self):
         groups = fields_of(0, tp=2, dp=2)
@@ -166,21 +160,16 @@ class TestFields:
 
 
 class TestGroupCount:
-    def test_second_call_takes_the_same_groups_and_makes_none(self):
+    def test_a_call_takes_the_groups_that_were_made_before(self):
         with RecordedGroups(0) as recorded:
             grid = make_grid(tp=2, dp=2, expert=[1, 4, 1])
+            dp_cp = grid.create_pg(["dp", "cp"])
             first = groups_from_grid(grid)
             made = len(recorded.enumerations)
             second = groups_from_grid(grid)
+        assert first["dp_cp"] is dp_cp
         assert all(first[name] is second[name] for name in ALL_FIELDS)
         assert len(recorded.enumerations) == made
-
-    def test_groups_made_before_are_taken_over(self):
-        with RecordedGroups(0) as recorded:
-            grid = make_grid(tp=2, dp=2)
-            dp_cp = grid.create_pg(["dp", "cp"])
-            assert groups_from_grid(grid)["dp_cp"] is dp_cp
-        assert recorded.enumerations.count([[0, 2], [1, 3]]) == 2  # dp, and dp_cp once
 
     def test_dims_of_size_one_share_one_group_of_each_rank(self):
         with RecordedGroups(0) as recorded:
@@ -234,6 +223,29 @@ class TestMisuse:
             groups_from_grid(grid)
 
 
+class TestOptimizerInstances:
+    def test_split_the_data_parallel_ranks(self):
+        dense = [[0, 2, 4, 6], [1, 3, 5, 7]]  # tp=2, dp=4
+        experts = [[0, 4], [1, 5], [2, 6], [3, 7]]  # ep=4
+        expected = {
+            "intra_dp_cp": [[0, 2], [4, 6], [1, 3], [5, 7]],
+            "intra_expt_dp": [[0], [4], [1], [5], [2], [6], [3], [7]],
+            "inter_dist_opt": [[0, 4], [2, 6], [1, 5], [3, 7]],
+            "intra_dist_opt": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        }
+        assert instance_groups(dense, experts, 2) == expected
+        groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
+        for name, ranks in expected.items():
+            assert groups[name] == next(group for group in ranks if 5 in group), name
+        assert groups["dp_cp"] == [1, 3, 5, 7]
+
+    def test_that_cannot_be_are_refused(self):
+        with pytest.raises(ValueError, match="3 optimizer instances must divide dp·cp = 4"):
+            fields_of(0, dp=4, instances=3)
+        with pytest.raises(ValueError, match="make dp the slowest dim"):
+            instance_groups([[0, 1], [2, 3]], [[0, 2], [1, 3]], 2)
+
+
 @requires_world_size(8)
 class TestWorld8:
     def setup_method(self, method):
@@ -248,14 +260,3 @@ class TestWorld8:
             group = getattr(pgs, name)
             assert (group and dist.get_process_group_ranks(group)) == ranks, name
         grid.destroy()
-
-    def test_two_halves_of_the_world_have_a_collection_each(self):
-        grids = [make_grid(tp=2, dp=2, rank_offset=offset) for offset in (0, 4)]
-        collections = [ProcessGroupCollection.from_hyper_comm_grid(grid) for grid in grids]
-        mine = dist.get_rank() // 4
-        assert collections[1 - mine] is None
-        total = torch.ones(1, device=Utils.device)
-        dist.all_reduce(total, group=collections[mine].intra_dist_opt)
-        assert total.item() == 4
-        for grid in grids:
-            grid.destroy()

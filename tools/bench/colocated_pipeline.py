@@ -44,7 +44,7 @@ from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.forward.encoding import encode
 from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
-from megatron.core.models.mimo.schedule.encoder_in_bubbles import prepare_bubbles
+from megatron.core.models.mimo.schedule.encoder_work import prepare_bubbles
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel import schedules

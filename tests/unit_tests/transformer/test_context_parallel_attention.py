@@ -79,38 +79,21 @@ def packed_call(layer, query, key, value, params):
 
 
 class TestOneRank:
-    @pytest.mark.parametrize("mask_type", MASKS)
-    def test_a_plain_batch_matches_the_oracle(self, mask_type):
-        query, key, value = random_qkv(tokens=13, batch=3)
-        context = attention(mask_type)(query, key, value, None)
-        expected = oracle(query, key, value, [13], mask_type is AttnMaskType.causal)
-        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
-
     @pytest.mark.parametrize("dtype", TOLERANCES)
     @pytest.mark.parametrize("mask_type", MASKS)
     def test_packed_odd_lengths_match_the_oracle(self, mask_type, dtype):
+        """Boundaries without padding are enough."""
         inputs = random_qkv(sum(PACKED), 1, dtype)
-        params = PaddedLengths(PACKED, PACKED).packed_seq_params(Utils.device)
-        context = packed_call(attention(mask_type), *inputs, params)
-        expected = oracle(*inputs, PACKED, mask_type is AttnMaskType.causal)
+        bounds = torch.tensor([0, *PACKED]).cumsum(0).to(Utils.device, torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+        context = packed_call(attention(mask_type, softmax_scale=0.7), *inputs, params)
+        expected = oracle(*inputs, PACKED, mask_type is AttnMaskType.causal, scale=0.7)
         torch.testing.assert_close(context.double(), expected, **TOLERANCES[dtype])
-        weight = torch.randn_like(context)
-        found = torch.autograd.grad((context * weight).sum(), inputs)
-        wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-        torch.testing.assert_close(found, wanted, **TOLERANCES[dtype])
 
-    def test_boundaries_without_padding_are_enough(self):
-        query, key, value = random_qkv(tokens=9, batch=1)
-        cu_seqlens = torch.tensor([0, 4, 9], dtype=torch.int32, device=Utils.device)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens)
-        context = packed_call(attention(), query, key, value, params)
-        expected = oracle(query, key, value, [4, 5], causal=True)
-        torch.testing.assert_close(context.double(), expected, **TOLERANCE)
-
-    def test_softmax_scale_is_applied(self):
-        query, key, value = random_qkv(tokens=7, batch=2)
-        context = attention(softmax_scale=0.7)(query, key, value, None)
-        expected = oracle(query, key, value, [7], causal=True, scale=0.7)
+    def test_fewer_queries_than_keys_align_at_the_end(self):
+        query, key, value = random_qkv(tokens=9, batch=2)
+        context = attention()(query[-3:], key, value, None)
+        expected = oracle(query, key, value, [9], causal=True)[-3:]
         torch.testing.assert_close(context.double(), expected, **TOLERANCE)
 
     def test_refuses_tokens_that_cu_seqlens_do_not_cover(self):

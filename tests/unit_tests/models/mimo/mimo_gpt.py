@@ -120,7 +120,7 @@ def _encoder(module: Module) -> ModuleSpec:
     )
 
 
-def _gpt(module: Module, vp_stage: int | None, tied: bool) -> ModuleSpec:
+def _gpt(module: Module, vp_stage: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec()
     layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     stage, stages = module.groups.pp.rank(), module.groups.pp.size()
@@ -134,7 +134,6 @@ def _gpt(module: Module, vp_stage: int | None, tied: bool) -> ModuleSpec:
             "pre_process": stage == 0 and not vp_stage,
             "post_process": stage == stages - 1 and vp_stage in (None, module.vpp - 1),
             "vp_stage": vp_stage,
-            "share_embeddings_and_output_weights": tied,
             "position_embedding_type": "rope",
             "scatter_embedding_sequence_parallel": False,
             "pg_collection": module.groups,
@@ -142,14 +141,11 @@ def _gpt(module: Module, vp_stage: int | None, tied: bool) -> ModuleSpec:
     )
 
 
-def build(
-    modules: dict[str, Module], tied: bool = False, schedule: EncoderSchedule | None = None
-) -> list[MimoModel]:
+def build(modules: dict[str, Module], schedule: EncoderSchedule) -> list[MimoModel]:
     """The model's virtual stages on this rank; weights depend on the parameters' names only.
 
     Args:
         modules: the language model's, and one for each modality.
-        tied: whether the GPT's output layer has the embeddings' weight.
         schedule: when the encoders run.
     """
     language = modules[LANGUAGE]
@@ -159,13 +155,13 @@ def build(
         held = modules if number == 0 else {LANGUAGE: language}
         stage = MimoModel(
             MimoModelConfig(
-                language_model_spec=_gpt(language, vp_stage, tied),
+                language_model_spec=_gpt(language, vp_stage),
                 modality_submodules_spec={
                     name: _encoder(module) for name, module in held.items() if name != LANGUAGE
                 },
                 special_token_ids={name: TOKEN_IDS[name] for name in modules if name != LANGUAGE},
                 module_to_grid_map={name: module.grid for name, module in held.items()},
-                encoder_schedule=schedule or EncoderSchedule(),
+                encoder_schedule=schedule,
             )
         ).to(Utils.device)
         if stage.language_model is not None:  # Megatron makes the weights of its norms in fp32

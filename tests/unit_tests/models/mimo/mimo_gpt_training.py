@@ -1,6 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train the model of mimo_gpt.py with Megatron, and on one rank in plain PyTorch."""
+"""Random samples for the model of mimo_gpt.py, and its training: with Megatron, and on one rank in
+plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
+from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
@@ -26,13 +29,89 @@ from megatron.core.models.mimo.setup.module_groups import encoder_part, schedule
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.token_layout import pad_lengths
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, TOKEN_IDS, Module, build
-from tests.unit_tests.models.mimo.mimo_gpt_samples import Sample, batch
-from tests.unit_tests.models.mimo.sample_plan import plan_of
+from megatron.core.token_layout import PaddedLengths, pad_lengths, zigzag_owners
+from tests.unit_tests.models.mimo.mimo_gpt import (
+    IMAGES,
+    PIXELS,
+    TOKEN_IDS,
+    TOKENS,
+    Module,
+    build,
+)
 from tests.unit_tests.test_utilities import Utils
 
 ADAM = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+
+TEXT_IDS = min(TOKEN_IDS.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Token ids, labels and loss mask ``[length]``; per modality, patches ``[n, PIXELS]``."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    patches: dict[str, torch.Tensor]
+
+
+def draw(patches: dict[str, int], seed: int, length: int = TOKENS) -> Sample:
+    """Draw a sample with so many patches of each modality, at random places of the text."""
+    rng = torch.Generator().manual_seed(seed)
+    text = torch.randint(TEXT_IDS, (length + 1,), generator=rng)
+    ids = text[:-1].clone()
+    free = torch.randperm(length, generator=rng).tolist()
+    for name, count in patches.items():
+        ids[[free.pop() for _ in range(count)]] = TOKEN_IDS[name]
+    return Sample(
+        ids=ids,
+        labels=text[1:],
+        loss_mask=(torch.rand(length, generator=rng) < 0.6).float(),
+        patches={n: torch.randn(count, PIXELS, generator=rng) for n, count in patches.items()},
+    )
+
+
+def batch(
+    encoded: dict[str, Sequence[Sample]],
+    read: Sequence[Sample],
+    packed: bool,
+    plan: BatchPlan | None = None,
+) -> dict[str, object]:
+    """MimoModel's keyword arguments.
+
+    Args:
+        encoded: per modality, the samples whose patches its encoder takes on this rank.
+        read: the samples that the language model takes; of one length, unless packed.
+        packed: lay them end to end, as one row.
+        plan: brought along, if any.
+    """
+    join = (lambda parts: torch.cat(parts)[None]) if packed else torch.stack
+    lengths = [len(sample.ids) for sample in read]
+    bounds = torch.tensor([0, *lengths], device=Utils.device).cumsum(0)
+    packing = {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_kv": bounds,
+        "max_seqlen_q": max(lengths),
+        "max_seqlen_kv": max(lengths),
+    }
+
+    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return join(tensors).to(Utils.device)
+
+    inputs = {}
+    for name, samples in encoded.items():
+        patches = [s.patches[name] for s in samples if len(s.patches[name])]
+        hidden = {"hidden_states": torch.cat(patches).to(Utils.device)} if patches else None
+        inputs[name] = {"patches": hidden} if patches else None
+    return ({"batch_plan": plan} if plan else {}) | {
+        "input_ids": joined([s.ids for s in read]),
+        "position_ids": joined([torch.arange(length) for length in lengths]),
+        "labels": joined([s.labels for s in read]),
+        "loss_mask": joined([s.loss_mask for s in read]),
+        "modality_inputs": inputs,
+        "packing_kwargs": packing if packed else None,
+    }
+
 
 Steps = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
@@ -46,7 +125,6 @@ class Job:
         samples: the same in every step, so that the loss has to fall.
         microbatches: number that the batch is cut into.
         packed: whether the samples of a microbatch lie end to end in one row.
-        tied: whether the output layer has the embeddings' weight.
         frozen: modules that are not trained.
         overlap: whether gradients are reduced during the backward.
         per_token: whether the loss is that of all tokens, or the mean of the ranks' means.
@@ -58,7 +136,6 @@ class Job:
     samples: tuple[Sample, ...]
     microbatches: int = 2
     packed: bool = False
-    tied: bool = False
     frozen: tuple[str, ...] = ()
     overlap: bool = False
     per_token: bool = True
@@ -67,7 +144,7 @@ class Job:
 
     def on_one_rank(self) -> Job:
         """The job that gives the same numbers on one rank."""
-        return Job(self.samples, packed=self.packed, tied=self.tied, frozen=self.frozen)
+        return Job(self.samples, packed=self.packed, frozen=self.frozen)
 
     @property
     def schedule(self) -> EncoderSchedule:
@@ -81,7 +158,7 @@ class Job:
 
     def model(self, modules: dict[str, Module]) -> list[MimoModel]:
         """Build the model on this rank, without anything yet that trains it."""
-        stages = build(modules, self.tied, self.schedule)
+        stages = build(modules, self.schedule)
         for name, stage in itertools.product(self.frozen, stages):
             if name == LANGUAGE:
                 stage.language_model.requires_grad_(False)
@@ -111,18 +188,25 @@ def _batches(job: Job, modules: dict[str, Module], planned: bool) -> list[dict[s
         index = dp.rank() if name == LANGUAGE else encoder_part(modules, name)
         return _share(_share(at_once_with(number), index, dp.size()), number % at_once, at_once)
 
+    def rows(name: str, number: int, encoded: bool) -> AtomRows:
+        topology, total = bridge_topology(modules[name].grid, language.grid), at_once_with(number)
+        atoms = (topology.encodes if encoded else topology.consumes)(Utils.rank)
+        places = part(name if encoded else LANGUAGE, number)
+        is_row = [sample.ids.numpy() == TOKEN_IDS[name] for sample in samples(places)]
+        atom = (np.array(places, dtype=int) - total.start) * topology.atoms // len(total)
+        counts = np.bincount(atom - atoms.start, [row.sum() for row in is_row], len(atoms))
+        padded = tuple(pad_lengths((len(row),), topology.dest_cp).total for row in is_row)
+        lengths = PaddedLengths(tuple(map(len, is_row)), padded)
+        owners = zigzag_owners(lengths, topology.dest_cp)
+        owners = owners[np.concatenate([np.empty(0, bool), *is_row])]
+        return AtomRows(counts.astype(int), owners if topology.dest_cp > 1 else None)
+
     def plan(number: int) -> BatchPlan:
-        total = at_once_with(number)
-
-        def within(name: str) -> range:
-            own = part(name, number)
-            return range(own.start - total.start, own.stop - total.start)
-
-        ids = [sample.ids.numpy() for sample in samples(total)]
-        padded = [pad_lengths((len(tokens),), language.groups.cp.size()).total for tokens in ids]
-        topologies = {n: bridge_topology(modules[n].grid, language.grid) for n in job.modalities}
-        encoded = {name: within(name) for name in job.modalities}
-        return plan_of(ids, padded, TOKEN_IDS, topologies, encoded, within(LANGUAGE))
+        return BatchPlan(
+            {name: rows(name, number, encoded=True) for name in job.modalities},
+            {name: rows(name, number, encoded=False) for name in job.modalities},
+            tuple(len(sample.ids) for sample in samples(part(LANGUAGE, number))),
+        )
 
     def samples(places: range) -> Sequence[Sample]:
         return job.samples[places.start : places.stop]

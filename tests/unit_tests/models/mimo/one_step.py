@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import pytest
 
 from examples.mimo.common.layout import parse_layout
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import Row
-from tests.unit_tests.examples.nemotron_vlm.runs import Run, groups, trainer
+from tests.unit_tests.examples.nemotron_vlm.runs import groups, trainer
 from tests.unit_tests.models.mimo.weights import (
     Weights,
     assert_shards_equal,
@@ -29,26 +27,14 @@ PROPORTIONAL_STEP = (
 far above their own rounding. So a gradient of the wrong size shows, which Adam and clipping would
 otherwise hide."""
 
-SAMPLES, MICROBATCHES = 16, 2
+SAMPLES = 16
 
 TOLERANCE = 3e-4 if HAVE_CUDA else 2e-5
 """Relative tolerance of fp32 sums in another order. Found: 5e-6 at most, 1e-6 in the median
 parameter; on GPUs, whose kernels multiply in TF32, 1.5e-4."""
 
-Runs = Callable[..., AbstractContextManager[Run]]
-"""Makes a run of a layout: ``(encoder, language, …)``."""
 
-
-def whole_samples(
-    encoder: str, language: str, *options: str, microbatches: int = MICROBATCHES
-) -> AbstractContextManager[Run]:
-    """A run of one step, whose microbatches have the same samples in every layout."""
-    return trainer(*arguments(encoder, language, *options, microbatches=microbatches))
-
-
-def arguments(
-    encoder: str, language: str, *options: str, microbatches: int = MICROBATCHES
-) -> tuple[str, ...]:
+def arguments(encoder: str, language: str, *options: str, microbatches: int = 2) -> tuple[str, ...]:
     """Command line of the step."""
     micro_size = SAMPLES // microbatches // parse_layout(language, "language").dp
     return (
@@ -58,32 +44,25 @@ def arguments(
 
 
 @functools.cache
-def _step(run_of: Runs, encoder: str, language: str) -> tuple[Weights, Weights, float]:
+def _step(encoder: str, language: str) -> tuple[Weights, Weights, float]:
     """Weights before and after a step, and its loss."""
-    with run_of(encoder, language) as run:
+    with trainer(*arguments(encoder, language)) as run:
         before = gather_weights(run.stages)
         record = run.train_step()
         assert not record["skipped"]
         return before, gather_weights(run.stages), record["loss"]
 
 
-def check_weights(
-    row: Row,
-    run_of: Runs = whole_samples,
-    reference: tuple[str, str] | None = None,
-    tolerance: float = TOLERANCE,
-) -> None:
+def check_weights(row: Row) -> None:
     """Take the step: it makes no group, and every shard of either module moves as the reference's.
 
-    Args:
-        reference: layouts of encoder and language model; the latter laid out as the row's encoder
-            by default, with the same DP, cp=1 and pp=1.
+    There the language model is laid out as the row's encoder, with the same DP, cp=1 and pp=1.
     """
-    before, after, loss = _step(run_of, *(reference or (row.encoder, row.encoder)))
-    more = {"microbatches": row.microbatches} if row.microbatches else {}
-    with run_of(row.encoder, row.language, *row.options, **more) as run:
+    before, after, loss = _step(row.encoder, row.encoder)
+    line = arguments(row.encoder, row.language, *row.options, microbatches=row.microbatches or 2)
+    with trainer(*line) as run:
         assert_shards_equal(run.stages, before)
         made = groups()
         assert run.train_step()["loss"] == pytest.approx(loss, rel=1e-6)
         assert groups() == made
-        assert_shards_moved_alike(run.stages, before, after, tolerance)
+        assert_shards_moved_alike(run.stages, before, after, TOLERANCE)

@@ -12,8 +12,7 @@ from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.ssm.state_passing.gated_delta.layer import reference_rule
 from megatron.core.tensor_parallel import random
 from megatron.core.token_layout import PaddedLengths, pad_lengths, plan_recurrence
-from tests.unit_tests.ssm.mixers import HIDDEN
-from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
+from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, HIDDEN, MAMBA, call, make_layer
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, assert_close, random_rows
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
@@ -207,35 +206,6 @@ def test_heads_that_do_not_divide_are_refused_with_what_fits():
         "tp·cp = 6 must divide both; cp sizes that fit with tp=2: 1, 2, 4, 8; "
         "state passing takes any"
     )
-
-
-@rows(layer=MAMBA, mode=PASSED, ranks=Ranks(cp=3))
-@pytest.mark.skipif(HAVE_CUDA, reason="transformers takes the same kernels where it finds them")
-def test_equals_the_mamba_2_of_transformers(pair):
-    """They agree to 1e-5 in fp32: transformers adds the same terms in another order."""
-    if not pair:
-        return
-    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
-    config = modeling.Mamba2Config(
-        num_heads=8,
-        head_dim=16,
-        hidden_size=HIDDEN,
-        state_size=8,
-        expand=8 * 16 // HIDDEN,
-        n_groups=2,
-        chunk_size=16,
-        num_hidden_layers=1,
-    )
-    other = modeling.Mamba2Mixer(config, layer_idx=0).eval().to(Utils.device)
-    weights = pair.whole.state_dict()
-    weights = {name.replace("conv1d_", "conv1d."): weights[name] for name in weights}
-    assert not other.load_state_dict(weights, strict=False).missing_keys
-    hidden = random_rows(48, BATCH, HIDDEN, seed=1)
-    layout = pair.layout(PaddedLengths((48,), (48,)))
-    with torch.no_grad():
-        expected = other(hidden.transpose(0, 1)).transpose(0, 1)
-        found = call(pair.sharded, layout.shard(hidden, pair.rank), None)
-    assert_close(found, layout.shard(expected, pair.rank), 1e-5, "output")
 
 
 def rule_inputs(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.ssm.ops.reference import chunk_gated_delta_rule, mamba_chunk_scan_combined
+from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
@@ -63,25 +63,6 @@ def assert_equals_whole(scan, inputs: list[Tensor], plans: list[RecurrencePlan])
 
 
 class TestScanOverRanks:
-    @given(any_lengths, cp_sizes, st.sampled_from(((2, 1), (3, 3), (4, 2))))
-    @cases
-    def test_mamba_2_equals_the_whole_row(self, lengths, cp_size, heads_and_groups):
-        plans, (heads, groups) = plans_of(lengths, cp_size), heads_and_groups
-        rows, rng = (1, plans[0].lengths.total), seeded()
-
-        def normal(*shape):
-            return torch.randn(*rows, *shape, dtype=torch.float64, generator=rng)
-
-        A = -torch.rand(heads, dtype=torch.float64, generator=rng) / 4
-
-        def scan(x, dt, B, C, seq_idx, enter):
-            return mamba_chunk_scan_combined(
-                x, dt, A, B, C, CHUNK, dt_softplus=True, seq_idx=seq_idx, enter=enter
-            )
-
-        shapes = [(heads, 2), (heads,), (groups, 3), (groups, 3)]
-        assert_equals_whole(scan, [normal(*shape) for shape in shapes], plans)
-
     @given(any_lengths, cp_sizes, st.sampled_from((1, 3)))
     @cases
     def test_the_gated_delta_rule_equals_the_whole_row(self, lengths, cp_size, heads):

@@ -274,14 +274,6 @@ WEIGHTS = {
         Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", BUBBLES, microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "pp=2,dp=4", ("--recompute-encoder", "1")),
     ],
-    "packed samples of odd lengths": [
-        Row(8, "four samples a row", "tp=1,dp=8", "cp=4,dp=2,ep=2"),
-        Row(8, "four samples a row", "tp=1,dp=8", "tp=2,cp=2,dp=2,ep=2,etp=2"),
-        Row(8, "four samples a row", "tp=8,dp=1", "cp=2,dp=4,ep=4"),
-        Row(8, "four samples a row", "tp=4,dp=2", "cp=4,dp=2"),
-        Row(8, "one sample a row", "tp=4,dp=2", "tp=2,cp=2,dp=2,ep=2,etp=2"),
-        Row(8, "one sample a row", "tp=4,dp=2", "tp=2,cp=2,dp=2,ep=2,etp=1"),
-    ],
 }
 """Rows whose weights after a step are those of a layout with cp=1 and pp=1."""
 

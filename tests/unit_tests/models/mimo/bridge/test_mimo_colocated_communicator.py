@@ -6,7 +6,6 @@ All values are small integers in floating point, so sums are exact in any order 
 """
 
 import itertools
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,27 +30,13 @@ def grid_of(order=ORDER, **sizes) -> HyperCommGrid:
 
 
 LAYOUTS = [
-    pytest.param((dict(tp=2, dp=4), dict(tp=2, dp=4)), id="equal"),
-    pytest.param((dict(tp=2, dp=4), dict(cp=2, dp=4)), id="equal-cp2"),
-    pytest.param((dict(tp=8, dp=1), dict(tp=2, cp=4, dp=1)), id="equal-cp4"),
-    pytest.param((dict(tp=2, dp=4), dict(pp=2, dp=4)), id="equal-pp2"),
-    pytest.param((dict(tp=4, dp=2), dict(cp=2, pp=2, dp=2)), id="equal-cp2-pp2"),
-    pytest.param((dict(tp=2, dp=4), dict(tp=4, dp=2)), id="fan-in"),
-    pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2)), id="fan-in-cp2"),
-    pytest.param((dict(tp=1, dp=8), dict(tp=1, cp=4, dp=2)), id="fan-in-cp4"),
-    pytest.param((dict(tp=1, dp=8), dict(tp=2, pp=2, dp=2)), id="fan-in-pp2"),
     pytest.param((dict(tp=2, dp=4), dict(tp=2, cp=2, pp=2, dp=1)), id="fan-in-cp2-pp2"),
-    pytest.param((dict(tp=4, dp=2), dict(tp=2, dp=4)), id="fan-out"),
-    pytest.param((dict(tp=4, dp=2), dict(cp=2, dp=4)), id="fan-out-cp2"),
-    pytest.param((dict(tp=8, dp=1), dict(cp=4, dp=2)), id="fan-out-cp4"),
-    pytest.param((dict(tp=8, dp=1), dict(tp=2, pp=2, dp=2)), id="fan-out-pp2"),
-    pytest.param((dict(tp=4, dp=2), dict(cp=1, pp=2, dp=4)), id="fan-out-pp2-across-stages"),
     pytest.param((dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2)), id="fan-out-cp2-pp2"),
+    pytest.param((dict(tp=8, dp=1), dict(tp=2, cp=4, dp=1)), id="equal-cp4"),
+    pytest.param((dict(tp=4, dp=2), dict(cp=2, dp=4)), id="fan-out-cp2"),
+    pytest.param((dict(tp=2, dp=4), dict(tp=2, dp=4)), id="no-exchange"),
     pytest.param(
         (dict(dp=8), dict(order=("dp", "tp", "pp", "cp"), cp=2, pp=2, dp=2)), id="dp-innermost"
-    ),
-    pytest.param(
-        (dict(order=("dp", "tp"), tp=2, dp=4), dict(tp=2, cp=2, dp=2)), id="encoder-tp-outermost"
     ),
     pytest.param((dict(tp=3, dp=2), dict(tp=2, dp=3)), id="2-to-3"),
     pytest.param((dict(tp=2, dp=3), dict(tp=1, cp=3, dp=2)), id="3-to-2-cp3"),
@@ -134,77 +119,34 @@ def bridge(request):
     destination.destroy()
 
 
-def receive_zeros(received: torch.Tensor, *_, **__) -> None:
-    """Receive zeros, in the place of an exchange."""
-    received.zero_()
-
-
 @requires_world_size(8)
 @pytest.mark.parametrize("bridge", LAYOUTS, indirect=True, scope="class")
 class TestValues:
     def test_rows_arrive_and_their_owners_gradients_return(self, bridge):
         """Wherever a CP rank's gradient should be zero it is NaN: it must not be moved at all."""
-        if bridge is None:
-            return
-        for rows in ROWS:
+        for rows in ROWS if bridge else ():
             case = Case(bridge, rows)
             out = bridge.communicate(case.input, case.encoded, case.consumed)
             assert torch.equal(out, case.output), rows
             out.backward(case.cp_grad.where(case.owned, torch.nan))
             assert torch.equal(case.input.grad, case.grad_of_owners), rows
 
-    def test_without_owners_gradients_of_cp_ranks_add_up(self, bridge):
-        """So <A x, y> = <x, A' y>, where TP replicas count once and CP ranks count each."""
-        products = torch.zeros(2, dtype=torch.float64, device=Utils.device)
-        if bridge is not None:
-            case = Case(bridge, UNEVEN)
-            rows = (AtomRows(rows.counts) for rows in (case.encoded, case.consumed))
-            out = bridge.communicate(case.input, *rows)
-            out.backward(case.cp_grad)
-            assert torch.equal(case.input.grad, case.sum_of_cp_grads)
-            src_tp, dest_tp = (
-                dict(zip(grid.dim_names, grid.shape, strict=True))["tp"]
-                for grid in (bridge.src_grid, bridge.dest_grid)
-            )
-            products[0] = (out * case.cp_grad).sum() / dest_tp
-            products[1] = (case.input * case.input.grad).sum() / src_tp
-        products = products.detach()
-        dist.all_reduce(products)
-        assert products[0].item() == pytest.approx(products[1].item(), rel=1e-12)
-
-    def test_equal_samples_need_no_counts(self, bridge):
-        if bridge is not None:
-            case = Case(bridge, UNIFORM)
-            out = bridge.communicate(case.input)
+    @pytest.mark.parametrize("counted", [True, False])
+    def test_without_owners_gradients_of_cp_ranks_add_up(self, bridge, counted):
+        """Equal samples need no counts."""
+        if bridge:
+            case = Case(bridge, UNEVEN if counted else UNIFORM)
+            rows = [AtomRows(rows.counts) for rows in (case.encoded, case.consumed)]
+            out = bridge.communicate(case.input, *rows if counted else ())
             assert torch.equal(out, case.output)
             out.backward(case.cp_grad)
             assert torch.equal(case.input.grad, case.sum_of_cp_grads)
 
-    def test_the_gradient_oracle_sees_an_exchange_that_moves_nothing(self, bridge):
-        wrong = torch.zeros((), dtype=torch.int32, device=Utils.device)
-        if bridge is not None:
-            case = Case(bridge, UNIFORM)
-            with patch.object(dist, "all_to_all_single", receive_zeros):
-                out = bridge.communicate(case.input, case.encoded, case.consumed)
-                out.backward(case.cp_grad * case.owned)
-            wrong += not torch.equal(out, case.output)
-            wrong += not torch.equal(case.input.grad, case.grad_of_owners)
-        exchanges = torch.tensor(
-            bridge is not None and bridge.topology.exchanges, device=Utils.device
-        ).int()
-        dist.all_reduce(wrong)
-        dist.all_reduce(exchanges)
-        assert (wrong.item() > 0) == (exchanges.item() > 0)
-
 
 @requires_world_size(8)
 class TestInterface:
-    @pytest.mark.parametrize(
-        ("source", "destination"),
-        [(dict(tp=2, dp=4), dict(tp=4, dp=2)), (dict(tp=4, dp=2), dict(tp=2, dp=4))],
-    )
-    def test_the_batch_may_be_any_dim(self, make_bridge, source, destination):
-        bridge = make_bridge(source, destination)
+    def test_the_batch_may_be_any_dim(self, make_bridge):
+        bridge = make_bridge(dict(tp=2, dp=4), dict(tp=4, dp=2))
         case = Case(bridge, UNIFORM)
         for batch_dim in (0, 1, 2):
             bridge.dim_mapping = {"b": batch_dim}
@@ -224,12 +166,16 @@ class TestInterface:
             (dict(tp=2, cp=2, dp=2), [0, 0, 1, 1, 0, 0, 1, 1]),
             (dict(tp=1, cp=1, dp=8), [0, 1, 0, 1, 0, 1, 0, 1]),
             (dict(tp=2, cp=1, dp=4), [0] * 8),
+            (dict(tp=2, cp=2, pp=2, dp=1), [0, 0, 1, 1, 2, 2, 3, 3]),
         ],
     )
     def test_slice_info(self, make_bridge, destination, slots):
         bridge = make_bridge(dict(tp=2, dp=4), destination)
-        size = 6 // bridge.scale
-        assert bridge.get_slice_info(6) == SliceInfo(slots[dist.get_rank()] * size, size)
+        assert bridge.rank_to_src_pos == {rank: divmod(rank, 2) for rank in range(8)}
+        first = {rank: at for rank, at in bridge.topology.dest.items() if at.cp == at.pp == 0}
+        assert bridge.rank_to_dest_pos == {rank: at[:2] for rank, at in first.items()}
+        size = 12 // bridge.scale
+        assert bridge.get_slice_info(12) == SliceInfo(slots[dist.get_rank()] * size, size)
 
     def test_rows_that_do_not_fit_are_refused(self, make_bridge):
         fan_out = make_bridge(dict(tp=4, dp=2), dict(cp=2, dp=4), dim_mapping=FLAT)

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
 from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths, zigzag_owners
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils
 
 ROW = (5, 7, 1, 13)
 """Lengths of packed samples: none fits any CP size."""
@@ -37,15 +35,9 @@ class GroupOfOne:
 
 def adapter_of(cp: int, tp: int, cp_rank: int = 0, tp_rank: int = 0, **options) -> PartitionAdapter:
     """The adapter of one rank of cp × tp; sequence parallel where there are several TP ranks."""
-    config = PartitionConfig(
-        seq_parallel=tp > 1,
-        use_cp=cp > 1,
-        tp_comm_overlap=options.get("tp_comm_overlap", False),
-        max_seq_len=options.get("max_seq_len", 64),
-        cp_group=GroupOfOne(cp, cp_rank),
-        tp_group=GroupOfOne(tp, tp_rank),
-    )
-    return PartitionAdapter(config)
+    groups = dict(cp_group=GroupOfOne(cp, cp_rank), tp_group=GroupOfOne(tp, tp_rank))
+    settings = dict(tp_comm_overlap=False, max_seq_len=64) | options
+    return PartitionAdapter(PartitionConfig(tp > 1, cp > 1, **settings, **groups))
 
 
 def packed(samples: tuple[int, ...], **more) -> PackedSeqParams:
@@ -105,70 +97,46 @@ batches = pytest.mark.parametrize(("batch", "samples"), BATCHES)
 @sizes
 @batches
 class TestEveryTokenHasOnePlace:
-    def test_shards_hold_every_token_once_and_else_padding(self, batch, samples, cp, tp):
-        shards = batch.shards(cp, tp, samples)
-        labels = torch.cat([shard[1] for shard in shards[::tp]], dim=1)
-        embeddings = torch.cat([shard[0] for shard in shards])
-        for row in range(batch.rows):
-            wanted = batch.labels[row].tolist()
-            assert sorted(filter(None, labels[row].tolist())) == wanted
-            assert sorted(filter(None, embeddings[:, row, 0].tolist())) == wanted
-
-    def test_all_tensors_of_a_rank_hold_the_same_tokens(self, batch, samples, cp, tp):
-        shards = batch.shards(cp, tp, samples)
-        for cp_rank in range(cp):
-            parts = shards[cp_rank * tp : (cp_rank + 1) * tp]
+    def test_gathered_shards_give_back_the_batch_and_else_padding(self, batch, samples, cp, tp):
+        """All tensors of a rank hold the same tokens."""
+        shards, adapter = batch.shards(cp, tp, samples), adapter_of(cp, tp)
+        lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
+        whole = torch.cat([embeddings for embeddings, *_ in shards])
+        whole = whole[adapter.token_layout(lengths).places]
+        assert torch.equal(whole[lengths.valid], batch.embeddings)
+        assert not whole[~lengths.valid].any()
+        for first in range(0, cp * tp, tp):
+            parts = shards[first : first + tp]
             embeddings = torch.cat([part[0] for part in parts])
             for _, labels, loss_mask, _ in parts:
                 assert torch.equal(embeddings[..., 0].t(), labels.float())
-                assert torch.equal(embeddings[..., 1].t(), -labels.float())
                 assert torch.equal(loss_mask, (labels > 0).float())
 
-    def test_gathered_shards_give_back_the_batch(self, batch, samples, cp, tp):
-        shards = batch.shards(cp, tp, samples)
-        adapter = adapter_of(cp, tp)
-        lengths = adapter.lengths(batch.tokens, packed(samples) if samples else None)
-        whole = torch.cat([embeddings for embeddings, *_ in shards])
-        assert torch.equal(
-            whole[adapter.token_layout(lengths).places][lengths.valid], batch.embeddings
-        )
-
-    def test_owners_are_the_ranks_that_receive_the_tokens(self, batch, samples, cp, tp):
+    def test_owners_and_padding_mask_are_those_of_the_shards(self, batch, samples, cp, tp):
         params = packed(samples) if samples else None
-        owners = zigzag_owners(adapter_of(cp, tp).lengths(batch.tokens, params), cp)
-        for cp_rank, shard in enumerate(batch.shards(cp, tp, samples)[::tp]):
-            mine = batch.labels[0][owners == cp_rank].tolist()
-            assert mine == sorted(filter(None, shard[1][0].tolist()))
-
-    def test_padding_mask_lies_where_the_embeddings_have_padding(self, batch, samples, cp, tp):
-        params = packed(samples) if samples else None
-        for index, shard in enumerate(batch.shards(cp, tp, samples)):
-            adapter = adapter_of(cp, tp, *divmod(index, tp))
-            found = padding_arguments(batch.labels, adapter, params)
-            is_padding = shard[0][..., 0].t() == 0
+        lengths = adapter_of(cp, tp).lengths(batch.tokens, params)
+        owners = zigzag_owners(lengths, cp)
+        for index, (embeddings, labels, *_) in enumerate(batch.shards(cp, tp, samples)):
+            place = divmod(index, tp)
+            mine = batch.labels[0][owners == place[0]].tolist()
+            assert mine == sorted(filter(None, labels[0].tolist()))
+            found = padding_arguments(batch.labels, adapter_of(cp, tp, *place), params)
+            is_padding = embeddings[..., 0].t() == 0
             assert torch.equal(found.get("padding_mask", torch.zeros_like(is_padding)), is_padding)
-            lengths = adapter.lengths(batch.tokens, params)
             assert bool(found) == (lengths.real != lengths.padded)
 
 
 @pytest.mark.usefixtures("default_group")
-class TestZigzag:
-    def test_a_rank_has_a_chunk_from_either_end(self):
-        labels = [shard[1][0].tolist() for shard in Batch(1, 16).shards(4, 1)]
-        assert labels == [[1, 2, 15, 16], [3, 4, 13, 14], [5, 6, 11, 12], [7, 8, 9, 10]]
-
-    def test_packed_parameters_tell_real_from_padded_boundaries(self):
+class TestPackedParameters:
+    def test_real_boundaries_are_told_from_padded_ones(self):
+        """Also on a stage that has no tensor."""
         params = Batch(1, 26).shards(2, 2, ROW)[0][3]
         assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]
         assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20, 40]
         assert params.seq_idx.tolist() == [[0] * 8 + [1] * 8 + [2] * 4 + [3] * 20]
-
-    def test_packed_parameters_are_padded_where_a_stage_has_no_tensor(self):
-        first = Batch(1, 26).shards(2, 2, ROW)[0][3]
         *tensors, middle = adapter_of(2, 2).shard(None, None, None, packed(ROW))
         assert tensors == [None, None, None]
-        assert torch.equal(middle.cu_seqlens_q_padded, first.cu_seqlens_q_padded)
-        assert torch.equal(middle.seq_idx, first.seq_idx)
+        assert torch.equal(middle.cu_seqlens_q_padded, params.cu_seqlens_q_padded)
 
     def test_samples_padded_by_the_loader_stay_as_they_are(self):
         """Upstream's packing gives the boundaries of real tokens, and of all that the row holds."""
@@ -178,8 +146,6 @@ class TestZigzag:
         assert lengths == PaddedLengths((4, 8), (4, 8))
         assert zigzag_owners(lengths, 2).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 
-
-class TestPackedParameters:
     def test_known_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
         bounds = torch.tensor([0, 5, 12, 13])
         params = packed_parameters({"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}, (5, 7, 1))
@@ -233,31 +199,3 @@ class TestConfig:
             PartitionConfig.from_mp_config(
                 ModelParallelConfig(context_parallel_size=2), max_seq_len=64
             )
-
-
-class TestGradients:
-    @requires_world_size(8)
-    @pytest.mark.parametrize("samples", [None, ROW], ids=["unpacked", "packed"])
-    def test_a_token_has_its_gradient_on_its_owner_only(self, samples):
-        """TP ranks hold parts of a CP rank's tokens; the backward brings them together."""
-        Utils.initialize_distributed()
-        grid = HyperCommGrid([2, 4], ["tp", "cp"])
-        tp_group, cp_group = grid.create_pg("tp"), grid.create_pg("cp")
-        config = PartitionConfig(True, True, False, 64, cp_group=cp_group, tp_group=tp_group)
-        adapter = PartitionAdapter(config)
-        lengths = adapter.lengths(26, packed(samples) if samples else None)
-        embeddings = torch.ones(26, 1, 2, device=Utils.device, requires_grad=True)
-
-        local = adapter.shard_embeddings(embeddings, lengths)
-        (local * (1 + dist.get_rank(tp_group))).sum().backward()
-
-        assert len(local) == lengths.total // 8
-        owners = torch.from_numpy(zigzag_owners(lengths, 4))
-        is_mine = (owners == dist.get_rank(cp_group)).to(Utils.device)
-        found = embeddings.grad[:, 0, 0]
-        assert ((found > 0) == is_mine).all()
-        places = adapter.token_layout(lengths).places[lengths.valid].to(Utils.device)
-        in_second_half = places % (lengths.total // 4) >= lengths.total // 8
-        assert torch.equal(found[is_mine], 1.0 + in_second_half[is_mine])
-        dist.barrier()  # gloo: a rank that frees a group breaks peers that are still in it
-        grid.destroy()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.cpu_runtime import collectives
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.schedule import encoder_work
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
@@ -28,7 +29,6 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
     Piece,
     bubble_plan,
 )
-from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
@@ -47,52 +47,47 @@ from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import (
 )
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-LAYOUTS = [PP_4, PP_2, CP_2_PP_2, VPP_2]
+EQUAL_LENGTHS = {"variable_lengths": False}
+EQUAL_PP_4 = PP_4 | EQUAL_LENGTHS
 
 
 @requires_world_size(4)
-class TestFourRanks:
-    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
-    def test_a_first_step_in_which_kernels_are_loaded(self, language, monkeypatch):
-        monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
-        around = mock.Mock(wraps=encoder_work.pieces_around_the_pipeline)
-        monkeypatch.setattr(encoder_work, "pieces_around_the_pipeline", around)
-        check(replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), language, images=FAN_IN)
-        assert around.call_count == 1
-
-    def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(self, monkeypatch):
-        monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
-        even = samples(*({IMAGES: 3} for _ in range(16)), length=12)
-        job = replace(IN_BUBBLES, samples=even, microbatches=4, overlap=True)
-        check(job, PP_2, images=FAN_IN)
-
-    @pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
-    def test_ranks_that_are_late_at_random(self, language):
-        """Each piece and each operation of the pipeline is late by itself, on each rank alone."""
-        rng = random.Random(Utils.rank)
-
-        def late(function):
-            def call(*args, **kwargs):
-                time.sleep(rng.choice([0, 0, 0.002, 0.02]))
-                return function(*args, **kwargs)
-
-            return call
-
-        with contextlib.ExitStack() as stack:
-            for owner, name in (
-                (schedules, "forward_step"),
-                (schedules, "backward_step"),
-                (EncoderWork, "_encode"),
-                (EncoderWork, "_return"),
-                (EncoderWork, "_backward"),
-            ):
-                slow = late(getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, slow))
-            check(replace(IN_BUBBLES, microbatches=4), language, images=FAN_IN)
+def test_a_first_step_in_which_kernels_are_loaded(monkeypatch):
+    monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
+    around = mock.Mock(wraps=encoder_work.pieces_around_the_pipeline)
+    monkeypatch.setattr(encoder_work, "pieces_around_the_pipeline", around)
+    check(replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), VPP_2, images=FAN_IN)
+    assert around.call_count == 1
 
 
 @requires_world_size(4)
-@pytest.mark.parametrize("language", LAYOUTS, ids=str)
+def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(monkeypatch):
+    monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
+    even = samples(*({IMAGES: 3} for _ in range(16)), length=12)
+    check(replace(IN_BUBBLES, samples=even, microbatches=4, overlap=True), PP_2, images=FAN_IN)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
+def test_ranks_that_are_late_at_random(language, monkeypatch):
+    """Each piece and each operation of the pipeline is late by itself, on each rank alone."""
+    rng = random.Random(Utils.rank)
+
+    def late(function):
+        def call(*args, **kwargs):
+            time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+            return function(*args, **kwargs)
+
+        return call
+
+    pieces = [(EncoderWork, name) for name in ("_encode", "_return", "_backward")]
+    for owner, name in ((schedules, "forward_step"), (schedules, "backward_step"), *pieces):
+        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
+    check(replace(IN_BUBBLES, microbatches=4), language, images=FAN_IN)
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2, PP_4], ids=str)
 def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
     """With NCCL, a first use makes hosts wait for each other; within a step, in a circle."""
     used, new = set(), set()
@@ -117,66 +112,41 @@ def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
         training = True
         return contextlib.nullcontext()
 
-    with modules(images=dict(dp=4), language=language | {"variable_lengths": False}) as made:
+    with modules(images=FAN_IN, language=language | EQUAL_LENGTHS) as made:
         train(IN_BUBBLES, made, 1, around=around)
     assert used and not new
 
 
-class _Kept:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+class _Call:
+    """A call of ``encode``, alive as long as what it saved for the backward."""
 
 
-class Saved:
-    """Bytes that the encoders keep for their backward, beside weights: now and at most."""
+def most_kept_in_a_step(microbatches: int, monkeypatch) -> int:
+    """Most microbatches whose activations this rank keeps, with an image for each of them."""
+    alive, most, encode = weakref.WeakSet(), 0, macro_batches.encode
 
-    def __init__(self) -> None:
-        self.now = self.most = 0
+    def counted(*arguments):
+        nonlocal most
+        call = _Call()
+        alive.add(call)
+        most = max(most, len(alive))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (call, t), lambda kept: kept[1]):
+            return encode(*arguments)
 
-    def counted(self, encode):
-        """Wrap ``encode`` to count the bytes that it saves for as long as they are kept."""
-
-        def call(model, *args):
-            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-            def pack(tensor):
-                kept = _Kept(tensor)
-                if tensor.untyped_storage().data_ptr() not in weights:
-                    self._add(tensor.nbytes)
-                    weakref.finalize(kept, self._add, -tensor.nbytes)
-                return kept
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-                return encode(model, *args)
-
-        return call
-
-    def _add(self, count: int) -> None:
-        self.now += count
-        self.most = max(self.most, self.now)
-
-
-def most_saved(microbatches: int, in_bubbles: bool) -> int:
-    """Most bytes saved on this rank in a step with an equal image for each rank and microbatch."""
-    saved, patches = Saved(), [{IMAGES: 3}] * (4 * microbatches)
-    job = Job(samples(*patches, length=12), microbatches=microbatches, in_bubbles=in_bubbles)
-    with contextlib.ExitStack() as stack:
-        counted = saved.counted(macro_batches.encode)
-        stack.enter_context(mock.patch.object(macro_batches, "encode", counted))
-        language = PP_4 | {"variable_lengths": False}
-        made = stack.enter_context(modules(images=dict(dp=4), language=language))
+    patches = [{IMAGES: 3}] * (4 * microbatches)
+    job = Job(samples(*patches, length=12), microbatches=microbatches, in_bubbles=True)
+    with monkeypatch.context() as patch, modules(images=FAN_IN, language=EQUAL_PP_4) as made:
+        patch.setattr(macro_batches, "encode", counted)
         train(job, made, 1)
-    assert saved.now == 0
-    return saved.most
+    assert not alive
+    return most
 
 
 @requires_world_size(4)
-def test_activations_do_not_grow_with_the_batch():
-    """A rank keeps what the plan says, 2p + 1 macro-batches at most; three phases keep all."""
-    one = most_saved(1, in_bubbles=False)
-    assert [most_saved(m, in_bubbles=False) for m in (8, 32)] == [8 * one, 32 * one]
+def test_activations_do_not_grow_with_the_batch(monkeypatch):
+    """A rank keeps what the plan says, 2p + 1 macro-batches at most."""
     kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
-    assert [most_saved(m, in_bubbles=True) for m in (8, 16, 32)] == [n * one for n in kept]
+    assert [most_kept_in_a_step(m, monkeypatch) for m in (8, 16, 32)] == kept
     assert kept[1] == kept[2] <= 9
 
 
@@ -202,42 +172,27 @@ def test_two_pieces_swapped_end_in_a_message(monkeypatch):
     limit = timedelta(seconds=4)
     monkeypatch.setattr(collectives, "_time_limit_of_world", lambda: limit)
     monkeypatch.setattr(encoder_work, "bubble_plan", _too_early)
-    language = PP_4 | {"variable_lengths": False}
-    with modules(images=dict(dp=4), language=language) as made:
+    with modules(images=FAN_IN, language=EQUAL_PP_4) as made:
         with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
             train(IN_BUBBLES, made, 1)
 
 
 @requires_world_size(4)
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("encoder", "language", "text"),
-        [
-            (dict(dp=4), dict(pp=1, dp=4), "needs a pipeline"),
-            (dict(tp=4), PP_2 | {"variable_lengths": False}, "TP group of images in one"),
-            (dict(dp=4), PP_2, "variable_seq_lengths"),
-        ],
+@pytest.mark.parametrize(
+    ("encoder", "language", "planned", "text"),
+    [
+        (FAN_IN, dict(dp=4), True, "needs a pipeline"),
+        (dict(tp=4), PP_2 | EQUAL_LENGTHS, True, "TP group of images in one"),
+        (FAN_IN, PP_2, True, "variable_seq_lengths"),
+        (FAN_IN, VPP_2 | EQUAL_LENGTHS, True, "needs overlap_p2p_comm with virtual stages"),
+        (FAN_IN, PP_2 | EQUAL_LENGTHS, False, "batch_plan"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(encoder, language, planned, text, monkeypatch):
+    config = Module.config
+    monkeypatch.setattr(
+        Module, "config", lambda module: replace(config(module), overlap_p2p_comm=False)
     )
-    def test_says_what_cannot_be_on_every_rank(self, encoder, language, text):
-        with modules(images=encoder, language=language) as made:
-            with pytest.raises(ValueError, match=text):
-                train(IN_BUBBLES, made, 1)
-
-    def test_virtual_stages_whose_transfers_do_not_overlap(self, monkeypatch):
-        config = Module.config
-
-        def without_overlap(module):
-            made = config(module)
-            made.overlap_p2p_comm = False
-            return made
-
-        monkeypatch.setattr(Module, "config", without_overlap)
-        with modules(images=FAN_IN, language=VPP_2 | {"variable_lengths": False}) as made:
-            with pytest.raises(ValueError, match="needs overlap_p2p_comm with virtual stages"):
-                train(IN_BUBBLES, made, 1)
-
-    def test_microbatches_without_a_plan(self):
-        language = PP_2 | {"variable_lengths": False}
-        with modules(images=dict(dp=4), language=language) as made:
-            with pytest.raises(ValueError, match="batch_plan"):
-                train(IN_BUBBLES, made, 1, planned=False)
+    with modules(images=encoder, language=language) as made:
+        with pytest.raises(ValueError, match=text):
+            train(IN_BUBBLES, made, 1, planned=planned)

@@ -2,18 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An encoder in another precision than the language model, colocated."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
-from megatron.core.models.mimo.forward.encoding import encode
 from tests.unit_tests.models.mimo.mimo_gpt import IMAGES
-from tests.unit_tests.models.mimo.mimo_gpt_samples import draw
-from tests.unit_tests.models.mimo.mimo_gpt_training import Job, encoder_gradients
+from tests.unit_tests.models.mimo.mimo_gpt_training import Job, draw, encoder_gradients
 from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import modules
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -41,20 +36,3 @@ def test_encoder_gradients_are_those_of_one_precision(encoder, language):
         dist.all_reduce(part)  # a rank has the gradient of the samples it encoded
         error = (part - whole).norm() / whole.norm()
         assert error < TOLERANCE, f"{name}: {error:.3f}"
-
-
-def test_ranks_with_rows_and_without_hand_over_one_dtype():
-    encoder = torch.nn.Linear(4, 4)
-    encoder.forward = lambda encoder_inputs: encoder_inputs["rows"] @ encoder.weight
-    model = SimpleNamespace(
-        modality_submodules={IMAGES: encoder},
-        colocated_comms={(IMAGES, LANGUAGE): None},
-        config=SimpleNamespace(params_dtype=torch.bfloat16),
-        random_states={IMAGES: SimpleNamespace(in_use=nullcontext)},
-        _empty_encoder_output=lambda name: torch.empty(0, 4, dtype=torch.bfloat16),
-    )
-    for inputs in ({IMAGES: {"rows": torch.ones(3, 4)}}, None):
-        rows = encode(model, [inputs])[IMAGES]
-        assert rows.dtype is torch.bfloat16 and rows.requires_grad
-    encode(model, [{IMAGES: {"rows": torch.ones(3, 4)}}])[IMAGES].sum().backward()
-    assert encoder.weight.grad.dtype is torch.float32
