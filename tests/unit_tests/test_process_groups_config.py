@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.optimizer_instances import instance_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import (
     EXPERT_FIELDS,
@@ -88,6 +87,14 @@ class TestFields:
         groups = fields_of(0, tp=2, dp=2, expert=[1, 4, 1])
         assert set(groups) == ALL_FIELDS
         assert {name for name, group in groups.items() if group is None} == ALWAYS_NONE
+
+    def test_optimizer_instances_split_the_data_parallel_ranks(self):
+        groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
+        assert groups["intra_dp_cp"] == [5, 7]
+        assert groups["intra_expt_dp"] == [5]
+        assert groups["inter_dist_opt"] == [1, 5]
+        assert groups["intra_dist_opt"] == [4, 5, 6, 7]
+        assert groups["dp_cp"] == [1, 3, 5, 7]
 
     def test_optimizer_instances_that_experts_do_not_share_are_refused(self):
         grid = HyperCommGrid([2, 2, 1], ["dp", "tp", "pp"])
@@ -221,29 +228,6 @@ class TestMisuse:
         grid = HyperCommGrid([2, 1, 2, 2, 1], ["tp", "cp", "ep", "dp", "pp"])
         with pytest.raises(ValueError, match=r"base dims \{'ep': 2\} multiply the ranks"):
             groups_from_grid(grid)
-
-
-class TestOptimizerInstances:
-    def test_split_the_data_parallel_ranks(self):
-        dense = [[0, 2, 4, 6], [1, 3, 5, 7]]  # tp=2, dp=4
-        experts = [[0, 4], [1, 5], [2, 6], [3, 7]]  # ep=4
-        expected = {
-            "intra_dp_cp": [[0, 2], [4, 6], [1, 3], [5, 7]],
-            "intra_expt_dp": [[0], [4], [1], [5], [2], [6], [3], [7]],
-            "inter_dist_opt": [[0, 4], [2, 6], [1, 5], [3, 7]],
-            "intra_dist_opt": [[0, 1, 2, 3], [4, 5, 6, 7]],
-        }
-        assert instance_groups(dense, experts, 2) == expected
-        groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
-        for name, ranks in expected.items():
-            assert groups[name] == next(group for group in ranks if 5 in group), name
-        assert groups["dp_cp"] == [1, 3, 5, 7]
-
-    def test_that_cannot_be_are_refused(self):
-        with pytest.raises(ValueError, match="3 optimizer instances must divide dp·cp = 4"):
-            fields_of(0, dp=4, instances=3)
-        with pytest.raises(ValueError, match="make dp the slowest dim"):
-            instance_groups([[0, 1], [2, 3]], [[0, 2], [1, 3]], 2)
 
 
 @requires_world_size(8)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.cpu_runtime import collectives
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.schedule import encoder_work
-from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
@@ -29,6 +28,7 @@ from megatron.core.models.mimo.schedule.bubble_plan import (
     Piece,
     bubble_plan,
 )
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.pipeline_parallel import schedules
 from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
