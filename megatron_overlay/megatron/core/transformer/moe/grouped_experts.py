@@ -43,7 +43,7 @@ class GroupedExperts(SequentialMLP):
         super().__init__(num_local_experts, config, *args, **kwargs)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
-        """Apply each expert to its tokens, as :func:`compute` does."""
+        """Apply each expert to its tokens, as :func:`apply_experts` does."""
         is_grouped = self.config.moe_grouped_gemm and len(hidden) > 0
         if not counts_stay_on_device(self.config):
             is_grouped = is_grouped and self.num_local_experts > 1
@@ -53,7 +53,7 @@ class GroupedExperts(SequentialMLP):
             [_weights(getattr(expert, name))[0] for expert in self.local_experts]
             for name in ("linear_fc1", "linear_fc2")
         )
-        return compute(self, first, second, hidden, tokens_per_expert, probs)
+        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
 
 
 class TEGroupedExperts(TEGroupedMLP):
@@ -64,14 +64,14 @@ class TEGroupedExperts(TEGroupedMLP):
     """
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
-        """Apply each expert to its tokens, as :func:`compute` does."""
+        """Apply each expert to its tokens, as :func:`apply_experts` does."""
         if not counts_stay_on_device(self.config):
             return super().forward(hidden, tokens_per_expert, probs)
         first, second = _weights(self.linear_fc1), _weights(self.linear_fc2)
-        return compute(self, first, second, hidden, tokens_per_expert, probs)
+        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
 
 
-def compute(
+def apply_experts(
     experts: SequentialMLP | TEGroupedMLP,
     first: list[Tensor],
     second: list[Tensor],
