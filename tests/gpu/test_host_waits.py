@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from tests.unit_tests.examples.nemotron_vlm.loop.models import BF16, ENGINE
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, LOCAL, NO_CHECK
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import requires_world_size
 
