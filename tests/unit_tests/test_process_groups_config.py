@@ -102,6 +102,8 @@ class TestFields:
         with RecordedGroups(0) as groups, pytest.raises(ValueError, match="make dp the slowest"):
             groups_from_grid(grid, 2)
         assert groups.calls == 0
+        with pytest.raises(ValueError, match="3 optimizer instances must divide dp = 4 ranks"):
+            fields_of(0, dp=4, instances=3)
 
     def test_ranks_of_each_field_with_pp_outermost(self):
         groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])

@@ -53,6 +53,7 @@ def _transformer_engine() -> LayerSpecs:
     )
     from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
     from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
     from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 
     class BiasInGemm(TELayerNormColumnParallelLinear):
@@ -68,7 +69,7 @@ def _transformer_engine() -> LayerSpecs:
     mixer = replace(gdn.submodules.self_attention, module=SiluGatedDeltaNet)
     gdn = replace(gdn, submodules=replace(gdn.submodules, self_attention=mixer))
     moe = layers.moe_layer
-    experts = with_layout_free_router(moe.submodules.mlp)
+    experts = with_grouped_experts(with_layout_free_router(moe.submodules.mlp))
     moe = replace(moe, submodules=replace(moe.submodules, mlp=experts))
     return LayerSpecs(
         vit_layer=replace(

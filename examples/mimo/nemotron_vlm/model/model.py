@@ -21,7 +21,8 @@ from megatron.core.models.mimo.setup.module_groups import Modules
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.enums import CudaGraphModule, ModelType
+from megatron.core.transformer.moe.device_counts import counts_stay_on_device
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
@@ -55,9 +56,9 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
         layouts: layouts of all modules.
 
     Raises:
-        ValueError, AssertionError: from Megatron: options do not go together.
+        ValueError, AssertionError: options do not go together, most by Megatron's own checks.
     """
-    language = core_transformer_config_from_args(args)
+    language = _language_config(args)
     language.perform_initialization = False  # weights are initialized by name
     # Non-colocated stages exchange tensors of their own shapes.
     language.variable_seq_lengths = args.placement == "non-colocated"
@@ -81,6 +82,32 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
     both = zip(preset.encoders, layouts.encoders, strict=True)
     encoders = (each.configs(shared | sizes(layout), args.hidden_size) for each, layout in both)
     return VLMConfigs(tuple(encoders), language)
+
+
+def _language_config(args: Namespace) -> TransformerConfig:
+    """Make the language model's configuration.
+
+    Megatron refuses CUDA graphs of whole MoE layers, because its own wait for token counts, and
+    grouped GEMMs on CPU ranks, which PyTorch has. Both are decided here.
+    """
+    modules, whole = args.cuda_graph_modules, CudaGraphModule.moe
+    is_whole = whole in modules and CudaGraphModule.moe_router not in modules
+    others = [module for module in modules if not (is_whole and module is whole)]
+    config = core_transformer_config_from_args(
+        Namespace(**vars(args) | {"cuda_graph_modules": others})
+    )
+    config.cuda_graph_modules = modules
+    if args.device == "cpu":
+        config.moe_grouped_gemm = True
+        config.moe_grouped_gemm = counts_stay_on_device(config)
+    is_recomputed = config.recompute_granularity and "moe" in config.recompute_modules
+    if is_whole and (is_recomputed or not (counts_stay_on_device(config) and config.bf16)):
+        raise ValueError(
+            "--cuda-graph-modules moe needs token counts that stay on the device: --bf16 "
+            "--moe-token-dispatcher-type allgather --moe-grouped-gemm, and experts without biases, "
+            "gated units, FP8 and recompute"
+        )
+    return config
 
 
 def _language_spec(

@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -124,10 +125,22 @@ class Run:
     def source(self, source: SampleSource) -> None:
         self.loading.reader = dataclasses.replace(self.loading.reader, source=source)
 
-    def train_step(self) -> dict:
-        """Take one step of the loop; return its record on every rank."""
+    def train_step(
+        self, around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    ) -> dict:
+        """Take one step of the loop; return its record on every rank.
+
+        Args:
+            around: makes the context in which forward and backward run, and gradients are reduced.
+        """
         if self._batches is None:
             self._batches = RerunDataIterator(self.loading.training())
+        schedule = get_forward_backward_func(schedule_pg_collection=self.collection)
+
+        def forward_backward(**options):
+            with around():
+                return schedule(**options)
+
         reported, skipped, _, _, _, grad_norm, _, _ = loop.train_step(
             forward_step,
             self._batches,
@@ -135,7 +148,7 @@ class Run:
             self.optimizer,
             self.scheduler,
             self.config,
-            get_forward_backward_func(schedule_pg_collection=self.collection),
+            forward_backward,
             iteration=self.step,
             pg_collection=self.collection,
             p2p_communicator=self.session.communicator,

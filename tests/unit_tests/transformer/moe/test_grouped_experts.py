@@ -3,6 +3,7 @@
 """Grouped GEMMs against upstream's loop over the experts."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,28 @@ def test_outputs_and_gradients_are_those_of_the_loop(groups, counts):
         found.append([output, *(tensor.grad for tensor in inputs), *grads])
     for expected, own in zip(*found, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@requires_world_size(1)
+def test_rows_after_those_of_the_last_expert_mean_nothing(groups):
+    """With expert parallelism; the grouped GEMM leaves whatever was in memory there."""
+    counts, total = torch.tensor([3, 0, 4, 1]).to(Utils.device), 8
+    draw = torch.Generator().manual_seed(2)
+    hidden = torch.randn(total + 6, HIDDEN, generator=draw)
+    probs = torch.rand(total + 6, generator=draw)
+    hidden[total:] = probs[total:] = torch.nan
+    found = []
+    for rows, ep in ((total, 1), (total + 6, 2)):
+        experts = filled(GroupedExperts, groups, config_of(moe_token_dispatcher_type="allgather"))
+        experts.ep_group = SimpleNamespace(size=lambda ep=ep: ep)
+        inputs = [t[:rows].to(Utils.device).requires_grad_() for t in (hidden, probs)]
+        output, _ = experts(inputs[0], counts, inputs[1])
+        output.sin().sum().backward()
+        for tensor in (output, inputs[0].grad):
+            assert not tensor[total:].any()
+        parts = [tensor[:total] for tensor in (output, inputs[0].grad, inputs[1].grad)]
+        found.append([*parts, *(parameter.grad for parameter in experts.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 @requires_world_size(1)

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts built from Megatron's own layers and computed by grouped GEMMs."""
+"""Experts of upstream's classes, computed by PyTorch's grouped GEMMs.
+
+These read the experts' token counts on the device, so nothing here waits for it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+from megatron.core.transformer.moe.device_counts import DeviceCountMoELayer, counts_stay_on_device
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+Computed = tuple[Tensor, None]
 
 
 class GroupedExperts(SequentialMLP):
     """Computes all local experts at once with ``moe_grouped_gemm``, else one after the other.
 
-    Parameters, and so checkpoints, are those of SequentialMLP. PyTorch's grouped GEMM reads the
-    experts' token counts on the device, so nothing here waits for the device.
+    Parameters, and so checkpoints, are those of SequentialMLP.
 
     Raises:
         ValueError: with ``moe_grouped_gemm``, experts have biases or gated units, or PyTorch is
@@ -35,48 +42,107 @@ class GroupedExperts(SequentialMLP):
             raise ValueError("moe_grouped_gemm of local layers needs PyTorch 2.10 or newer")
         super().__init__(num_local_experts, config, *args, **kwargs)
 
-    def forward(
-        self,
-        permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-    ) -> tuple[Tensor, None]:
-        """Apply each expert to its tokens.
-
-        Args:
-            permuted_local_hidden_states: ``[tokens, H]``, ordered by expert.
-            tokens_per_expert: ``[experts]``, integers.
-            permuted_probs: ``[tokens]``, weights of the experts' activations.
-
-        Returns:
-            ``[tokens, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.
-        """
-        hidden = permuted_local_hidden_states
-        if not self.config.moe_grouped_gemm or self.num_local_experts == 1 or not len(hidden):
-            return super().forward(hidden, tokens_per_expert, permuted_probs)
-        if self.config.moe_apply_probs_on_input:
-            hidden = (permuted_probs.unsqueeze(-1) * hidden).to(hidden.dtype)
-            permuted_probs = torch.ones_like(permuted_probs)
-        ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
-        inner = F.grouped_mm(hidden, self._transposed_weights("linear_fc1"), offs=ends)
-        inner = self.config.activation_func(inner)
-        inner = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
-        return F.grouped_mm(inner, self._transposed_weights("linear_fc2"), offs=ends), None
-
-    def _transposed_weights(self, layer: str) -> Tensor:
-        weights = [_weight(getattr(expert, layer)) for expert in self.local_experts]
-        return torch.stack(weights).transpose(1, 2)
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
+        """Apply each expert to its tokens, as :func:`apply_experts` does."""
+        is_grouped = self.config.moe_grouped_gemm and len(hidden) > 0
+        if not counts_stay_on_device(self.config):
+            is_grouped = is_grouped and self.num_local_experts > 1
+        if not is_grouped:
+            return super().forward(hidden, tokens_per_expert, probs)
+        first, second = (
+            [_weights(getattr(expert, name))[0] for expert in self.local_experts]
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
 
 
-def _weight(layer: torch.nn.Module) -> Tensor:
-    """A layer's weight after its forward pre-hooks, which wait for DDP's parameter gather."""
+class TEGroupedExperts(TEGroupedMLP):
+    """Upstream's experts of Transformer Engine, whose own grouped GEMM takes counts of the host.
+
+    PyTorch's grouped GEMM takes its place where token counts stay on the device. Parameters, and so
+    checkpoints, are the same.
+    """
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Computed:
+        """Apply each expert to its tokens, as :func:`apply_experts` does."""
+        if not counts_stay_on_device(self.config):
+            return super().forward(hidden, tokens_per_expert, probs)
+        first, second = _weights(self.linear_fc1), _weights(self.linear_fc2)
+        return apply_experts(self, first, second, hidden, tokens_per_expert, probs)
+
+
+def apply_experts(
+    experts: SequentialMLP | TEGroupedMLP,
+    first: list[Tensor],
+    second: list[Tensor],
+    hidden: Tensor,
+    tokens_per_expert: Tensor,
+    probs: Tensor,
+) -> Computed:
+    """Apply each expert to its tokens.
+
+    Args:
+        experts: gives the configuration and the groups.
+        first, second: weights ``[F, H]`` and ``[H, F]`` of each expert's layers.
+        hidden: ``[rows, H]``, ordered by expert; with expert parallelism, rows after those of the
+            last expert mean nothing, and have zeros in the output and as their gradient.
+        tokens_per_expert: ``[experts]``, integers.
+        probs: ``[rows]``, weights of the experts' activations.
+
+    Returns:
+        ``[rows, H]``, partial sums over the experts' tensor-parallel ranks; and no bias.
+    """
+    config, weights = experts.config, probs.unsqueeze(-1)
+    ends = tokens_per_expert.to(hidden.device).cumsum(0, dtype=torch.int32)
+    tail = None
+    if experts.ep_group.size() > 1 and counts_stay_on_device(config):
+        tail = (torch.arange(len(hidden), device=hidden.device) >= ends[-1]).unsqueeze(-1)
+    if config.moe_apply_probs_on_input:
+        hidden = (weights * hidden).to(hidden.dtype)
+        weights = torch.ones_like(weights)
+    inner = _GroupedLinear.apply(hidden, ends, tail, *first)
+    if config.activation_func is squared_relu and config.use_fused_weighted_squared_relu:
+        inner = weighted_squared_relu_impl(inner, weights)
+    else:
+        inner = (config.activation_func(inner) * weights).to(inner.dtype)
+    return _GroupedLinear.apply(inner, ends, tail, *second), None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Multiplies the rows of each group with the group's own weight; biases there are none.
+
+    The backward stacks the weights again, so that no copies of them are kept for it. The grouped
+    GEMM leaves rows of the tail as they were in memory: they become zeros, in both directions.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, ends: Tensor, tail: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends, tail, *weights)
+        product = F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        return product if tail is None else product.masked_fill_(tail, 0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, tail, *weights = ctx.saved_tensors
+        grad, of_rows, of_weights = grad.contiguous(), None, [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+            of_rows = of_rows if tail is None else of_rows.masked_fill_(tail, 0)
+        if any(ctx.needs_input_grad[3:]):
+            of_weights = F.grouped_mm(grad.t(), rows, offs=ends).unbind()
+        return of_rows, None, None, *of_weights
+
+
+def _weights(layer: torch.nn.Module) -> list[Tensor]:
+    """A layer's weights after its forward pre-hooks, which wait for DDP's parameter gather."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
-    return layer.weight
+    return list(layer.parameters(recurse=False))
 
 
 def with_grouped_experts(moe: partial) -> partial:
-    """The MoE layer builder of upstream's local spec, with :class:`GroupedExperts`."""
+    """The MoE layer builder of upstream's specs, with experts and dispatchers of ours."""
     submodules = moe.keywords["submodules"]
-    experts = partial(GroupedExperts, **submodules.experts.keywords)
-    return partial(moe, submodules=replace(submodules, experts=experts))
+    kind = {SequentialMLP: GroupedExperts, TEGroupedMLP: TEGroupedExperts}[submodules.experts.func]
+    experts = partial(kind, **submodules.experts.keywords)
+    return partial(DeviceCountMoELayer, submodules=replace(submodules, experts=experts))

@@ -75,6 +75,7 @@ FULL += ("--recompute-num-layers", "1")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
+MOE_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe")
 NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
@@ -280,6 +281,9 @@ WEIGHTS = {
 ON_ONE_GPU = [
     Row(1, "two digits", options=GRAPHS),
     Row(1, "bf16 two digits", options=GRAPHS),
+    Row(1, "bf16 two digits", options=(*ALLGATHER, *MOE_GRAPHS)),
+    Row(1, "engine", options=ALLGATHER),
+    Row(1, "bf16", options=ALLGATHER),
     Row(1, "engine", options=LOCAL),
     Row(1, "engine", options=RECOMPUTE),
     Row(1, "engine", options=NO_OVERLAP),
@@ -339,6 +343,9 @@ ON_TWO_GPUS = [
     Row(2, "fp16", options=APART),
     Row(2, "two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
     Row(2, "bf16 two digits", "dp=2", "tp=2", GRAPHS),
+    Row(2, "engine", "dp=2", "dp=2,ep=2", ALLGATHER, then=(("dp=2", "dp=2", ()),)),
+    Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1", ALLGATHER),
+    Row(2, "bf16 two digits", "dp=2", "dp=2,ep=2", (*ALLGATHER, *MOE_GRAPHS)),
 ]
 
 AHEAD = [

@@ -227,6 +227,32 @@ class TestRefused:
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
+        ("options", "is_taken"),
+        [
+            ("--bf16 --moe-token-dispatcher-type allgather", True),
+            ("--bf16", False),
+            ("--moe-token-dispatcher-type allgather", False),
+            ("--bf16 --moe-token-dispatcher-type allgather --no-squared-relu --swiglu", False),
+            (
+                "--bf16 --moe-token-dispatcher-type allgather --recompute-granularity selective "
+                "--recompute-modules moe",
+                False,
+            ),
+        ],
+    )
+    def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
+        self, options, is_taken, monkeypatch
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
+        if is_taken:
+            found = parse(line.split(), world_size=1).configs.language
+            assert [module.name for module in found.cuda_graph_modules] == ["attn", "moe"]
+            return
+        with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
+            parse(line.split(), world_size=1)
+
+    @pytest.mark.parametrize(
         ("variable", "value"),
         [
             ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),

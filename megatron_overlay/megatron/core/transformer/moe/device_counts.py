@@ -1,0 +1,83 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""MoE layers whose host never asks the device how many tokens each expert has.
+
+Upstream's dispatchers copy these counts to the host, which sizes buffers by them, so that each
+layer waits for the device. Here buffers have sizes that the host knows: k rows for each token,
+where k experts take it. All tokens of the expert ranks are gathered; rows that go to experts of
+other ranks are a tail that the grouped GEMMs leave out.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import permute
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def counts_stay_on_device(config: TransformerConfig) -> bool:
+    """Return whether MoE layers of this configuration keep token counts on the device.
+
+    They do with the all-gather dispatcher and ``moe_grouped_gemm``, for experts that grouped GEMMs
+    of PyTorch compute: without biases, gates, quantization, and recompute or offloading within
+    experts. Other configurations have upstream's dispatchers.
+    """
+    in_experts = config.fine_grained_activation_offloading or (
+        config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+    )
+    return (
+        config.moe_token_dispatcher_type == "allgather"
+        and config.moe_grouped_gemm
+        and hasattr(F, "grouped_mm")
+        and config.moe_expert_capacity_factor is None
+        and not (config.add_bias_linear or config.gated_linear_unit)
+        and not (config.fp8 or config.fp4 or config.quant_recipe)
+        and not (in_experts or config.use_transformer_engine_op_fuser)
+    )
+
+
+class DeviceCountDispatcher(MoEAllGatherTokenDispatcher):
+    """Upstream's all-gather dispatcher, with buffers of sizes that the host knows."""
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Order the gathered tokens by this rank's experts.
+
+        Args:
+            hidden_states: ``[T, H]``, tokens of all expert ranks.
+            probs: ``[T, E]``, weights of the experts; of other experts than a token's, zero.
+
+        Returns:
+            ``[T·min(k, e), H]`` for k experts a token and e experts on this rank: rows in the
+            experts' order, then a tail without meaning; the experts' counts ``[e]``, on the device;
+            and the rows' weights ``[T·min(k, e)]``.
+        """
+        own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.hidden_shape_before_permute = hidden_states.shape
+        self.local_map = self.routing_map[:, own].contiguous()
+        rows, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs[:, own].contiguous(),
+            num_out_tokens=len(hidden_states) * min(self.router_topk, self.num_local_experts),
+            fused=self.config.moe_permute_fusion,
+        )
+        self.routing_map = None
+        return rows, self.local_map.sum(dim=0), self.local_probs
+
+
+class DeviceCountMoELayer(MoELayer):
+    """Upstream's MoE layer; where it can, it keeps token counts on the device."""
+
+    def __init__(self, config: TransformerConfig, *args, pg_collection, **kwargs) -> None:
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        if counts_stay_on_device(config):
+            indices = self.local_expert_indices
+            self.token_dispatcher = DeviceCountDispatcher(
+                self.num_local_experts, indices, config=config, pg_collection=pg_collection
+            )

@@ -1,0 +1,30 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The host waits for nothing in whole steps of the production path, by CUDA's own report."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from tests.unit_tests.examples.nemotron_vlm.loop.models import BF16, ENGINE
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+@pytest.mark.parametrize("layers", [ENGINE, LOCAL], ids=["engine", "local"])
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [
+        pytest.param("dp=1", "dp=1", marks=requires_world_size(1)),
+        pytest.param("dp=2", "dp=2,ep=2", marks=requires_world_size(2)),
+        pytest.param("dp=2", "tp=2,ep=2,etp=1", marks=requires_world_size(2)),
+    ],
+)
+def test_the_host_waits_for_nothing_from_the_third_step_on(layers, encoder, language):
+    """The first steps make plans and buffers, and load and tune kernels."""
+    layout = ("--encoder", encoder, "--language", language, "--num-workers", "1")
+    with trainer(*layout, *layers, *BF16, *ALLGATHER, *NO_CHECK) as run:
+        for step in range(4):
+            run.train_step(no_host_sync if step > 1 else nullcontext)

@@ -1,0 +1,35 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The host waits for nothing in whole steps of the program; tests/gpu has the production layers."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.no_host_sync import no_host_sync
+from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
+
+FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; tests/gpu has 16 bits")
+
+
+@FP32
+@pytest.mark.parametrize(
+    ("encoder", "language"),
+    [
+        pytest.param("dp=1", "dp=1", marks=requires_world_size(1)),
+        pytest.param("dp=4", "dp=4,ep=2,etp=2", marks=requires_world_size(4)),
+        pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", marks=requires_world_size(4)),
+        pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", marks=requires_world_size(4)),
+    ],
+)
+def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language):
+    """The first step makes plans and buffers.
+
+    There is no TP here: it compares random states of the host, which the guard takes for a wait.
+    """
+    layout = ("--encoder", encoder, "--language", language)
+    with trainer(*layout, *ALLGATHER, *NO_CHECK, "--num-workers", "1") as run:
+        for step in range(3):
+            run.train_step(no_host_sync if step else nullcontext)
