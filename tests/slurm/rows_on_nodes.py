@@ -26,14 +26,9 @@ import torch
 
 from tests.gpu.run import WITHOUT_TF32
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
-    AHEAD,
-    ON_CPUS,
-    ON_ONE_GPU,
-    ON_TWO_GPUS,
-    Row,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import ON_CPUS, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import AT_SCALE, COMPARED_WITH
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import FIGURES, apart, tolerance
 from tests.unit_tests.examples.nemotron_vlm.runs import SHORT_RUN, STEPS
 from tests.unit_tests.test_utilities import HAVE_CUDA

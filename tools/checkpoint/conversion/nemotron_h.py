@@ -10,8 +10,8 @@ from typing import Any
 from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     Files,
     Part,
-    Rows,
     Table,
+    TensorRows,
     check_values,
     interleaved,
 )
@@ -142,23 +142,23 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
 
 def language_table(sizes: LanguagePreset) -> Table:
     """Return the table of the language model's tensors; our names are without the prefix."""
-    table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
+    table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
     for number, symbol in enumerate(sizes.hybrid_layer_pattern):
         ours, theirs = f"decoder.layers.{number}.", f"backbone.layers.{number}."
         for name, other in LAYERS[symbol].items():
-            table[ours + name] = (Rows(theirs + other),)
+            table[ours + name] = (TensorRows(theirs + other),)
         if symbol == "M":
             table |= _mamba(sizes, ours + "mixer.", theirs + "mixer.")
         elif symbol == "*":
             heads = (sizes.num_attention_heads, sizes.num_query_groups, sizes.kv_channels)
             names = tuple(f"{theirs}mixer.{each}_proj.weight" for each in "qkv")
-            qkv = interleaved([Rows(name) for name in names], *heads)
+            qkv = interleaved([TensorRows(name) for name in names], *heads)
             table[ours + "self_attention.linear_qkv.weight"] = qkv
         elif symbol == "E":
             for name, other in EXPERTS.items():
                 for expert in range(sizes.num_experts):
                     source = f"{theirs}mixer.experts.{expert}.{other}"
-                    table[f"{ours}{name}[{expert}]"] = (Rows(source),)
+                    table[f"{ours}{name}[{expert}]"] = (TensorRows(source),)
     return table
 
 
@@ -176,6 +176,6 @@ def _mamba(sizes: LanguagePreset, ours: str, theirs: str) -> Table:
     ):
         start = 0
         for part, count in counts.items():
-            table[f"{ours}{name}.{part}"] = (Rows(theirs + name, start, count),)
+            table[f"{ours}{name}.{part}"] = (TensorRows(theirs + name, start, count),)
             start += count
     return table

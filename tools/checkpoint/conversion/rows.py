@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Slice:
     """Rows of a Hugging Face tensor, and their place in one of ours."""
 
     ours: str
@@ -34,9 +34,9 @@ class Piece:
 
 
 class Translation:
-    """A table whose pieces have sizes.
+    """A table whose slices have sizes.
 
-    of_ours, of_theirs: pieces of each tensor, in the order of its rows. shapes: shapes of theirs.
+    of_ours, of_theirs: slices of each tensor, in the order of its rows. shapes: shapes of theirs.
 
     Args:
         table: has all names of ``shapes``, and no other.
@@ -45,35 +45,35 @@ class Translation:
 
     def __init__(self, table: Table, shapes: Mapping[str, Shape]) -> None:
         assert table.keys() == shapes.keys(), table.keys() ^ shapes.keys()
-        self.of_ours: dict[str, list[Piece]] = defaultdict(list)
-        self.of_theirs: dict[str, list[Piece]] = defaultdict(list)
+        self.of_ours: dict[str, list[Slice]] = defaultdict(list)
+        self.of_theirs: dict[str, list[Slice]] = defaultdict(list)
         self.shapes: dict[str, Shape] = {}
         for ours, sources in table.items():
             at = 0
             for rows in sources:
                 count = shapes[ours][0] if rows.count is None else rows.count
-                piece = Piece(ours, at, rows.name, rows.start, count)
-                self.of_ours[ours].append(piece)
-                self.of_theirs[rows.name].append(piece)
+                each = Slice(ours, at, rows.name, rows.start, count)
+                self.of_ours[ours].append(each)
+                self.of_theirs[rows.name].append(each)
                 at += count
             assert at == shapes[ours][0], (ours, at, shapes[ours])
-        for name, pieces in self.of_theirs.items():
-            pieces.sort(key=lambda piece: piece.their_start)
+        for name, slices in self.of_theirs.items():
+            slices.sort(key=lambda each: each.their_start)
             end = 0
-            for piece in pieces:
-                assert piece.their_start == end, (name, piece)
-                end += piece.count
-            self.shapes[name] = (end, *shapes[pieces[0].ours][1:])
+            for each in slices:
+                assert each.their_start == end, (name, each)
+                end += each.count
+            self.shapes[name] = (end, *shapes[slices[0].ours][1:])
 
     def join(self, name: str, read: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
         """Make a tensor of ours; ``read`` takes one of their names, a first row, and a count."""
-        pieces = self.of_ours[name]
-        return _joined([read(p.theirs, p.their_start, p.count) for p in pieces])
+        slices = self.of_ours[name]
+        return _joined([read(p.theirs, p.their_start, p.count) for p in slices])
 
     def split(self, name: str, ours: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of theirs from those of ours that hold its pieces."""
-        pieces = self.of_theirs[name]
-        return _joined([ours[p.ours].narrow(0, p.our_start, p.count) for p in pieces])
+        """Make a tensor of theirs from those of ours that hold its slices."""
+        slices = self.of_theirs[name]
+        return _joined([ours[p.ours].narrow(0, p.our_start, p.count) for p in slices])
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

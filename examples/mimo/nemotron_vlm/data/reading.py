@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
+from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
 from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
@@ -75,7 +75,7 @@ class Reader(Dataset):
         colocated = shares[0][1].encoded is not None
         numbers = {number for row in take.rows for number in row}
         if colocated and self.cp > 1:
-            numbers |= {piece.sample for _, share in shares for piece in share.pieces}
+            numbers |= {one.sample for _, share in shares for one in share.ranges}
         samples = {number: self._sample(take.split, number) for number in numbers}
         padded = [self._padded([samples[number].text for number in row]) for row in take.rows]
         batch = self._stacked(padded)
@@ -86,21 +86,21 @@ class Reader(Dataset):
             batch["packing_kwargs"] = _bounds(lengths, batch["sample_places"])
         batch["modality_inputs"] = {
             each.name: None
-            if share.pieces is None
-            else {each.key: self._inputs(take.split, each, share.pieces)}
+            if share.ranges is None
+            else {each.key: self._inputs(take.split, each, share.ranges)}
             for each, share in shares
         }
         if colocated:
             encoded, consumed = {}, {}
             for each, share in shares:
-                made, used = self._owners(each.name, take, share.pieces, samples)
+                made, used = self._owners(each.name, take, share.ranges, samples)
                 encoded[each.name] = AtomRows(share.encoded, made)
                 consumed[each.name] = AtomRows(share.consumed, used)
             batch["batch_plan"] = BatchPlan(encoded, consumed, lengths)
         return batch
 
     def _owners(
-        self, name: str, take: Take, pieces: list[Piece], samples: dict[int, _Sample]
+        self, name: str, take: Take, ranges: list[InputRange], samples: dict[int, _Sample]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the CP rank of each row of an encoder that the rank encodes and consumes.
 
@@ -111,7 +111,7 @@ class Reader(Dataset):
         none = np.zeros(0, dtype=np.int64)
         made = [
             samples[p.sample].owners[name][slice(*samples[p.sample].bounds[name][[p.first, p.end]])]
-            for p in pieces
+            for p in ranges
         ]
         used = [samples[number].owners[name] for row in take.rows for number in row]
         return np.concatenate([none, *made]), np.concatenate([none, *used])
@@ -169,15 +169,15 @@ class Reader(Dataset):
         } | {"position_ids": torch.stack(positions), "sample_places": torch.stack(places)}
 
     def _inputs(
-        self, split: str, encoder: Encoder, pieces: Sequence[Piece]
+        self, split: str, encoder: Encoder, ranges: Sequence[InputRange]
     ) -> dict[str, torch.Tensor]:
         parts = []
-        for piece in pieces:
-            whole = self.source.inputs(split, piece.sample, encoder.name)
-            parts.append(whole[piece.first : piece.end])
-            if len(parts[-1]) != piece.end - piece.first:
+        for one in ranges:
+            whole = self.source.inputs(split, one.sample, encoder.name)
+            parts.append(whole[one.first : one.end])
+            if len(parts[-1]) != one.end - one.first:
                 raise ValueError(
-                    f"sample {piece.sample} of {split} has fewer {encoder.name} than it said"
+                    f"sample {one.sample} of {split} has fewer {encoder.name} than it said"
                 )
         return encoder.collate(parts)
 

@@ -32,7 +32,7 @@ Inputs = list[np.ndarray]
 """An encoder's inputs in each row of a step, as `Rows.inputs` returns them."""
 
 
-class Piece(NamedTuple):
+class InputRange(NamedTuple):
     """Inputs ``first`` to ``end - 1`` of a sample."""
 
     sample: int
@@ -44,12 +44,12 @@ class Share(NamedTuple):
     """A rank's part of one encoder's inputs in one microbatch.
 
     Args:
-        pieces: inputs that the rank encodes; None if it does not have the encoder.
+        ranges: inputs that the rank encodes; None if it does not have the encoder.
         encoded, consumed: number of rows in each of the bridge's atoms that the rank encodes, and
             in each that it consumes; None if modules are non-colocated.
     """
 
-    pieces: list[Piece] | None
+    ranges: list[InputRange] | None
     encoded: np.ndarray | None = None
     consumed: np.ndarray | None = None
 
@@ -143,7 +143,7 @@ class StepPlan:
         if part is None:
             return [Share(None)]
         own = np.split(cell.reshape(-1), dp)[part]
-        return [Share(_pieces(_joined([inputs[row] for row in own])))]
+        return [Share(_ranges(_joined([inputs[row] for row in own])))]
 
     def _colocated(self, name: str, parts: int, inputs: Inputs, cells: np.ndarray) -> list[Share]:
         """Return the shares of the microbatches of one macro-batch."""
@@ -164,7 +164,7 @@ class StepPlan:
         used = _joined(used)
         return [
             Share(
-                _pieces(made[shares[number] : shares[number + 1]]),
+                _ranges(made[shares[number] : shares[number + 1]]),
                 _rows_between(made, made_bounds, *shares[number : number + 2]),
                 _rows_between(used, used_bounds, *ends[number : number + 2]),
             )
@@ -176,11 +176,11 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _pieces(inputs: np.ndarray) -> list[Piece]:
+def _ranges(inputs: np.ndarray) -> list[InputRange]:
     """Return runs of inputs of one sample."""
     starts = np.flatnonzero(np.diff(inputs[:, SAMPLE], prepend=-1))
     return [
-        Piece(int(run[0, SAMPLE]), int(run[0, PLACE]), int(run[-1, PLACE]) + 1)
+        InputRange(int(run[0, SAMPLE]), int(run[0, PLACE]), int(run[-1, PLACE]) + 1)
         for run in np.split(inputs, starts)[1:]
     ]
 

@@ -12,7 +12,7 @@ from examples.mimo.common.errors import UserError
 
 
 @dataclass(frozen=True)
-class Rows:
+class TensorRows:
     """``count`` rows from ``start`` on of the Hugging Face tensor ``name``; by default, all."""
 
     name: str
@@ -20,7 +20,7 @@ class Rows:
     count: int | None = None
 
 
-Table = Mapping[str, tuple[Rows, ...]]
+Table = Mapping[str, tuple[TensorRows, ...]]
 """For each tensor of ours, the rows whose concatenation it is."""
 
 
@@ -79,7 +79,9 @@ class Part:
         return []
 
 
-def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tuple[Rows, ...]:
+def interleaved(
+    qkv: list[TensorRows], heads: int, groups: int, channels: int
+) -> tuple[TensorRows, ...]:
     """Interleave query heads, key and value of each group, the order of our rows.
 
     Args:
@@ -91,7 +93,7 @@ def interleaved(qkv: list[Rows], heads: int, groups: int, channels: int) -> tupl
     rows = []
     for group in range(groups):
         for source, count in zip(qkv, (query, channels, channels), strict=True):
-            rows.append(Rows(source.name, source.start + group * count, count))
+            rows.append(TensorRows(source.name, source.start + group * count, count))
     return tuple(rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from examples.mimo.nemotron_vlm.encoders.hugging_face import Files, Part, Rows, Table
+from examples.mimo.nemotron_vlm.encoders.hugging_face import Files, Part, Table, TensorRows
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.activations import squared_relu
 from megatron.core.models.vision.multimodal_projector import MultimodalProjector
@@ -113,7 +113,7 @@ class ProjectorPart(Part):
     def table(self, _sizes: Any) -> Table:
         """See `Part`."""
         return {
-            "norm.weight": (Rows("0.weight"),),
-            "mlp.encoder.linear_fc1.weight": (Rows(INNER),),
-            "mlp.encoder.linear_fc2.weight": (Rows("3.weight"),),
+            "norm.weight": (TensorRows("0.weight"),),
+            "mlp.encoder.linear_fc1.weight": (TensorRows(INNER),),
+            "mlp.encoder.linear_fc2.weight": (TensorRows("3.weight"),),
         }

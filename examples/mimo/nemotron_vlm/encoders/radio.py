@@ -21,8 +21,8 @@ from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     Files,
     Part,
-    Rows,
     Table,
+    TensorRows,
     check_values,
     interleaved,
 )
@@ -327,13 +327,16 @@ class RadioPart(Part):
 
     def table(self, sizes: Radio) -> Table:
         """See `Part`."""
-        table = {ours: (Rows(theirs),) for ours, theirs in TOP.items()}
+        table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
         for number in range(sizes.layers):
             theirs = f"model.blocks.{number}."
             for name, other in BLOCK.items():
-                table[f"decoder.layers.{name}[{number}]"] = (Rows(theirs + other),)
+                table[f"decoder.layers.{name}[{number}]"] = (TensorRows(theirs + other),)
             for kind in ("weight", "bias"):
-                qkv = [Rows(f"{theirs}attn.qkv.{kind}", start * sizes.hidden) for start in range(3)]
+                qkv = [
+                    TensorRows(f"{theirs}attn.qkv.{kind}", start * sizes.hidden)
+                    for start in range(3)
+                ]
                 heads = (sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
                 name = f"decoder.layers.self_attention.linear_qkv.{kind}[{number}]"
                 table[name] = interleaved(qkv, *heads)

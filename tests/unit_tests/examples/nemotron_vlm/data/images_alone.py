@@ -11,7 +11,7 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
-from examples.mimo.nemotron_vlm.data.step_plan import Piece, Share, StepPlan, Take
+from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, Take
 from examples.mimo.nemotron_vlm.model.presets import tiny
 
 
@@ -22,9 +22,9 @@ def step_plan(layouts: Layouts, part: int | None, dp: int | None, *rest, **setti
     return StepPlan(layouts, preset.encoders, {IMAGES: part}, dp, width, *rest, **settings)
 
 
-def one_take(rows: list[list[int]], pieces: list[Piece], *atoms: list[int]) -> Take:
+def one_take(rows: list[list[int]], ranges: list[InputRange], *atoms: list[int]) -> Take:
     """A part of a microbatch; ``atoms`` are the rows encoded and consumed, if colocated."""
-    return Take("train", rows, {IMAGES: Share(pieces, *map(np.array, atoms))})
+    return Take("train", rows, {IMAGES: Share(ranges, *map(np.array, atoms))})
 
 
 def reader(source: SampleSource, packing: Packing | None, seq_length: int) -> Reader:

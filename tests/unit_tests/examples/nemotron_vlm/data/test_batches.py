@@ -17,7 +17,7 @@ from examples.mimo.nemotron_vlm.data.balance import assign_rows
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
-from examples.mimo.nemotron_vlm.data.step_plan import Piece, Take
+from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
 from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
@@ -65,8 +65,8 @@ def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1
 
 def tiles_of(takes: list[Take]) -> Counter:
     """How often each tile is encoded."""
-    pieces = [piece for take in takes for piece in take.shares[IMAGES].pieces or ()]
-    return Counter((p.sample, tile) for p in pieces for tile in range(p.first, p.end))
+    ranges = [part for take in takes for part in take.shares[IMAGES].ranges or ()]
+    return Counter((p.sample, tile) for p in ranges for tile in range(p.first, p.end))
 
 
 class TestRows:
@@ -150,12 +150,12 @@ class TestStepPlan:
                         own = [s for row in take.rows for s in row]
                         consumed.append((lang, number, own))
                     if part is not None:
-                        encoded.append((part, number, take.shares[IMAGES].pieces))
+                        encoded.append((part, number, take.shares[IMAGES].ranges))
             order = [s for _, _, own in sorted(dict_of(consumed)) for s in own]
             tiles = {s: int(rows.source.costs("train", s, 1)[0, 1]) for s in order}
             expected = [(s, tile) for s in order for tile in range(tiles[s])]
-            pieces = [p for _, _, ps in sorted(dict_of(encoded)) for p in ps]
-            assert [(p.sample, t) for p in pieces for t in range(p.first, p.end)] == expected
+            ranges = [p for _, _, ps in sorted(dict_of(encoded)) for p in ps]
+            assert [(p.sample, t) for p in ranges for t in range(p.first, p.end)] == expected
 
     @settings(deadline=None, max_examples=60)
     @given(steps())
@@ -262,7 +262,7 @@ class TestReader:
 
     def test_a_rank_that_encodes_some_tiles_of_a_sample_owns_their_tokens(self):
         number = next(n for n in range(99) if self.SOURCE.costs("train", n, 1)[0, 1] == 3)
-        one = one_take([[number]], [Piece(number, 1, 2)], [4], [12])
+        one = one_take([[number]], [InputRange(number, 1, 2)], [4], [12])
         batch = reader(self.SOURCE, None, SEQ_LENGTH)[one]
         plan = batch["batch_plan"]
         tiles = batch["modality_inputs"]["images"]["radio"]["tiles"]

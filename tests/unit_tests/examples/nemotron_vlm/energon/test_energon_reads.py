@@ -64,7 +64,7 @@ class TestAStepOfOneReplica:
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
                 assert isinstance(reading[take], dict)
-                encoded = {piece.sample for piece in take.shares[IMAGES].pieces or ()}
+                encoded = {part.sample for part in take.shares[IMAGES].ranges or ()}
                 wanted.update(names(opened, "train", encoded))
         assert counts.images == wanted and min(wanted.values()) >= encoder_layout.tp
 

@@ -136,8 +136,8 @@ def test_inputs_are_encoded_once_and_both_sides_agree_on_their_rows(packing):
     samples = rows.samples(0, count * layouts.language.dp)
     for encoder, layout in zip(encoders, layouts.encoders, strict=True):
         made, used = encoded[encoder.name], consumed[encoder.name]
-        pieces = [piece for share in made.values() for piece in share.pieces]
-        found = [(piece.sample, place) for piece in pieces for place in range(*piece[1:])]
+        ranges = [part for share in made.values() for part in share.ranges]
+        found = [(part.sample, place) for part in ranges for place in range(*part[1:])]
         every = np.concatenate(rows.inputs(samples, encoder, 64))[:, [SAMPLE, PLACE]]
         assert sorted(found) == sorted(map(tuple, every.tolist()))
         for first in range(0, count, at_once):

@@ -199,7 +199,8 @@ class TestRefusals:
         wider = replace(tiny(), name="wider", language=replace(tiny().language, hidden_size=32))
         self.assert_refused(saved, "shape mismatch", wider)
         images = replace(tiny().images, projector_ffn=64)
-        self.assert_refused(saved, "input_projections", replace(tiny(), encoders=(images,)))
+        other = replace(tiny(), name="other", encoders=(images,))
+        self.assert_refused(saved, "input_projections", other)
 
     def test_a_manifest_of_what_a_rank_cannot_read_is_not_written(self, saved, monkeypatch):
         (saved / "iter_0000001" / "integrity.json").unlink(missing_ok=True)

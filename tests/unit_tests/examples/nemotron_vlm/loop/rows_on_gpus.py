@@ -1,0 +1,101 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for one and two GPUs: small models with the kernels that production runs.
+
+See rows.py. `make test-gpu` and batches of Slurm jobs run them.
+"""
+
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
+    ALLGATHER,
+    APART,
+    BUBBLES,
+    GRAPHS,
+    RECOMPUTE,
+    WORKERS,
+    Row,
+)
+from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
+
+MOE_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe")
+NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
+NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
+
+ON_ONE_GPU = [
+    Row(1, "two digits", options=GRAPHS),
+    Row(1, "bf16 two digits", options=GRAPHS),
+    Row(1, "bf16 two digits", options=(*ALLGATHER, *MOE_GRAPHS)),
+    Row(1, "engine", options=ALLGATHER),
+    Row(1, "bf16", options=ALLGATHER),
+    Row(1, "engine", options=LOCAL),
+    Row(1, "engine", options=RECOMPUTE),
+    Row(1, "engine", options=NO_OVERLAP),
+    Row(1, "engine", options=("--encoder-macro-batch", "4"), microbatches=4),
+    Row(1, "engine", options=LOCAL, then=(("dp=1", "dp=1", ()),)),
+    Row(1, "engine", then=(("dp=1", "dp=1", LOCAL),)),
+]
+
+ON_TWO_GPUS = [
+    Row(2, "engine", "dp=2", "dp=2"),
+    Row(2, "engine", "tp=2", "dp=2"),
+    Row(2, "engine", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "engine", "tp=2", "tp=2"),
+    Row(2, "engine", "dp=2", "pp=2", microbatches=4),
+    Row(2, "engine", "tp=2", "pp=2"),
+    Row(2, "engine", "dp=2", "pp=2,vpp=2", microbatches=4),
+    Row(2, "engine", "dp=2", "dp=2,ep=2"),
+    Row(2, "engine", options=APART),
+    Row(2, "engine", options=APART, microbatches=4),
+    Row(2, "engine", "dp=2", "pp=2", RECOMPUTE),
+    Row(2, "engine", "dp=2", "tp=2", NO_OVERLAP),
+    Row(2, "engine", "dp=2", "tp=2,ep=2,etp=1", LOCAL, then=(("tp=2", "pp=2", ()),)),
+    Row(2, "engine", "tp=2", "dp=2,ep=2", then=(("dp=2", "cp=2", LOCAL),)),
+    Row(2, "engine", "dp=2", "pp=2", then=(("dp=1", "dp=1", APART),)),
+    Row(2, "engine", options=APART, then=(("dp=2", "tp=2", ()),)),
+    Row(2, "local", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "local", "tp=2", "cp=2"),
+    Row(2, "local", "dp=2", "cp=2", RECOMPUTE),
+    Row(2, "local", "dp=2", "pp=2"),
+    Row(2, "local", options=APART),
+    Row(2, "gated delta nets", "dp=2", "cp=2"),
+    Row(2, "gated delta nets", "dp=2", "tp=2"),
+    Row(2, "partly text", "dp=2", "tp=2"),
+    Row(2, "partly text", "tp=2", "pp=2"),
+    Row(2, "partly text", options=APART),
+    Row(2, "partly text local", "dp=2", "cp=2"),
+    Row(2, "frozen encoder", "dp=2", "pp=2"),
+    Row(2, "frozen language", "tp=2", "dp=2"),
+    Row(2, "packed local", "dp=2", "cp=2", microbatches=8),
+    Row(2, "packed local", "tp=2", "dp=2", microbatches=4),
+    Row(2, "packed local", "dp=2", "pp=2", microbatches=8),
+    Row(2, "packed local", options=APART, microbatches=8),
+    Row(2, "shards", "dp=2", "cp=2", WORKERS, then=(("tp=2", "dp=2", WORKERS),)),
+    Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "bf16", "tp=2", "dp=2"),
+    Row(2, "bf16", "dp=2", "cp=2"),
+    Row(2, "bf16", "tp=2", "cp=2"),
+    Row(2, "bf16", "dp=2", "cp=2", RECOMPUTE),
+    Row(2, "bf16 local", "dp=2", "tp=2"),
+    Row(2, "bf16", "dp=2", "pp=2", microbatches=4),
+    Row(2, "bf16", options=APART),
+    Row(2, "bf16 packed", "dp=2", "cp=2", microbatches=8),
+    Row(2, "bf16 packed", "tp=2", "dp=2", microbatches=4),
+    Row(2, "bf16 packed", options=APART, microbatches=8),
+    Row(2, "fp16", "dp=2", "tp=2,ep=2,etp=1"),
+    Row(2, "fp16", "tp=2", "pp=2"),
+    Row(2, "fp16", options=APART),
+    Row(2, "two digits", "dp=2", "tp=2,ep=2,etp=1", GRAPHS),
+    Row(2, "bf16 two digits", "dp=2", "tp=2", GRAPHS),
+    Row(2, "engine", "dp=2", "dp=2,ep=2", ALLGATHER, then=(("dp=2", "dp=2", ()),)),
+    Row(2, "bf16", "dp=2", "tp=2,ep=2,etp=1", ALLGATHER),
+    Row(2, "bf16 two digits", "dp=2", "dp=2,ep=2", (*ALLGATHER, *MOE_GRAPHS)),
+]
+
+AHEAD = [
+    Row(2, "two digits", "tp=2", "dp=2", GRAPHS),
+    Row(2, "two digits", "dp=2", "pp=2", GRAPHS, microbatches=4),
+    Row(2, "two digits", "dp=2", "pp=2", (*GRAPHS, *NO_CHECK), microbatches=4),
+    Row(2, "engine", "dp=2", "pp=2", BUBBLES, microbatches=4),
+    Row(2, "bf16 two digits", "dp=2", "pp=2", (*GRAPHS, *NO_CHECK), microbatches=4),
+]
+"""Rows on two GPUs with several connections to each, where the host runs ahead of the device.
+Neither module has TP or CP, for which Megatron asks for a single connection."""
