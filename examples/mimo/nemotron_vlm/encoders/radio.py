@@ -332,12 +332,10 @@ class RadioPart(Part):
             theirs = f"model.blocks.{number}."
             for name, other in BLOCK.items():
                 table[f"decoder.layers.{name}[{number}]"] = (TensorRows(theirs + other),)
+            heads = (sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
             for kind in ("weight", "bias"):
-                qkv = [
-                    TensorRows(f"{theirs}attn.qkv.{kind}", start * sizes.hidden)
-                    for start in range(3)
-                ]
-                heads = (sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+                theirs = f"model.blocks.{number}.attn.qkv.{kind}"
+                qkv = [TensorRows(theirs, start * sizes.hidden) for start in range(3)]
                 name = f"decoder.layers.self_attention.linear_qkv.{kind}[{number}]"
                 table[name] = interleaved(qkv, *heads)
         return table

@@ -15,7 +15,7 @@ from examples.mimo.common.layout import COLOCATED, PLACEMENTS, table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
-from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, inputs_of_sample
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.parameters import (
@@ -77,20 +77,16 @@ def plan(argv: list[str], own: Namespace) -> str:
     if own.plan_gpus_per_node < 1:
         raise UserError("--plan-gpus-per-node must be 1 or more")
     # The plans decide these; read as one rank, the command line must not ask for more.
-    alone = [
-        "--placement",
-        COLOCATED,
-        "--encoder-schedule",
-        THREE_PHASES,
-        "--micro-batch-size",
-        "1",
-    ]
+    alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
+    alone += ["--micro-batch-size", "1"]
     options = parse([*argv, *alone], 1)
     args, preset = options.args, options.preset
     is_chosen = any(word.partition("=")[0] == "--placement" for word in argv)
     fit = most_that_fit(preset, args.seq_length)
     tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else fit
-    args.modality_flops_per_sample = tiles.mean * preset.flops_per_tile
+    args.modality_flops_per_sample = preset.operations_of_sample(
+        lambda name: inputs_of_sample(name, tiles.mean)
+    )
     task = Task(
         preset=preset,
         world=own.plan,

@@ -156,8 +156,8 @@ class TestRules:
 class TestPresets:
     @pytest.mark.parametrize("name", PRESETS)
     def test_world_of_one_fits(self, name):
-        one = Batch(1, 1, 1024)
-        resolve([Layout()], Layout(), one, 1, PRESETS[name]())
+        one, preset = Batch(1, 1, 1024), PRESETS[name]()
+        resolve([Layout()] * len(preset.encoders), Layout(), one, 1, preset)
 
     @pytest.mark.parametrize(
         ("encoder", "language", "world"),

@@ -74,6 +74,7 @@ FULL += ("--recompute-num-layers", "1")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
+NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")

@@ -10,6 +10,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     APART,
     BUBBLES,
     GRAPHS,
+    NO_CHECK,
     RECOMPUTE,
     WORKERS,
     Row,
@@ -17,7 +18,6 @@ from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL
 
 MOE_GRAPHS = (*GRAPHS, "--cuda-graph-modules", "attn", "mamba", "moe")
-NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
 NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
 
 ON_ONE_GPU = [
