@@ -35,7 +35,8 @@ def main(sizes: list[int], arguments: list[str]) -> int:
 
 
 def _rank(arguments: list[str]) -> None:
-    code = pytest.main(arguments)
+    # What libraries write before they abort must not be lost with pytest's captured files.
+    code = pytest.main(["--capture=sys", *arguments])
     if code not in DONE:
         sys.exit(int(code))
 
