@@ -81,6 +81,7 @@ def view_of(options: argparse.Namespace):
         UserError: a rule is broken; the message names the numbers, the rule, and the nearest
             layouts that would work.
     """
+    from examples.mimo.common.errors import UserError
     from examples.mimo.common.layout import Batch, parse_layout
     from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
         check_bubbles,
@@ -94,6 +95,9 @@ def view_of(options: argparse.Namespace):
     from layout_view.view import View
 
     preset, tiles = find_preset(options.model), Tiles(options.tiles)
+    if len(preset.encoders) > 1:
+        names = " and ".join(preset.names)
+        raise UserError(f"--model {options.model}: models of one encoder are shown, not of {names}")
     asked = (
         parse_layout(options.encoder, "encoder"),
         parse_layout(options.language, "language"),

@@ -50,8 +50,9 @@ class Journal:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, AttributeError):
-            message = f"{self._file} is damaged: restore it or fetch anew"
-            raise OverlayError(FAILED, message) from None
+            what = f"{self._file} is damaged, or another version of this tool wrote it"
+            cure = f"restore it, revert by that version, or remove {checkout.root} and fetch anew"
+            raise OverlayError(FAILED, f"{what}: {cure}") from None
 
     @classmethod
     @contextlib.contextmanager
