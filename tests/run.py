@@ -1,6 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run every test, in four lanes at once: 1 and then 8 ranks, 2 and 4 ranks, tools, whole runs.
+"""Run every test, in four lanes at once: 1 and then 8 ranks, 4 ranks, tools, whole runs and then
+2 ranks.
 
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
@@ -26,9 +27,12 @@ LANES = (
         "one rank": ("pytest", *QUIET, "tests/unit_tests"),
         "8 ranks": ("tests.ranks", "8", *QUIET, "tests/unit_tests"),
     },
-    {"2 and 4 ranks": ("tests.ranks", "2,4", *QUIET, "tests/unit_tests")},
+    {"4 ranks": ("tests.ranks", "4", *QUIET, "tests/unit_tests")},
     {"tools": ("pytest", *QUIET, "tests/tools")},
-    {"whole runs": ("pytest", *QUIET, "tests/e2e")},
+    {
+        "whole runs": ("pytest", *QUIET, "tests/e2e"),
+        "2 ranks": ("tests.ranks", "2", *QUIET, "tests/unit_tests"),
+    },
 )
 """The lanes; stages of a lane run one after the other."""
 SHOWN = "one rank"
