@@ -23,6 +23,15 @@ from tests.unit_tests.test_utilities import Utils
 HIDDEN = 32
 MAMBA, DELTA_NET = "mamba", "gated delta net"
 PROJECTIONS = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+SIZES = dict(
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_num_groups=2,
+    mamba_state_dim=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=16,
+)
+"""Sizes of both kinds of layers, without the delta net's heads."""
 
 
 def make_layer(
@@ -43,16 +52,7 @@ def make_layer(
     tp_rank = groups.tp.rank()
     model_parallel_cuda_manual_seed(7, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
     torch.manual_seed(7)
-    sizes = dict(
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        mamba_num_groups=2,
-        mamba_state_dim=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=16,
-        linear_num_key_heads=heads,
-        linear_num_value_heads=2 * heads,
-    )
+    sizes = SIZES | dict(linear_num_key_heads=heads, linear_num_value_heads=2 * heads)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,

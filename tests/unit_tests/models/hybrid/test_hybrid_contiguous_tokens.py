@@ -18,6 +18,7 @@ from megatron.core.token_layout import PaddedLengths, contiguous_layout, zigzag_
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from tests.unit_tests.ssm.recurrent_layers import SIZES
 from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -32,12 +33,6 @@ def make_config(**options) -> TransformerConfig:
         hidden_size=HIDDEN,
         num_attention_heads=4,
         normalization="RMSNorm",
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        mamba_num_groups=2,
-        mamba_state_dim=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         hidden_dropout=0.0,
@@ -45,6 +40,7 @@ def make_config(**options) -> TransformerConfig:
         use_cpu_initialization=True,
         linear_cp_mode="chunkwise",
         linear_cp_layout="contiguous",
+        **SIZES,
         **options,
     )
 
