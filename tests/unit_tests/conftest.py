@@ -34,7 +34,7 @@ TESTS_A_COLLECTION = 10
 group wakes up a hundred times a second: hundreds of groups take all the time that there is."""
 
 _stderr = sys.__stderr__
-"""Where hangs are reported: a copy from before a test, during which pytest captures stderr."""
+"""The stream for reports of hangs, taken before a test: pytest captures stderr during one."""
 
 TEST_TIMEOUT_S = 600 if HAVE_CUDA else 240
 """Limit of a whole test with all its collectives; a hang outside of collectives ends here."""

@@ -23,7 +23,7 @@ def sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """What lies at a path.
+    """A file, or another thing, at a path.
 
     mode: octal permissions of a regular file; ``link`` for a symlink, whose ``data`` is its target;
     ``other`` for what this tool never makes or replaces, such as a folder.

@@ -25,7 +25,7 @@ TESTS = "tests/unit_tests"
 RUNTIME = REPOSITORY / "megatron_overlay/megatron/core/cpu_runtime"
 SELECTION = tomllib.loads((Path(__file__).parent / "selection.toml").read_text())
 _FOR_RANKS = re.compile("initialize_|init_process_group|get_world_size|WORLD_SIZE")
-"""What files have whose tests may need several ranks."""
+"""Words by which a file is known to have tests that may need several ranks."""
 EXCLUDED: dict[str, str] = SELECTION["excluded"]
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an encoder's entry gives: the one place that knows the encoder."""
+"""The interface of an encoder's entry, the one place that knows the encoder."""
 
 from __future__ import annotations
 

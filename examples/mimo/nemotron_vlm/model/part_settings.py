@@ -31,7 +31,7 @@ LANGUAGE: Part = ("", "language")
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What options say of parts.
+    """The settings of parts that the options ask for.
 
     frozen: parts that are not trained. overrides: learning rates and weight decays of others, by
     module, for Megatron's optimizer.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What modules on different ranks agree on before they step; each step by itself is in rows.py."""
+"""Modules on different ranks agree before they step; rows.py has the steps by themselves."""
 
 import pytest
 import torch
