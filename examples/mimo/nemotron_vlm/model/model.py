@@ -96,7 +96,8 @@ def _language_config(args: Namespace) -> TransformerConfig:
     config = core_transformer_config_from_args(
         Namespace(**vars(args) | {"cuda_graph_modules": others})
     )
-    config.cuda_graph_modules = modules
+    if is_whole:
+        config.cuda_graph_modules = [*config.cuda_graph_modules, whole]
     if args.device == "cpu":
         config.moe_grouped_gemm = True
         config.moe_grouped_gemm = counts_stay_on_device(config)

@@ -227,6 +227,19 @@ class TestRefused:
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
+        ("modules", "captured"),
+        [("", "attn mamba moe_router"), ("--cuda-graph-modules moe_router attn", "moe_router attn")],
+    )
+    def test_graphs_of_routers_have_the_preparation_of_the_dispatch(
+        self, modules, captured, monkeypatch
+    ):
+        """Without it, the dispatcher copies counts on a stream that the capture does not join."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        found = parse(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
+        names = [module.name for module in found.cuda_graph_modules]
+        assert names == [*captured.split(), "moe_preprocess"]
+
+    @pytest.mark.parametrize(
         ("options", "is_taken"),
         [
             ("--bf16 --moe-token-dispatcher-type allgather", True),
