@@ -43,9 +43,9 @@ CASES = "tests/gpu"
 PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 UNITS = "tests/unit_tests"
-KERNELS = f"{UNITS}/ssm"
-"""Tests whose lengths each compile Triton's kernels anew. On two GPUs `test_recurrence.py` proves
-the same in fewer lengths."""
+ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
+"""Unit tests whose place on two GPUs the cases take: those of recurrent layers, each length of which
+compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
 
 UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm")
 UNITS_OF_ONE += tuple(
@@ -83,7 +83,7 @@ class Stage:
         pytest = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
         others = [path for path in (*PROGRAMS, AHEAD) if path not in self.paths]
         left_out = [f"--deselect={path}" for path in others]
-        left_out += [f"--ignore={KERNELS}"] if UNITS in self.paths else []
+        left_out += [f"--ignore={path}" for path in ELSEWHERE if UNITS in self.paths]
         rest = ["--record", str(record), *left_out, *self.paths, *arguments]
         return [sys.executable, "-W", "ignore", *launch, *pytest, *rest]
 
