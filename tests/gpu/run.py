@@ -44,7 +44,7 @@ PROGRAMS = ("tests/gpu/test_restarts.py", "tests/gpu/test_upstream_scripts.py")
 AHEAD = "tests/gpu/test_rows.py::test_two_gpus_run_ahead"
 UNITS = "tests/unit_tests"
 ELSEWHERE = (f"{UNITS}/ssm", f"{UNITS}/examples/nemotron_vlm/loop/test_rows.py")
-"""Unit tests whose place on two GPUs the cases take: those of recurrent layers, each length of which
+"""Unit tests whose place the cases take on two GPUs: of recurrent layers, each length of which
 compiles Triton's kernels anew (`test_recurrence.py` has fewer), and the rows of CPU ranks."""
 
 UNITS_OF_ONE = ("checkpoint/test_convert.py", "ssm")

@@ -228,7 +228,10 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("modules", "captured"),
-        [("", "attn mamba moe_router"), ("--cuda-graph-modules moe_router attn", "moe_router attn")],
+        [
+            ("", "attn mamba moe_router"),
+            ("--cuda-graph-modules moe_router attn", "moe_router attn"),
+        ],
     )
     def test_graphs_of_routers_have_the_preparation_of_the_dispatch(
         self, modules, captured, monkeypatch
