@@ -11,6 +11,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 
 if TYPE_CHECKING:  # a survey is made without Megatron-LM
     from examples.mimo.nemotron_vlm.encoders.radio import Radio
@@ -23,7 +24,7 @@ ENERGON = "energon:"
 
 
 def make_source(args: Namespace, images: Radio) -> SampleSource:
-    """Build the source that ``--data`` names, for tiles of the encoder ``images``.
+    """Build the source that ``--data`` names, for the encoder ``images``.
 
     Raises:
         UserError: there is no such source, or its samples do not fit the tile, the sequence length
@@ -32,7 +33,7 @@ def make_source(args: Namespace, images: Radio) -> SampleSource:
     name = args.data
     sizes = {
         "tile": images.tile,
-        "tokens_per_tile": images.tokens_per_tile,
+        "tokens_per_tile": most_rows(images) if args.dynamic_resolution else images.tokens_per_tile,
         "seq_length": args.seq_length,
         "seed": args.seed,
     }
@@ -50,6 +51,8 @@ def make_source(args: Namespace, images: Radio) -> SampleSource:
             raise UserError(
                 f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH"
             )
+        if args.dynamic_resolution:
+            source = WholeImages(source, images, args.seq_length, args.seed)
     except ImportError as error:
         raise UserError(str(error)) from error
     except ValueError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import ENCODERS, Encoder
-from examples.mimo.nemotron_vlm.encoders.radio import Radio
+from examples.mimo.nemotron_vlm.encoders.radio import Radio, RadioOfAnySize
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,18 @@ class VLMPreset:
         """The encoder of image tiles, whose sizes the program's own data sets need."""
         return next(each for each in self.encoders if each.name == IMAGES)
 
+    def with_images_of_any_size(self, least: int | None, most: int | None) -> VLMPreset:
+        """Return the model that encodes whole images of ``least`` to ``most`` patches, not tiles.
+
+        Args:
+            least, most: None for the entry's own.
+        """
+        sizes = {"min_patches": least, "max_patches": most}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        images = RadioOfAnySize(**vars(self.images) | given)
+        others = (images if each.name == IMAGES else each for each in self.encoders)
+        return replace(self, encoders=tuple(others))
+
     def operations_of_sample(self, inputs: Callable[[str], float]) -> float:
         """Return the operations of all encoders for a sample, forward and backward.
 
@@ -86,7 +98,8 @@ class VLMPreset:
 def tiny() -> VLMPreset:
     """Sizes for CPUs, divisible by encoder tp=8 and language tp=4, cp=8, pp=4, vpp=2, ep=8."""
     images = Radio(
-        layers=2, hidden=64, heads=8, ffn=128, patch=4, tile=16, max_tile=16, projector_ffn=128
+        **{"layers": 2, "hidden": 64, "heads": 8, "ffn": 128, "projector_ffn": 128},
+        **{"patch": 4, "tile": 16, "max_tile": 16, "min_patches": 4, "max_patches": 96},
     )
     return VLMPreset(
         name="tiny",

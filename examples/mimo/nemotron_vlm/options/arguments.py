@@ -48,6 +48,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 AT_LEAST_1 = "micro_batch_size global_batch_size seq_length "
 AT_LEAST_1 += "encoder_macro_batch sample_multiple pack_window"
 LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
+ANY_SIZE = "--dynamic-resolution"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
+    preset = _of_any_size(args, preset)
     parts = part_settings(args, preset.names)
     _check_own(args)
     _complete(args, preset)
@@ -104,6 +106,23 @@ def parse(argv: list[str], world_size: int | None = None) -> Options:
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
     return Options(args, preset, layouts, configs, parts)
+
+
+def _of_any_size(args: argparse.Namespace, preset: VLMPreset) -> VLMPreset:
+    """Return the preset with the encoder of images that ``--dynamic-resolution`` asks for."""
+    given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    if not args.dynamic_resolution:
+        if given != (None, None):
+            raise UserError(f"{ANY_SIZE}-min-patches and -max-patches need {ANY_SIZE}")
+        return preset
+    preset = preset.with_images_of_any_size(*given)
+    images = preset.images
+    if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
+        raise UserError(
+            f"{ANY_SIZE}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "
+            f"to {ANY_SIZE}-max-patches, {images.max_patches}"
+        )
+    return preset
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:

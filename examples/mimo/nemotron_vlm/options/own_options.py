@@ -84,6 +84,12 @@ class OwnOptions:
     balance: bool = True
     """take rows in the stream's order, instead of assigning them to ranks and microbatches by their
     cost"""
+    dynamic_resolution: bool = False
+    """encode images whole, whatever their size, instead of tiles"""
+    dynamic_resolution_min_patches: int | None = None
+    """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
+    dynamic_resolution_max_patches: int | None = None
+    """with --dynamic-resolution, shrink images of more patches; default: the model's"""
     max_tiles: int = 12
     """most tiles of an image, not counting its thumbnail"""
     thumbnail: bool = True

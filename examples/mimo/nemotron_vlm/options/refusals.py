@@ -32,6 +32,11 @@ OF_OWN_OPTIONS = [
         "mock have as many images in each",
     ),
     with_graphs(
+        "--dynamic-resolution",
+        lambda args: args.dynamic_resolution,
+        "a graph has one shape, and images of any size have many",
+    ),
+    with_graphs(
         "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"
     ),
     with_graphs(
@@ -43,13 +48,19 @@ OF_OWN_OPTIONS = [
         "a graph's backward keeps the activations of its forward",
     ),
     Refusal(
-        "--transformer-impl transformer_engine in fp32 with --pack or context parallelism",
+        "--data energon with --dynamic-resolution",
+        lambda args: args.dynamic_resolution and args.data.startswith(ENERGON),
+        "surveys of shards count tiles",
+    ),
+    Refusal(
+        "--transformer-impl transformer_engine in fp32 with --pack, --dynamic-resolution or "
+        "context parallelism",
         lambda args: (
-            (args.pack or asked_layout(args, "language").cp > 1)
+            (args.pack or args.dynamic_resolution or asked_layout(args, "language").cp > 1)
             and args.transformer_impl != "local"
             and not (args.bf16 or args.fp16)
         ),
-        "its attention has both in 16 bits alone; add --bf16, or choose local",
+        "its attention has them in 16 bits alone; add --bf16, or choose local",
     ),
     Refusal(
         "--mamba-num-heads that leave unaligned rows with --pack",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from tests.unit_tests.examples.nemotron_vlm.loop.partly_text import PartlyText
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
@@ -78,6 +80,8 @@ PACK = ("--pack", "--seq-length", "64", "--pack-window", "24", "--sample-multipl
 SIX_LAYERS = ("--hybrid-layer-pattern", "ME*E*M")  # language pp=2, 3 and 6 divide it
 FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage has none
 SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
+ANY_SIZE = ("--dynamic-resolution",)
+PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size(None, None).images, 64, 0)
 GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
 
 MODELS = {
@@ -91,6 +95,10 @@ MODELS = {
     "growing batch": Model(GROWING, samples=0, steps=4),
     "packed": Model((*OWN_DEFAULTS, *LOCAL, *PACK), samples=8, packed=True),
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),
+    "digits of any size": Model(ANY_SIZE),
+    "packed images of any size": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE), source=PARTLY_WHOLE, samples=8, packed=True
+    ),
     "few experts": Model(FEW_EXPERTS),
     "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),
     "fp16 on CPUs": Model(("--fp16", "--initial-loss-scale", "8"), tolerance=1e-2),
@@ -112,9 +120,11 @@ ON_GPUS = {
     "frozen encoder": on_gpus((*ENGINE, "--freeze", "encoder")),
     "frozen language": on_gpus((*ENGINE, "--freeze", "language")),
     "packed local": on_gpus((*LOCAL, *PACK), samples=8, packed=True),
+    "any size local": on_gpus((*LOCAL, *ANY_SIZE)),
     "shards": on_gpus((*LOCAL, *PACK, *SHARDS), samples=8, packed=True),
     "bf16": in_16_bits((*ENGINE, *BF16)),
     "bf16 two digits": in_16_bits((*ENGINE, *TWO_DIGITS, *BF16)),
+    "bf16 any size": in_16_bits((*ENGINE, *ANY_SIZE, *BF16)),
     "bf16 local": in_16_bits((*LOCAL, *BF16)),
     "bf16 packed": in_16_bits(
         (*ENGINE, *BF16, *PACK, "--seq-length", "256"), samples=8, packed=True

@@ -75,6 +75,7 @@ RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
 NO_CHECK = ("--no-check-for-nan-in-loss-and-grad",)  # so that graphs have bubbles by default
+MACRO_BATCH = ("--encoder-macro-batch", "2")
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
@@ -169,6 +170,16 @@ ON_CPUS = {
         Row(4, "packed", "tp=4", "tp=2,dp=2", ("--no-balance",)),
         Row(4, "packed", "dp=2", "dp=2", APART),
     ],
+    "images of any size": [
+        Row(8, "packed images of any size", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),
+        Row(8, "packed images of any size", "dp=8", "tp=2,cp=2,dp=2", (*OVERLAP, *MACRO_BATCH)),
+        Row(4, "packed images of any size", "dp=4", PIPELINE, RECOMPUTE, ("--freeze", "encoder")),
+        Row(4, "packed images of any size", "tp=2", PIPELINE, BUBBLES, ("--freeze", "language")),
+        Row(4, "packed images of any size", "dp=2", "dp=2", APART),
+        Row(4, "digits of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
+        Row(4, "digits of any size", "tp=4", "dp=4,ep=2", (*WORKERS, *RECOMPUTE[-2:])),
+        Row(2, "digits of any size", "dp=2", "tp=2,dp=1", then=(("tp=2", "dp=2", ()),)),
+    ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)
         for options, language in (
@@ -183,10 +194,10 @@ ON_CPUS = {
                 + ("--rerun-mode", "disabled", "--manual-gc", "--log-throughput"),
                 FLAT,
             ),
-            ((*OVERLAP, "--encoder-macro-batch", "2"), "cp=2,dp=2,ep=2"),
+            ((*OVERLAP, *MACRO_BATCH), "cp=2,dp=2,ep=2"),
             (("--no-use-distributed-optimizer",), PIPELINE),
             (
-                ("--num-distributed-optimizer-instances", "2", "--encoder-macro-batch", "2")
+                ("--num-distributed-optimizer-instances", "2", *MACRO_BATCH)
                 + ("--recompute-encoder", "1"),
                 "dp=4,ep=2",
             ),

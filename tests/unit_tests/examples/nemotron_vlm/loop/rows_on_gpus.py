@@ -30,6 +30,7 @@ ON_ONE_GPU = [
     Row(1, "engine", options=RECOMPUTE),
     Row(1, "engine", options=NO_OVERLAP),
     Row(1, "engine", options=("--encoder-macro-batch", "4"), microbatches=4),
+    Row(1, "bf16 any size", options=RECOMPUTE),
     Row(1, "engine", options=LOCAL, then=(("dp=1", "dp=1", ()),)),
     Row(1, "engine", then=(("dp=1", "dp=1", LOCAL),)),
 ]
@@ -80,6 +81,8 @@ ON_TWO_GPUS = [
     Row(2, "bf16 packed", "dp=2", "cp=2", microbatches=8),
     Row(2, "bf16 packed", "tp=2", "dp=2", microbatches=4),
     Row(2, "bf16 packed", options=APART, microbatches=8),
+    Row(2, "any size local", "dp=2", "cp=2"),
+    Row(2, "bf16 any size", "tp=2", "dp=2"),
     Row(2, "fp16", "dp=2", "tp=2,ep=2,etp=1"),
     Row(2, "fp16", "tp=2", "pp=2"),
     Row(2, "fp16", options=APART),

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tiles of another source as whole images of any size, for ``--dynamic-resolution``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, DigitTask, reading_task
+from examples.mimo.nemotron_vlm.data.text import Text
+
+if TYPE_CHECKING:  # a survey is made without Megatron-LM
+    from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
+
+EIGHTHS = range(4, 11)
+"""Heights and widths that a tile is resized to, in eighths of its own."""
+
+
+def most_rows(images: RadioOfAnySize) -> int:
+    """Return the most rows that a resized tile becomes."""
+    sides = [images.tile * part // 8 for part in EIGHTHS]
+    sizes = [images.size_of(height, width) for height in sides for width in sides]
+    return int(images.rows(np.array(sizes)).max())
+
+
+class WholeImages(DigitTask):
+    """Samples whose images have random heights and widths.
+
+    Every tile of the other source is an image; or in half of the samples, all tiles side by side
+    are one.
+
+    Args:
+        tiles: the other source; it should count `most_rows` for a tile.
+        images: the encoder's entry.
+        seq_length: tokens that a sample may have.
+        seed: seed of the images' sizes.
+    """
+
+    def __init__(
+        self, tiles: DigitTask, images: RadioOfAnySize, seq_length: int, seed: int
+    ) -> None:
+        self._tiles, self._images = tiles, images
+        self._seq_length, self._seed = seq_length, seed
+        self.tiles_per_sample = tiles.tiles_per_sample  # the log counts images as large as tiles
+        bounds = f"{images.min_patches} to {images.max_patches} patches"
+        self.fingerprint = f"{tiles.fingerprint}, whole images of {bounds}, seed {seed}"
+
+    def _shapes(self, split: str, number: int) -> np.ndarray:
+        """Return the pixels of each image of a sample, int64 [images, 2]: height and width."""
+        tiles = int(self._tiles.costs(split, number, 1)[0, 1])
+        draw = np.random.default_rng([self._seed, split == "test", number, 2])
+        is_strip = tiles > 1 and draw.integers(2) == 1
+        parts = draw.integers(EIGHTHS.start, EIGHTHS.stop, size=(1 if is_strip else tiles, 2))
+        return self._images.tile * parts // 8 * ((1, tiles) if is_strip else (1, 1))
+
+    def _sizes(self, split: str, number: int) -> np.ndarray:
+        sizes = [self._images.size_of(*shape) for shape in self._shapes(split, number).tolist()]
+        return np.array(sizes, dtype=np.int64)
+
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`."""
+        rows = int(self._images.rows(self._sizes(split, number)).sum())
+        _, labels, mask = self._tiles.text(split, number)
+        answer = (labels[mask.bool()][:-1] - FIRST_DIGIT).tolist()
+        return reading_task(rows, answer, 1, self._seq_length)
+
+    def tiles(self, split: str, number: int) -> torch.Tensor:
+        """See `SampleSource`: the other source's, which a report shows."""
+        return self._tiles.tiles(split, number)
+
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """See `SampleSource`."""
+        if encoder != IMAGES:
+            return super().sizes(split, first, count, encoder)
+        return [self._sizes(split, number) for number in range(first, first + count)]
+
+    def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
+        """See `SampleSource`."""
+        if encoder != IMAGES:
+            return []
+        tiles, shapes = self.tiles(split, number), self._shapes(split, number).tolist()
+        if len(shapes) < len(tiles):
+            tiles = [torch.cat(list(tiles), dim=-1)]
+        resized = (
+            F.interpolate(tile[None].float(), shape, mode="bilinear")[0].byte()
+            for tile, shape in zip(tiles, shapes, strict=True)
+        )
+        return [self._images.cut(image) for image in resized]
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """See `SampleSource`."""
+        costs = self._tiles.costs(split, first, count)
+        numbers = range(first, first + count)
+        tokens = [len(self.text(split, number).input_ids) for number in numbers]
+        return np.stack([np.array(tokens, dtype=np.int64), costs[:, 1]], axis=1)

@@ -1,0 +1,129 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder's sizes and names in Hugging Face models."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+    Files,
+    Part,
+    Table,
+    TensorRows,
+    check_values,
+    interleaved,
+)
+
+if TYPE_CHECKING:
+    from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
+
+EMBEDDER = "model.patch_generator.embedder.weight"
+"""Name of the embedder's weight, after a file's common prefix, mostly ``radio_model.``."""
+
+EXPECTED = {
+    "hidden_act": "gelu",
+    "layerscale_value": 1.0,
+    "num_channels": 3,
+    "qkv_bias": True,
+    "use_swiglu_ffn": False,
+}
+"""Fields of a RadioConfig for which our model supports one value."""
+
+TOP = {
+    "class_token": "model.patch_generator.cls_token.token",
+    "position_embeddings": "model.patch_generator.pos_embed",
+    "embedder.weight": EMBEDDER,
+}
+
+BLOCK = {
+    "self_attention.linear_qkv.layer_norm_weight": "norm1.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "norm1.bias",
+    "self_attention.linear_proj.weight": "attn.proj.weight",
+    "self_attention.linear_proj.bias": "attn.proj.bias",
+    "mlp.linear_fc1.layer_norm_weight": "norm2.weight",
+    "mlp.linear_fc1.layer_norm_bias": "norm2.bias",
+    "mlp.linear_fc1.weight": "mlp.fc1.weight",
+    "mlp.linear_fc1.bias": "mlp.fc1.bias",
+    "mlp.linear_fc2.weight": "mlp.fc2.weight",
+    "mlp.linear_fc2.bias": "mlp.fc2.bias",
+}
+"""Tensors that differ in name only: one for all layers in ours, below ``blocks.N`` in theirs."""
+
+MEAN, STD = "input_conditioner.norm_mean", "input_conditioner.norm_std"
+
+SCALES = "model.blocks.*.layer_scale?.lambda1"
+"""Pattern of scaling factors that our model does not have: they must all be 1."""
+
+NOT_HELD = (MEAN, STD, SCALES, "summary_idxs", "model.patch_generator.video_embedder.weight")
+"""Patterns of tensors that our model does not have: pixels are normalized by values in the preset,
+and there is neither a summary nor video."""
+
+
+class RadioPart(Part):
+    """The ViT, with timm's names of blocks, as C-RADIO is published."""
+
+    def outer(self, files: Files, prefix: str) -> str:
+        """See `Part`."""
+        if not files.shapes:
+            return prefix + "radio_model."
+        names = [n for n in files.shapes if n.startswith(prefix) and n.endswith(EMBEDDER)]
+        if len(names) != 1:
+            raise UserError(f"{files.directory}: no encoder: no tensor {prefix}…{EMBEDDER}")
+        return names[0].removesuffix(EMBEDDER)
+
+    def sizes(self, base: Radio, config: Any, files: Files, outer: str, tile: int | None) -> Radio:
+        """See `Part`; the files' mean and deviation of pixels replace the configuration's."""
+        check_values("the encoder", config, EXPECTED)
+        tile = tile or config.image_size
+        if tile % (config.patch_size * base.pixel_shuffle) or tile > config.max_img_size:
+            raise UserError(
+                f"--tile {tile}: give a multiple of {config.patch_size * base.pixel_shuffle} up to "
+                f"{config.max_img_size}"
+            )
+        pixels = {"pixel_mean": tuple(config.norm_mean), "pixel_std": tuple(config.norm_std)}
+        for field, name in zip(pixels, (MEAN, STD), strict=True):
+            if outer + name in files.shapes:
+                pixels[field] = tuple(files.read(outer + name).flatten().tolist())
+        return replace(
+            base,
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            ffn=int(config.hidden_size * config.mlp_ratio),
+            patch=config.patch_size,
+            tile=tile,
+            max_tile=config.max_img_size,
+            class_tokens=config.num_cls_tokens + config.num_registers,
+            norm_epsilon=config.layer_norm_eps,
+            **pixels,
+        )
+
+    def table(self, sizes: Radio) -> Table:
+        """See `Part`."""
+        table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
+        for number in range(sizes.layers):
+            theirs = f"model.blocks.{number}."
+            for name, other in BLOCK.items():
+                table[f"decoder.layers.{name}[{number}]"] = (TensorRows(theirs + other),)
+            heads = (sizes.heads, sizes.heads, sizes.hidden // sizes.heads)
+            for kind in ("weight", "bias"):
+                theirs = f"model.blocks.{number}.attn.qkv.{kind}"
+                qkv = [TensorRows(theirs, start * sizes.hidden) for start in range(3)]
+                name = f"decoder.layers.self_attention.linear_qkv.{kind}[{number}]"
+                table[name] = interleaved(qkv, *heads)
+        return table
+
+    def not_held(self, files: Files, outer: str) -> list[str]:
+        """See `Part`; scaling factors must all be 1."""
+        patterns = [outer + pattern for pattern in NOT_HELD]
+        names = [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
+        scales = fnmatch.filter(names, outer + SCALES)
+        if wrong := [name for name in scales if not torch.all(files.read(name) == 1)]:
+            raise UserError("the encoder has factors that ours lacks: " + ", ".join(wrong))
+        return names
