@@ -6,14 +6,18 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.unit_tests.examples.nemotron_vlm.loop.models import BF16, ENGINE
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ANY_SIZE, BF16, ENGINE
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import requires_world_size
 
 
-@pytest.mark.parametrize("layers", [ENGINE, LOCAL], ids=["engine", "local"])
+@pytest.mark.parametrize(
+    "layers",
+    [ENGINE, LOCAL, (*ENGINE, *ANY_SIZE), (*LOCAL, *ANY_SIZE)],
+    ids=["engine", "local", "engine-any-size", "local-any-size"],
+)
 @pytest.mark.parametrize(
     ("encoder", "language"),
     [

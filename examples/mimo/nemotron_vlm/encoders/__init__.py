@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The encoders: a file each, whose class is entered here under the name of its module."""
+"""The encoders: a file or folder each, whose class is entered here under the name of its module."""
 
 from __future__ import annotations
 

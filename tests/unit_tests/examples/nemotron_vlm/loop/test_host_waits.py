@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.unit_tests.examples.nemotron_vlm.loop.models import ANY_SIZE
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.no_host_sync import no_host_sync
@@ -16,20 +17,22 @@ FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; test
 
 @FP32
 @pytest.mark.parametrize(
-    ("encoder", "language"),
+    ("encoder", "language", "more"),
     [
-        pytest.param("dp=1", "dp=1", marks=requires_world_size(1)),
-        pytest.param("dp=4", "dp=4,ep=2,etp=2", marks=requires_world_size(4)),
-        pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", marks=requires_world_size(4)),
-        pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", marks=requires_world_size(4)),
+        pytest.param("dp=1", "dp=1", (), marks=requires_world_size(1)),
+        pytest.param("dp=4", "dp=4,ep=2,etp=2", (), marks=requires_world_size(4)),
+        pytest.param("dp=1", "dp=1", ANY_SIZE, marks=requires_world_size(1)),
+        pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", ANY_SIZE, marks=requires_world_size(4)),
+        pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", (), marks=requires_world_size(4)),
+        pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", (), marks=requires_world_size(4)),
     ],
 )
-def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language):
+def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language, more):
     """The first step makes plans and buffers.
 
     There is no TP here: it compares random states of the host, which the guard takes for a wait.
     """
     layout = ("--encoder", encoder, "--language", language)
-    with trainer(*layout, *ALLGATHER, *NO_CHECK, "--num-workers", "1") as run:
+    with trainer(*layout, *more, *ALLGATHER, *NO_CHECK, "--num-workers", "1") as run:
         for step in range(3):
             run.train_step(no_host_sync if step else nullcontext)

@@ -1,0 +1,99 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Images of any size: the samples of the program's sources, and each rank's share of the work."""
+
+import numpy as np
+import pytest
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Batch, Layout, Layouts
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data.rows import Rows
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from examples.mimo.nemotron_vlm.encoders.radio.any_size import grids_of
+from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
+from examples.mimo.nemotron_vlm.options.arguments import parse
+
+NANO = nano_vl_30b_a3b().with_images_of_any_size(None, None)
+
+
+class Photographs(SampleSource):
+    """One or two images a sample, from small ones to the largest."""
+
+    def sizes(self, split, first, count, encoder):
+        drawn = (np.random.default_rng([n, 1]) for n in range(first, first + count))
+        shapes = (np.exp(draw.uniform(5, 7.6, size=(draw.integers(1, 3), 2))) for draw in drawn)
+        return [np.array([NANO.images.size_of(h, w) for h, w in each]) for each in shapes]
+
+    def costs(self, split, first, count):
+        sizes = self.sizes(split, first, count, IMAGES)
+        return np.array([(NANO.images.rows(each).sum() + 50, len(each)) for each in sizes])
+
+
+def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not():
+    rows, parts, dp = Rows(Photographs(), "train", 8192), 8, 4
+    layouts = Layouts((Layout(dp=parts),), Layout(dp=dp, pp=2), Batch(256, 1, 8192))
+    width, work = NANO.language.hidden_size, {}
+    for part in range(parts):
+        places = {IMAGES: part}, part * dp // parts
+        plan = StepPlan(layouts, NANO.encoders, *places, width, row_cost=sum)
+        ranges = [r for t in plan.takes(rows, 0, 64, 1) for r in t.shares[IMAGES].ranges]
+        sizes = [
+            rows.source.sizes("train", one.sample, 1, IMAGES)[0][one.first : one.end]
+            for one in ranges
+        ]
+        work[part] = NANO.images.operations(np.concatenate(sizes), width)
+    even = np.array_split(np.concatenate(list(work.values())), parts)
+    ours, counted = ([each.sum() for each in shares] for shares in (work.values(), even))
+    assert max(ours) / np.mean(ours) < 1.05
+    assert max(counted) / np.mean(counted) > 1.3
+
+
+def test_work_counts_patches_and_their_attention():
+    images, width = NANO.images, NANO.language.hidden_size
+    tile = nano_vl_30b_a3b().images.operations(np.ones(1, np.int64), width)
+    one, four = (images.operations(np.array([images.size_of(s, s)]), width) for s in (512, 1024))
+    assert one == tile and one == images.usual_operations(width)
+    assert 4.5 * one < four < 16 * one
+
+
+@pytest.mark.parametrize("data", ["digits", "digits:2", "mock"])
+def test_samples_have_as_many_image_tokens_as_their_images_rows(data):
+    options = parse(["--data", data, "--dynamic-resolution"], 1)
+    images = options.preset.images
+    source = make_source(options.args, images)
+    found, counts = [], set()
+    for number in range(40):
+        (sizes,) = source.sizes("train", number, 1, IMAGES)
+        text, inputs = source.text("train", number), source.inputs("train", number, IMAGES)
+        assert [image.shape[:2] for image in inputs] == [tuple(g) for g in grids_of(sizes)]
+        assert (text.input_ids == IMAGE).sum() == images.rows(sizes).sum()
+        cost = source.costs("train", number, 1)[0]
+        assert cost[0] == len(text.input_ids) <= options.args.seq_length
+        found += sizes.tolist()
+        counts.add(len(sizes))
+    assert len(set(found)) > 8 and len(counts) > 1
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic"),
+        ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
+        ("--dynamic-resolution --data energon:x", "--data energon with --dynamic-resolution"),
+        (
+            "--dynamic-resolution --device cuda --transformer-impl transformer_engine",
+            "in fp32 with --pack, --dynamic-resolution or",
+        ),
+        (
+            "--dynamic-resolution --device cuda --cuda-graph-impl local --data mock --bf16 "
+            "--transformer-impl transformer_engine",
+            "--cuda-graph-impl local with --dynamic-resolution",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_line(line, text):
+    with pytest.raises(UserError, match=text) as refusal:
+        parse(line.split(), 1)
+    assert "\n" not in str(refusal.value)
