@@ -48,11 +48,6 @@ OF_OWN_OPTIONS = [
         "a graph's backward keeps the activations of its forward",
     ),
     Refusal(
-        "--data energon with --dynamic-resolution",
-        lambda args: args.dynamic_resolution and args.data.startswith(ENERGON),
-        "surveys of shards count tiles",
-    ),
-    Refusal(
         "--transformer-impl transformer_engine in fp32 with --pack, --dynamic-resolution or "
         "context parallelism",
         lambda args: (

@@ -81,15 +81,13 @@ def test_samples_have_as_many_image_tokens_as_their_images_rows(data):
     [
         ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic"),
         ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
-        ("--dynamic-resolution --data energon:x", "--data energon with --dynamic-resolution"),
+        (
+            "--dynamic-resolution --data energon:x",
+            "--data energon:x does not go with --dynamic-res",
+        ),
         (
             "--dynamic-resolution --device cuda --transformer-impl transformer_engine",
             "in fp32 with --pack, --dynamic-resolution or",
-        ),
-        (
-            "--dynamic-resolution --device cuda --cuda-graph-impl local --data mock --bf16 "
-            "--transformer-impl transformer_engine",
-            "--cuda-graph-impl local with --dynamic-resolution",
         ),
     ],
 )

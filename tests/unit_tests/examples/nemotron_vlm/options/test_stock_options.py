@@ -68,6 +68,7 @@ class TestRefused:
             "--data energon:shards",
             "--data digits",
             "--pack --micro-batch-size 1",
+            "--data mock --dynamic-resolution",
             "--placement non-colocated",
             "--freeze projector",
             "--recompute-encoder 1",
