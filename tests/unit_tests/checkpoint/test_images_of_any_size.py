@@ -97,7 +97,15 @@ def test_rows_are_theirs(layout, shared_path):
             given["patches"] = given["patches"].to(Utils.device)
             return stage(encoder_inputs={entry.key: given}).clone()
 
-        ours, nothing = encode([images[:2], [], images[2:]]), encode([])
+        nothing, seen = encode([]), []
+        decoder = stage.encoders[entry.key].radio.decoder
+        decoder.register_forward_pre_hook(lambda *given: seen.append(given[-1]), with_kwargs=True)
+        ours = encode([images[:2], [], images[2:]])
+    # Transformer Engine attends by these; Megatron's own layers, by lengths on the host.
+    packed = seen[0]["packed_seq_params"]
+    lengths = [rows * columns + entry.class_tokens for rows, columns in GRIDS]
+    assert packed.cu_seqlens_q.diff().tolist() == packed.cu_seqlens_kv.diff().tolist() == lengths
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == max(lengths)
     patches = torch.cat([image.flatten(0, 1) for image in images])
     mean, std = (
         torch.tensor(values).repeat_interleave(PATCH**2)
