@@ -7,9 +7,11 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS
+from examples.mimo.nemotron_vlm.model import builder
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import one_rank_trajectory
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -20,7 +22,7 @@ ANSWER = 3
 
 COMMON = (
     *("--data", "digits:2", "--global-batch-size", str(SAMPLES)),
-    *("--seq-length", str(LENGTH)),
+    *("--seq-length", str(LENGTH), "--moe-aux-loss-coeff", "0"),
 )
 
 
@@ -42,18 +44,29 @@ def batch_of(source, numbers: range) -> dict[str, object]:
     }
 
 
+def prepare_for_means(stages, *arguments) -> None:
+    for module in stages[0].modules():
+        if hasattr(module, "config"):
+            module.config.calculate_per_token_loss = False
+    prepare_for_training(stages, *arguments)
+
+
 @requires_world_size(4)
 @pytest.mark.parametrize(
-    ("encoder", "language"),
+    ("encoder", "language", "per_token"),
     [
-        pytest.param("dp=4", "pp=2,dp=2,ep=2", id="fan-in-pp-ep"),
-        pytest.param("tp=2,dp=2", "cp=2,pp=2,dp=1", id="fan-in-cp-pp"),
-        pytest.param("tp=4,dp=1", "pp=2,dp=2", id="fan-out-pp"),
-        pytest.param("tp=2,dp=2", "cp=2,dp=2", id="equal-cp"),
+        pytest.param("dp=4", "pp=2,dp=2,ep=2", True, id="fan-in-pp-ep"),
+        pytest.param("tp=2,dp=2", "cp=2,pp=2,dp=1", True, id="fan-in-cp-pp"),
+        pytest.param("tp=4,dp=1", "pp=2,dp=2", True, id="fan-out-pp"),
+        pytest.param("tp=2,dp=2", "cp=2,dp=2", True, id="equal-cp"),
+        pytest.param("dp=4", "pp=2,dp=2", False, id="mean-of-the-ranks-means"),
     ],
 )
-def test_a_step_is_that_of_one_rank(encoder, language, monkeypatch):
+def test_a_step_is_that_of_one_rank(encoder, language, per_token, monkeypatch):
+    """All samples have as many tokens, so that the mean of the ranks' means is that of all."""
     expected = one_rank_trajectory(*COMMON, "--micro-batch-size", "8", steps=1)
+    if not per_token:
+        monkeypatch.setattr(builder, "prepare_for_training", prepare_for_means)
     dp = int(language.split(",dp=")[1][0])
     size = SAMPLES // MICROBATCHES // dp
     layouts = "--encoder", encoder, "--language", language, "--micro-batch-size", str(size)
@@ -91,5 +104,6 @@ def test_a_step_is_that_of_one_rank(encoder, language, monkeypatch):
 
         monkeypatch.setattr(runs, "get_forward_backward_func", lambda **_: schedule)
         found = run.train_step()
-    for name in ("loss", "grad_norm"):
+    # Megatron divides the total in place, also the reported one, where the loss is a mean.
+    for name in ("loss", "grad_norm") if per_token else ("grad_norm",):
         assert found[name] == pytest.approx(expected[0][name], rel=1e-5)
