@@ -3,6 +3,7 @@
 """ProcessGroupCollection.from_hyper_comm_grid: the ranks of each field, the number of groups."""
 
 import contextlib
+import random
 from dataclasses import fields
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import (
     EXPERT_FIELDS,
@@ -20,6 +22,22 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
+ORDER = "tp-cp-ep-dp-pp"
+DENSE = dict(tp="tp", cp="cp", dp="dp", pp="pp", tp_cp="tp-cp", mp="tp-pp", tp_dp_cp="tp-dp-cp")
+DENSE |= dict.fromkeys(("dp_cp", "intra_dp_cp", "dp_cp_gtp_remat"), "dp-cp")
+EXPERTS = dict(ep="ep", expt_tp="tp", tp_ep="tp-ep")
+EXPERTS |= dict.fromkeys(("expt_dp", "intra_expt_dp", "expt_dp_gtp_remat"), "dp")
+EXPERTS |= dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), "tp-ep-pp")
+"""Tokens of `parallel_state`'s dense and expert generators, by field."""
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def triples(n: int) -> list[tuple[int, int, int]]:
+    """Ordered factorizations of ``n`` into three."""
+    return [(a, b, n // a // b) for a in divisors(n) for b in divisors(n // a)]
 
 
 def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, **kwargs) -> HyperCommGrid:
@@ -94,33 +112,26 @@ class TestFields:
         with pytest.raises(ValueError, match="3 optimizer instances must divide dp = 4 ranks"):
             fields_of(0, dp=4, instances=3)
 
-    def test_ranks_of_each_field_with_pp_outermost(self):
-        """A missing field would make upstream fall back to a global group."""
-        groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])
-        assert groups == dict.fromkeys(ALWAYS_NONE) | dict(
-            tp=[4, 5],
-            cp=[5, 7],
-            dp=[1, 5],
-            pp=[5, 13],
-            dp_cp=[1, 3, 5, 7],
-            tp_cp=[4, 5, 6, 7],
-            tp_dp_cp=list(range(8)),
-            mp=[4, 5, 12, 13],
-            embd=[5, 13],
-            pos_embd=[5],
-            ep=[4, 5, 6, 7],
-            expt_tp=[5],
-            expt_dp=[1, 5],
-            tp_ep=[4, 5, 6, 7],
-            tp_ep_pp=[4, 5, 6, 7, 12, 13, 14, 15],
-            intra_dp_cp=[1, 3, 5, 7],
-            intra_expt_dp=[1, 5],
-            intra_dist_opt=list(range(16)),
-            dp_cp_gtp_remat=[1, 3, 5, 7],
-            expt_dp_gtp_remat=[1, 5],
-            tp_ep_pp_with_egtp_remat=[4, 5, 6, 7, 12, 13, 14, 15],
-        )
-        assert set(groups) == ALL_FIELDS
+    @pytest.mark.parametrize("world", [8, 12, 16, 64])
+    def test_ranks_are_those_of_parallel_state_with_pp_outermost(self, world):
+        """In every layout, each with one of the experts; a missing field would make upstream fall
+        back to a global group."""
+        pick = random.Random(world)
+        for pp in divisors(world):
+            layouts = triples(world // pp)
+            for (tp, cp, dp), (etp, ep, edp) in zip(layouts, reversed(layouts), strict=True):
+                rank = pick.randrange(world)
+                groups = fields_of(rank, tp, cp, dp, pp, [etp, ep, edp])
+                dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
+                experts = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=ORDER)
+                for generator, tokens in ((dense, DENSE), (experts, EXPERTS)):
+                    for field, token in tokens.items():
+                        (expected,) = (g for g in generator.get_ranks(token) if rank in g)
+                        assert groups[field] == sorted(expected), field
+                assert groups["intra_dist_opt"] == list(range(world))
+                assert set(groups) == ALL_FIELDS
+                absent = {name for name, group in groups.items() if group is None}
+                assert absent - {"embd", "pos_embd"} == ALWAYS_NONE
 
     @pytest.mark.parametrize(
         "rank, pp, embd, pos_embd",

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -81,11 +81,6 @@ class Pair:
             self.cp_group, self.rank = self.groups.cp, self.groups.cp.rank()
             self.sharded, self.whole = make(self.groups, True), make(groups[1], False)
             self.sharded.load_state_dict(self.whole.state_dict())
-
-    def while_used(self) -> Iterator[Pair | None]:
-        """Yield the pair; None on an idle rank, which has only helped to make groups."""
-        yield self if self.is_member else None
-        self.destroy()
 
     def destroy(self) -> None:
         """Free the groups."""
