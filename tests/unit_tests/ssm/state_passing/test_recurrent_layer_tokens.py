@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""How recurrent layers move their tokens: over which group, and that the host never waits."""
+"""Options of recurrent layers and groups of their tokens that are refused."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -9,30 +9,7 @@ import pytest
 import torch
 
 from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
-from megatron.core.token_layout import pad_lengths
 from megatron.core.transformer import TransformerConfig
-from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
-from tests.unit_tests.test_utilities import Utils, requires_world_size
-
-
-@requires_world_size(2)
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(MAMBA, "chunkwise"), (DELTA_NET, "chunkwise"), (DELTA_NET, "headwise")],
-)
-def test_the_host_waits_for_nothing_in_a_planned_packed_batch(name, mode):
-    """The first layer of a batch makes its plans; the second is counted, and takes none."""
-    pair = Pair(Ranks(cp=2), lambda groups, _: make_layer(name, groups, mode), "zigzag")
-    lengths = pad_lengths((5, 0, 1, 39, 9), 2)
-    packed = lengths.packed_seq_params(Utils.device)
-    shard = pair.layout(lengths).shard(random_rows(lengths.total, 1, 32, seed=1), pair.rank)
-    shard.requires_grad_()
-    call(pair.sharded, shard, packed).sum().backward()
-    with no_host_sync():
-        call(pair.sharded, shard, packed).sum().backward()
-    pair.destroy()
 
 
 def test_sequence_parallel_tokens_need_a_group_whose_tp_is_the_fastest():
