@@ -36,7 +36,7 @@ def view_of(encoder, language, world, more=""):
 
 
 class TestGroups:
-    """tests/unit_tests/test_hyper_comm_grid.py compares the grids' groups with brute force."""
+    """tests/unit_tests/test_process_groups_config.py compares the groups with brute force."""
 
     @pytest.mark.parametrize(
         "layout, gpus_per_node, leaving",
