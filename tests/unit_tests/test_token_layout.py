@@ -47,8 +47,11 @@ def zigzag_tokens(padded, cp_size, group_rank):
     return tokens
 
 
-def exchange_in_one_process(shards, routes):
-    """Do what the all-to-all of every rank would do, message by message."""
+def exchange_in_one_process(shards, routes, nothing=-1):
+    """Do what the all-to-all of every rank would do, message by message.
+
+    Places that get nothing have the value ``nothing``.
+    """
     outboxes = [
         shard[route.send_places].split(route.send_splits)
         for shard, route in zip(shards, routes, strict=True)
@@ -57,10 +60,10 @@ def exchange_in_one_process(shards, routes):
     for rank, (shard, route) in enumerate(zip(shards, routes, strict=True)):
         inbox = [outbox[rank] for outbox in outboxes]
         assert tuple(map(len, inbox)) == route.recv_splits
-        result = torch.full_like(shard, -1)
+        result = torch.full((route.addends * route.size,), nothing)
         result[route.recv_places] = torch.cat(inbox)
         result[route.kept_to] = shard[route.kept_from]
-        moved.append(result)
+        moved.append(result.view(route.addends, route.size).sum(0))
     return moved
 
 

@@ -30,7 +30,7 @@ class Route:
         size: number of rows that the rank ends with.
         is_local: whether no rank sends anything, so that all ranks skip the collective.
         addends: number of addends of each resulting row; addend a of row r has the place
-            ``a * size + r``.
+            ``a * size + r``. A place that is neither received nor kept is zero.
     """
 
     send_places: Tensor

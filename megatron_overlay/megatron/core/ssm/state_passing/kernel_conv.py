@@ -18,8 +18,7 @@ from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout import Moving, RecurrencePlan
 
 
 class HaloConv(torch.autograd.Function):
@@ -56,9 +55,9 @@ def conv_forward(
         last two are None. A shard of fewer than W - 1 tokens counts as a whole.
     """
     halo = plan.halo(weight.shape[1] - 1)
-    coming = None if halo.is_empty else HaloGather(x, halo, group)
+    coming = Moving(x[:, x.shape[1] - halo.kept :].transpose(0, 1), halo.route, group)
     out = conv_without_halo(x, weight, bias, plan.seq_idx)
-    past = None if coming is None else coming.wait()
+    past = coming.finish().transpose(0, 1)
     if not plan.continues[plan.rank]:
         return out, None, None
     reach = past.shape[1]
@@ -87,20 +86,19 @@ def conv_backward(
     Returns:
         Gradients of weight and bias.
     """
-    halo, head, going = plan.halo(weight.shape[1] - 1), None, None
+    halo, head, past_grad = plan.halo(weight.shape[1] - 1), None, x[:, :0]
     if window is not None:
         head = _head_backward(grad, window, weight, bias, plan)
-    if not halo.is_empty:
-        past_grad = x.new_zeros(x.shape[0], halo.reach, x.shape[2]) if head is None else head.past
-        going = HaloGradient(past_grad, halo, group)
+        past_grad = head.past
+    going = Moving(past_grad.transpose(0, 1), halo.adjoint, group)
     weight_grad, bias_grad = _backward_without_halo(grad, x, weight, bias, plan.seq_idx, x_grad)
     if head is not None:
         x_grad[:, : head.tokens.shape[1]] += head.tokens
         weight_grad += head.weight
         if bias_grad is not None:
             bias_grad += head.bias
-    if going is not None:
-        going.add_to(x_grad)
+    if not halo.adjoint.is_local:
+        x_grad[:, x.shape[1] - halo.kept :] += going.finish().transpose(0, 1)
     return weight_grad, bias_grad
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.state_passing.options import passes_states
 from megatron.core.token_layout import (
+    Halo,
     PaddedLengths,
     RecurrencePlan,
     Route,
@@ -114,6 +116,14 @@ def tokens_are_contiguous(layers: nn.Module) -> None:
     for module in layers.modules():
         if tokens := getattr(module, "layer_tokens", None):
             tokens.is_zigzag = False
+
+
+def exchange_halo(x: Tensor, halo: Halo, group: dist.ProcessGroup) -> Tensor:
+    """The halo ``[B, reach, D]`` of tokens ``x [B, S/cp, D]``; a collective over ``group``."""
+    if halo.route.is_local:
+        return x.new_zeros(x.shape[0], halo.route.size, x.shape[2])
+    last = x[:, x.shape[1] - halo.kept :].transpose(0, 1)
+    return exchange(last, halo.route, group, halo.adjoint).transpose(0, 1)
 
 
 class _OneRank:

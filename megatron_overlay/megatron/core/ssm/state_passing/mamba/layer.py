@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
-from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.layer_tokens import exchange_halo
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 from megatron.core.token_layout import RecurrencePlan
 
