@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -152,31 +152,16 @@ class RecurrencePlan:
         taken = [[t - own for t in seen[self.rank] if t // size == giver] for giver in ranks]
         given = [[t - last for t in seen[taker] if t // size == self.rank] for taker in ranks]
         copies: Counter[int] = Counter()
-        returned = []  # place of each gradient; those of a token that several ranks take add up
-        for token in chain(*given):
-            returned.append(copies[token] * kept + token)
-            copies[token] += 1
-
-        def route(sent: list[list[int]], received: list[list[int]], **others) -> Route:
-            none = torch.zeros(0, dtype=torch.int64)
-            return Route(
-                send_splits=tuple(map(len, sent)),
-                recv_splits=tuple(map(len, received)),
-                send_places=torch.tensor([*chain(*sent)], dtype=torch.int64),
-                kept_from=none,
-                kept_to=none,
-                is_local=not any(seen),
-                **others,
-            ).to(self.device)
-
-        places = torch.tensor([*chain(*taken)], dtype=torch.int64)
-        adjoint = torch.tensor(returned, dtype=torch.int64)
-        addends = max(copies.values(), default=1)
-        return Halo(
-            kept,
-            route(given, taken, recv_places=places, size=reach),
-            route(taken, given, recv_places=adjoint, size=kept, addends=addends),
+        returned = []  # places of gradients; those of a token that several ranks take add up
+        for tokens in given:
+            returned.append([copies[token] * kept + token for token in tokens])
+            copies.update(tokens)
+        is_local, addends = not any(seen), max(copies.values(), default=1)
+        route = Route.of(self.rank, given, taken, size=reach, is_local=is_local)
+        adjoint = Route.of(
+            self.rank, taken, returned, size=kept, is_local=is_local, addends=addends
         )
+        return Halo(kept, route.to(self.device), adjoint.to(self.device))
 
     def head_seq_idx(self, reach: int) -> Tensor | None:
         """Sample of each token of a halo of ``reach`` tokens and of this rank's first ``reach``.
