@@ -75,26 +75,15 @@ EQUAL_SHARES = Costs.of_share(0.5)
 """Costs of encoders with as much work as the language model, without virtual stages."""
 
 
-class Span(NamedTuple):
-    """Simulated interval of an operation (on a microbatch) or a piece (of a macro-batch)."""
-
-    name: str
-    number: int
-    begin: float
-    end: float
-
-
 class BubblePlan(NamedTuple):
-    """Placement of all pieces in one step, and its simulated timeline.
+    """Placement of all pieces in one step.
 
     Args:
         before: pieces of each stage.
-        spans: simulated timeline of each stage.
         seconds: simulated duration of the step, in the unit of the costs.
     """
 
     before: tuple[StagePieces, ...]
-    spans: tuple[tuple[Span, ...], ...]
     seconds: float
 
 
@@ -198,7 +187,6 @@ class _Simulation:
         self.returning = [[math.inf] * self.count for _ in stages]
         self.whole = [math.inf] * self.count
         self.before = [[[] for _ in range(len(order) + 1)] for order in orders]
-        self.spans: list[list[Span]] = [[] for _ in stages]
 
     def run(self, lead: int, fit: float) -> BubblePlan:
         events = [(0.0, stage) for stage in range(self.size)]
@@ -213,11 +201,8 @@ class _Simulation:
             elif self.place[stage] < len(self.orders[stage]):
                 if time < (arrival := self._arrival(stage)) < math.inf:
                     heapq.heappush(events, (arrival, stage))
-        return BubblePlan(
-            tuple(tuple(map(tuple, places)) for places in self.before),
-            tuple(map(tuple, self.spans)),
-            max(self.now),
-        )
+        before = tuple(tuple(map(tuple, places)) for places in self.before)
+        return BubblePlan(before, max(self.now))
 
     def _act(self, stage: int, time: float, lead: int, fit: float) -> bool:
         """Start one operation or piece on a free stage; False if it can only wait."""
@@ -260,7 +245,7 @@ class _Simulation:
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         length = self.costs.forward if way == "forward" else self.costs.backward
-        self._spend(stage, f"language {way}", number, time, length)
+        self.now[stage] = time + length
         self.done[way, virtual, number] = self.now[stage]
         self.place[stage] += 1
         k = number // self.macro_batch
@@ -270,8 +255,7 @@ class _Simulation:
 
     def _encode(self, stage: int, time: float) -> bool:
         k = self._take(stage, ENCODE)
-        self._spend(stage, "encoder forward", k, time, self._length(k) * self.costs.encode)
-        self.encoded[stage][k] = self.now[stage]
+        self.encoded[stage][k] = self.now[stage] = time + self._length(k) * self.costs.encode
         return True
 
     def _begin_return(self, stage: int, time: float) -> bool:
@@ -289,8 +273,8 @@ class _Simulation:
         length = self._length(following) * self.costs.encoder_backward
         if gap < fit * length:
             return False
-        k = self._take(stage, BACKWARD)
-        self._spend(stage, "encoder backward", k, time, length)
+        self._take(stage, BACKWARD)
+        self.now[stage] = time + length
         return True
 
     def _take(self, stage: int, kind: str) -> int:
@@ -298,10 +282,6 @@ class _Simulation:
         self.next[stage][kind] += 1
         self.before[stage][self.place[stage]].append(Piece(kind, k))
         return k
-
-    def _spend(self, stage: int, name: str, number: int, begin: float, length: float) -> None:
-        self.now[stage] = begin + length
-        self.spans[stage].append(Span(name, number, begin, begin + length))
 
     def _kept(self, stage: int) -> int:
         """Number of macro-batches whose activations (or rows, if untrained) the stage holds."""
