@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
+from megatron.core.ssm.state_passing.mamba.layer import Sizes, Weights
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
     entering_state,
@@ -50,26 +51,13 @@ from megatron.core.token_layout import RecurrencePlan
 
 def kernel_scan(
     projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    headdim: int,
-    ngroups: int,
+    weights: Weights,
+    sizes: Sizes,
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
     """``mamba.reference_scan`` by GPU kernels; D is in fp32 or in the dtype of ``projected``."""
-    sizes = _Sizes(chunk_size, headdim, ngroups)
-    return _Scan.apply(projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group)
-
-
-class _Sizes(NamedTuple):
-    chunk: int
-    headdim: int
-    ngroups: int
+    return _Scan.apply(projected, *weights, sizes, plan, group)
 
 
 class _Tokens(NamedTuple):
@@ -80,7 +68,7 @@ class _Tokens(NamedTuple):
     C: Tensor
 
     @classmethod
-    def of(cls, convolved: Tensor, heads: int, sizes: _Sizes) -> _Tokens:
+    def of(cls, convolved: Tensor, heads: int, sizes: Sizes) -> _Tokens:
         inner = heads * sizes.headdim
         states = (convolved.shape[-1] - inner) // 2
         x, B, C = convolved.split([inner, states, states], dim=-1)
