@@ -11,7 +11,6 @@ from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
-    transitions_after,
 )
 from megatron.core.token_layout import PaddedLengths, RecurrencePlan, plan_recurrence
 
@@ -38,7 +37,7 @@ def over_ranks(scan, inputs: list[Tensor], plans: list[RecurrencePlan]) -> Tenso
         def enter(state, transition, plan=plan):
             states.append(state)
             transitions.append(transition)
-            entering = entering_state(torch.stack(states), torch.stack(transitions), plan)
+            entering, _ = entering_state(torch.stack(states), torch.stack(transitions), plan)
             return torch.zeros_like(state) if entering is None else entering
 
         own = slice(plan.rank * plan.shard_size, (plan.rank + 1) * plan.shard_size)
@@ -93,12 +92,13 @@ class TestScanOverRanks:
         states.requires_grad_()
         total = states.sum() * 0
         for plan in plans:
-            entering = entering_state(states, transitions, plan)
+            entering, _ = entering_state(states, transitions, plan)
             if entering is not None:
                 total = total + (entering * grads[plan.rank]).sum()
         (expected,) = torch.autograd.grad(total, states)
         for plan in plans:
-            found = leaving_gradient(grads, transitions_after(transitions, plan), plan)
+            _, after = entering_state(states, transitions, plan)
+            found = leaving_gradient(grads, after, plan)
             found = torch.zeros_like(expected[0]) if found is None else found
             torch.testing.assert_close(found, expected[plan.rank], rtol=0, atol=1e-10)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None
     if not passes_states(config) or pg_collection.cp.size() == 1:
         return pg_collection, None
     groups = copy.copy(pg_collection)
-    groups.cp = _OneRank()
+    groups.cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     return groups, LayerTokens(config, pg_collection)
 
 
@@ -124,18 +125,6 @@ def exchange_halo(x: Tensor, halo: Halo, group: dist.ProcessGroup) -> Tensor:
         return x.new_zeros(x.shape[0], halo.route.size, x.shape[2])
     last = x[:, x.shape[1] - halo.kept :].transpose(0, 1)
     return exchange(last, halo.route, group, halo.adjoint).transpose(0, 1)
-
-
-class _OneRank:
-    """Stand-in of one rank for the CP group of a layer that does not split its heads over CP."""
-
-    def size(self) -> int:
-        """Number of ranks, which is 1."""
-        return 1
-
-    def rank(self) -> int:
-        """Group rank, which is 0."""
-        return 0
 
 
 @lru_cache(maxsize=64)

@@ -44,7 +44,6 @@ from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
     entering_state,
     leaving_gradient,
-    transitions_after,
 )
 from megatron.core.token_layout import RecurrencePlan
 
@@ -95,8 +94,7 @@ class _Scan(torch.autograd.Function):
         entering = after = None
         if coming is not None:
             every_state, transitions = coming.wait()
-            entering = entering_state(every_state, transitions, plan)
-            after = transitions_after(transitions, plan)
+            entering, after = entering_state(every_state, transitions, plan)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
         out, ungated = _chunk_scan_fwd(
