@@ -88,8 +88,8 @@ class _Scan(torch.autograd.Function):
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
-            own = mamba_states.leaving_state(states, decay, seq_idx)
-            coming = StateGather(own, _shapes_per_rank(states), group)
+            both, *own = mamba_states.leaving_state(states, decay, seq_idx)
+            coming = StateGather(both, [t.shape for t in own], group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = after = None
         if coming is not None:
@@ -202,9 +202,3 @@ def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Te
         out_dtype=dtype,
     )
     return passed.unflatten(-1, states.shape[-2:])
-
-
-def _shapes_per_rank(states: Tensor) -> list[torch.Size]:
-    """Shapes of a rank's state and its decay, from the states of its chunks ``[B, c, H, P, N]``."""
-    batch, _, heads, *state = states.shape
-    return [torch.Size([batch, heads, *state]), torch.Size([batch, heads, 1, 1])]
