@@ -183,9 +183,6 @@ class _Simulation:
         self.place = [0 for _ in stages]
         self.next = [dict.fromkeys((ENCODE, RETURN, BACKWARD), 0) for _ in stages]
         self.done: dict[tuple[str, int, int], float] = {}
-        self.encoded = [[math.inf] * self.count for _ in stages]
-        self.returning = [[math.inf] * self.count for _ in stages]
-        self.whole = [math.inf] * self.count
         self.before = [[[] for _ in range(len(order) + 1)] for order in orders]
 
     def run(self, lead: int, fit: float) -> BubblePlan:
@@ -235,7 +232,7 @@ class _Simulation:
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         if way == "forward" and virtual == 0:
-            return max(encoded[number // self.macro_batch] for encoded in self.encoded)
+            return self._done_by_all(ENCODE, number // self.macro_batch)
         if way == "backward" and virtual == self.size * self.vpp - 1:
             return self.done["forward", virtual, number]
         neighbour = virtual - 1 if way == "forward" else virtual + 1
@@ -248,27 +245,27 @@ class _Simulation:
         self.now[stage] = time + length
         self.done[way, virtual, number] = self.now[stage]
         self.place[stage] += 1
-        k = number // self.macro_batch
-        if way == "backward" and virtual == 0 and number == self._end(k) - 1 and self.trained:
-            self.whole[k] = self.now[stage]
         return True
 
     def _encode(self, stage: int, time: float) -> bool:
         k = self._take(stage, ENCODE)
-        self.encoded[stage][k] = self.now[stage] = time + self._length(k) * self.costs.encode
+        self.now[stage] = time + self._length(k) * self.costs.encode
+        self.done[ENCODE, stage, k] = self.now[stage]
         return True
 
     def _begin_return(self, stage: int, time: float) -> bool:
         following = self.next[stage][RETURN]
-        if following == self.count or self.whole[following] > time:
+        last = self._end(following) - 1
+        is_whole = self.done.get(("backward", 0, last), math.inf) <= time
+        if not self.trained or following == self.count or not is_whole:
             return False
         self.now[stage] = time  # it may have waited for the others
-        self.returning[stage][self._take(stage, RETURN)] = time
+        self.done[RETURN, stage, self._take(stage, RETURN)] = time
         return True
 
     def _backward(self, stage: int, time: float, gap: float, fit: float) -> bool:
         following = self.next[stage][BACKWARD]
-        if following == self.count or any(begun[following] > time for begun in self.returning):
+        if following == self.count or self._done_by_all(RETURN, following) > time:
             return False
         length = self._length(following) * self.costs.encoder_backward
         if gap < fit * length:
@@ -276,6 +273,9 @@ class _Simulation:
         self._take(stage, BACKWARD)
         self.now[stage] = time + length
         return True
+
+    def _done_by_all(self, kind: str, k: int) -> float:
+        return max(self.done.get((kind, stage, k), math.inf) for stage in range(self.size))
 
     def _take(self, stage: int, kind: str) -> int:
         k = self.next[stage][kind]
