@@ -90,15 +90,16 @@ def chunked_scan(
         state = enter(*(t.flatten(1, 2) for t in _row_alone(k.mT, to_end, kept, written, read)))
     state = None if state is None else state.unflatten(1, (groups, -1))
     outputs = []
-    for c in range(k.shape[3]):
-        update, at = written[:, :, :, c], (slice(None),) * 3 + (c,)
-        if state is not None and read is not None:
-            update = update - read[at] @ state
-        output = attention[at] @ update
-        added = k[at].mT @ (update * to_end[at])
+    by_chunk = (t.unbind(3) for t in (q, k.mT, written, attention, from_start, to_end, kept))
+    reads = [None] * k.shape[3] if read is None else read.unbind(3)
+    for *chunk, asked in zip(*by_chunk, reads, strict=True):
+        query, key, update, seen, start, end, keep = chunk
+        if state is not None and asked is not None:
+            update = update - asked @ state
+        output, added = seen @ update, key @ (update * end)
         if state is not None:
-            output = output + (q[at] @ state) * from_start[at]
-            added = added + kept[at] * state
+            output = output + (query @ state) * start
+            added = added + keep * state
         outputs.append(output)
         state = added
     o = torch.cat(outputs, dim=3)[..., :length, :].flatten(1, 2)
