@@ -172,7 +172,7 @@ class TestInterface:
         with pytest.raises(ValueError, match=r"with values 2…2"):
             fan_out.communicate(rows, AtomRows([2, 1]), AtomRows([2], np.full(2, 2)))
         same = make_bridge(dict(tp=2, dp=4), dict(tp=2, dp=4), dim_mapping=FLAT)
-        with pytest.raises(ValueError, match="samples have 4 rows, but src has 3"):
+        with pytest.raises(ValueError, match="each of 4 equal parts .* they have 3 to 4[.]"):
             same.check_equal(3, 4, Utils.device)
 
     def test_unequal_rows_on_some_ranks_are_refused_on_all(self, make_bridge):
