@@ -18,6 +18,7 @@ from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from layout_view.bridge import leaving  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
+from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: E402, F401  (its parser is quick)
 from tests.unit_tests.examples.nemotron_vlm.loop import sound  # noqa: E402, F401  (a preset)
 
 APART = "--placement non-colocated --micro-batch-size 2"
@@ -32,7 +33,7 @@ def large_world(monkeypatch):
 
 def view_of(encoder, language, world, more=""):
     line = f"--encoder {encoder} --language {language} --world {world} {more}"
-    return show_layout.view_of(show_layout._parser().parse_args(line.split()))
+    return show_layout.view_of(*show_layout._parser().parse_known_args(line.split()))
 
 
 class TestGroups:

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -27,9 +29,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import ON_GPUS, start, take_turns
 from torch import Tensor, nn
 
+ON_GPUS = torch.cuda.is_available()
+"""Whether there are GPUs; without one, the CPU runtime takes the CPU for the device ``cuda``."""
 LAYERS, ROUNDS = 4, 7
 ONE_RANK, GATHER = "one rank", "gather"
 MODES = {
@@ -156,6 +159,24 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
     return replays
 
 
+def take_turns(calls: list[Callable[[], object]]) -> list[list[float]]:
+    """Return each call's seconds on its slowest rank in every round, after one for warm-up.
+
+    The calls take turns, so that a disturbance affects all of them; ranks start each together.
+    """
+    found = torch.zeros(ROUNDS + 1, len(calls), device="cuda")
+    for turn in found:
+        for place, call in enumerate(calls):
+            torch.cuda.synchronize()
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            turn[place] = time.perf_counter() - started
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found[1:].T.tolist()
+
+
 def measure(options: argparse.Namespace) -> None:
     """Measure all modes and lengths, and print the table."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -182,7 +203,7 @@ def measure(options: argparse.Namespace) -> None:
             with received_bytes() as received[mode]:
                 step()
         timed = captured(steps) if options.cuda_graphs else steps
-        taken = dict(zip(MODES, take_turns(list(timed.values()), ROUNDS), strict=True))
+        taken = dict(zip(MODES, take_turns(list(timed.values())), strict=True))
         medians = {mode: statistics.median(seconds) for mode, seconds in taken.items()}
         for mode, seconds in taken.items() if is_first else ():
             share = medians[ONE_RANK] / medians[mode] / (1 if mode == ONE_RANK else cp)
@@ -206,7 +227,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.cuda_graphs and not ON_GPUS:
         parser.error("--cuda-graphs needs GPUs")
-    start()
+    if not ON_GPUS:
+        from megatron.core import cpu_runtime
+
+        cpu_runtime.install()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl")
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

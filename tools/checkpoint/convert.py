@@ -78,9 +78,7 @@ def _convert(options: argparse.Namespace) -> None:
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
     from examples.mimo.nemotron_vlm.model.presets import find_preset
-    from megatron.core import cpu_runtime
 
-    cpu_runtime.install()
     options.run(options, find_preset(options.model))
 
 
