@@ -11,10 +11,6 @@ import mini  # noqa: F401  (makes tools importable)
 pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
 
 import show_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from layout_view.bridge import leaving  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
@@ -55,20 +51,6 @@ class TestGroups:
         groups = view.modules[1].groups
         assert {axis: len(view.leaving(groups[axis])) for axis in leaving} == leaving
 
-    def test_and_each_ranks_place_in_them(self):
-        expected = {
-            ("encoder", "dp"): [[0, 4], [1, 5], [2, 6], [3, 7]],
-            ("language", "cp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-            ("language", "ep"): [[0, 1], [2, 3], [4, 5], [6, 7]],
-            ("language", "expt_dp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-        }
-        for module in view_of("tp=4", "tp=2,cp=2,pp=2,ep=2,etp=1", 8).modules:
-            for axis, found in module.groups.items():
-                assert found == expected.get((module.name, axis), found)
-                for group in found:
-                    places = [module.index[axis][rank] for rank in group]
-                    assert places == list(range(module.sizes[axis]))
-
 
 class TestBridge:
     def test_volumes_are_those_of_the_documentation(self):
@@ -103,16 +85,6 @@ class TestBridge:
         assert set(zip(back.col, back.row, strict=True)) == pairs
         assert view.bridge.blocks == blocks
         assert way.sum() == view.layouts.batch.global_size * view.rows_per_sample
-
-
-def test_the_timeline_is_the_planners():
-    view = view_of("tp=1", "pp=4", 8, "--microbatches 6 --tiles 2 --recompute moe")
-    h200, plan = find_machine("h200"), Plan(find_preset("tiny"), view.layouts, Tiles(2.0), "moe")
-    step = step_time(plan, h200)
-    after = sum(step.parts[part] for part in ("gradients", "optimizer")) + h200.step_overhead
-    assert view.total == pytest.approx(step.seconds - after)
-    busy = sum(end - begin for spans in view.timeline.values() for _, begin, end in spans)
-    assert view.bubble == pytest.approx(1 - busy / 4 / view.total)
 
 
 class TestProgram:

@@ -26,16 +26,6 @@ def test_the_tool_does_not_write_over_data(digits, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
-def test_the_tools_tokenizer_has_a_token_for_each_digit(digits):
-    chat = Chat(digits / "tokenizer")
-    ids, answer = chat.encode([Turn("user", "copy 12 ?"), Turn("assistant", "12")])
-    assert chat._tokenizer.convert_ids_to_tokens(ids) == [
-        "<s>", "<user>", "copy", "1", "2", "?", "<assistant>", "1", "2", "</s>",
-    ]  # fmt: skip
-    assert answer.tolist() == [False] * 7 + [True] * 3
-    assert ids[3:5].tolist() == [11, 12]
-
-
 def test_the_answer_follows_the_image(digits):
     """A tiny model needs this; with words between them, it is at chance after 350 steps."""
     opened = source(digits)

@@ -35,10 +35,6 @@ class TestSingle:
             11, 7, 0, 8, 3, 10, 2, 1, 9, 5, 6, 4,
         ]  # fmt: skip
 
-    def test_neighbours_are_shuffled_apart(self):
-        placed = epoch(Order([2000], "single", [None], 3), 0)
-        assert abs(np.corrcoef(placed, np.arange(2000))[0, 1]) < 0.1
-
 
 class TestBlend:
     @settings(deadline=None, max_examples=20)

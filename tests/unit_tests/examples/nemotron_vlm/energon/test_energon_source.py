@@ -155,19 +155,6 @@ class TestSurvey:
         assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
 
 
-class TestEpochs:
-    def test_have_every_sample_once(self, digits):
-        opened = source(digits)
-        assert opened.epoch_size("train") == TRAIN
-        epochs = [names(opened, "train", range(e * TRAIN, (e + 1) * TRAIN)) for e in range(2)]
-        assert len(set(epochs[0])) == TRAIN
-        assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-
-    def test_of_the_held_out_samples_are_of_other_shards(self, digits):
-        held_out = names(source(digits), "test", range(12))
-        assert sorted(held_out) == [f"val-0000.tar/val-{i:06d}" for i in range(12)]
-
-
 class TestBlends:
     def test_by_weight_keep_the_proportions_in_any_beginning(self, digits, other, tmp_path):
         """Blends may be nested, and take parts of data sets."""
@@ -196,17 +183,6 @@ class TestBlends:
 
 
 class TestBadSamples:
-    def test_images_are_counted_named_and_skipped_or_refused(self, copied):
-        damaged = damage_image(copied, "train-0001.tar")
-        survey(copied)
-        opened = source(copied)
-        assert opened.epoch_size("train") == TRAIN - 1
-        assert opened.left_out("train") == {"bad image": 1}
-        assert damaged not in names(opened, "train", range(TRAIN - 1))
-        with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: ") as refusal:
-            source(copied, bad_samples="refuse")
-        assert "\n" not in str(refusal.value)
-
     def test_of_a_shard_cut_short_or_missing_are_named(self, copied, surveyed):
         shard = copied / "train-0002.tar"
         with tarfile.open(shard) as tar:

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.mimo.weights import Weights, gather_weights
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
@@ -65,26 +65,6 @@ class ShuffledTiles(SampleSource):
 
 class TestGradientFlow:
     @requires_world_size(1)
-    def test_every_parameter_moves_and_is_finite(self):
-        with trainer(*ONE_MICROBATCH) as run:
-            before = {name: p.detach().clone() for name, p in run.stages[0].named_parameters()}
-            for _ in range(3):
-                run.train_step()
-            for name, parameter in run.stages[0].named_parameters():
-                assert parameter.isfinite().all(), name
-                assert not torch.equal(parameter, before[name]), name
-
-    @requires_world_size(1)
-    def test_gradients_do_not_depend_on_the_micro_batch_size(self):
-        """Upstream's balancing loss did; the tolerance is fp32 sums in another order."""
-        tolerance = 5e-3 if HAVE_CUDA else 2e-5  # GPUs' kernels multiply in TF32: 1.6e-3 found
-        whole, parts = gradients(), gradients("--micro-batch-size", "4")
-        for name, gradient in whole.items():
-            error = (parts[name] - gradient).norm()
-            if "linear_qkv.bias" not in name:  # a key bias has no gradient but rounding
-                assert error <= tolerance * gradient.norm(), name
-
-    @requires_world_size(1)
     def test_without_tiles_every_parameter_has_a_gradient_and_no_layer_an_empty_tensor(self):
         """Kernels of norms refuse empty tensors."""
 
@@ -125,8 +105,8 @@ def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 class TestFreezing:
     @requires_world_size(1)
-    @pytest.mark.parametrize("parts", ["encoder", "encoder,projector", "language"])
-    def test_frozen_parameters_and_buffers_stay(self, parts):
+    @pytest.mark.parametrize("parts", ["", "encoder", "encoder,projector", "language"])
+    def test_all_but_frozen_parameters_and_buffers_move(self, parts):
         with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
             (stage,) = run.stages
             trained = {
