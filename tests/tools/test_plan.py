@@ -113,23 +113,23 @@ class TestProgram:
         words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
         return plan_text(words, own_options(words))
 
-    def test_says_and_writes_plans(self, tmp_path):
+    def test_says_and_writes_plans_of_a_machine_a_placement_or_a_schedule(self, tmp_path):
         file = tmp_path / "plans.json"
-        how = "--plan-gpus-per-node 4 --plan-tiles 1:0.5,3:0.5"
-        shown = self.plan(f"--plan 16 --plan-gpu h100 {how} --plan-json {file}")
-        for part in ("tiny on 16 GPUs, 4 a node: 64 tokens and 2±1.0 tiles", "--nnodes 4"):
-            assert part in shown
-        assert "memory of the best" in shown and "run it with" in shown
-        plans = json.loads(file.read_text())["plans"]
-        assert len(plans) == 10
-        assert plans[0]["step_seconds"] == pytest.approx(sum(plans[0]["seconds"].values()))
 
-    def test_takes_a_placement_a_schedule_and_as_many_tiles_as_fit(self, tmp_path):
-        file, placement = tmp_path / "plans.json", f"--placement={NON_COLOCATED}"
-        assert "12 tiles" in self.plan(f"--plan 16 {placement} --plan-json {file}")
-        assert {p["placement"] for p in json.loads(file.read_text())["plans"]} == {NON_COLOCATED}
-        self.plan(f"--plan 16 --encoder-schedule bubbles --plan-json {file}")
-        for plan in json.loads(file.read_text())["plans"]:
+        def plans(line: str, *parts: str) -> list[dict]:
+            shown = self.plan(f"--plan 16 {line} --plan-json {file}")
+            for part in ("memory of the best", "run it with", *parts):
+                assert part in shown
+            return json.loads(file.read_text())["plans"]
+
+        how = "--plan-gpu h100 --plan-gpus-per-node 4 --plan-tiles 1:0.5,3:0.5"
+        title = "tiny on 16 GPUs, 4 a node: 64 tokens and 2±1.0 tiles"
+        first, *others = plans(how, title, "--nnodes 4")
+        assert len(others) == 9
+        assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+        apart = plans(f"--placement={NON_COLOCATED}", "12 tiles")  # as many as fit
+        assert {plan["placement"] for plan in apart} == {NON_COLOCATED}
+        for plan in plans("--encoder-schedule bubbles"):
             assert plan["schedule"]["in_bubbles"] == (plan["language"]["pp"] > 1)
 
     @pytest.mark.parametrize(

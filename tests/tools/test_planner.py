@@ -225,21 +225,20 @@ def unit_work(share, pp, vpp, number, module="language", **how) -> Work:
 
 
 class TestSchedule:
-    @pytest.mark.parametrize("share", [0.2, 0.5])
+    @pytest.mark.parametrize(
+        "share, module", [(0.2, "language"), (0.5, "language"), (0, "encoder")]
+    )
     @pytest.mark.parametrize(
         "pp, vpp, number", [(1, 1, 3), (2, 1, 1), (4, 1, 6), (8, 1, 16), (4, 2, 8)]
     )
-    def test_takes_what_the_formula_says(self, pp, vpp, number, share):
-        spans = timeline(unit_work(share, pp, vpp, number))
+    def test_takes_what_the_formula_says(self, pp, vpp, number, share, module):
+        """Non-colocated modules are one pipeline, whose encoder has stages of its own."""
+        spans = timeline(unit_work(share, pp, vpp, number, module))
         expected = share + (1 - share) * (1 + (pp - 1) / (number * vpp))
         assert max(line[-1][2] for line in spans) == pytest.approx(expected)
         for line in spans:
             assert sum(end - begin for _, begin, end in line) == pytest.approx(1)
             assert all(a[2] <= b[1] + 1e-12 for a, b in zip(line, line[1:], strict=False))
-
-    def test_of_non_colocated_modules_is_one_pipeline(self):
-        spans = timeline(unit_work(0.0, 4, 1, 6, module="encoder"))
-        assert max(line[-1][2] for line in spans) == pytest.approx(1 + 3 / 6)
 
     @pytest.mark.parametrize("share", [0.3, 0.5])
     @pytest.mark.parametrize("pp, vpp, number, macro_batch", [(4, 1, 8, 1), (2, 2, 4, 2)])

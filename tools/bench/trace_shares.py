@@ -56,7 +56,7 @@ def shares(events: list[dict]) -> Shares | None:
     total = window[1] - window[0]
 
     def length(chosen: list[dict]) -> float:
-        return sum(end - first for first, end in union(map(span, chosen), window)) / total
+        return covered(list(map(span, chosen)), window) / total
 
     computed = [event for event in work if not event["name"].startswith("nccl")]
     ranges = [event for event in spans if event.get("cat") == "gpu_user_annotation"]
@@ -77,15 +77,11 @@ def span(event: dict) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def union(intervals: list[Interval], window: Interval) -> list[Interval]:
-    """Return the union of the intervals inside the window, as disjoint intervals."""
-    joined: list[Interval] = []
+def covered(intervals: list[Interval], window: Interval) -> float:
+    """Return how much of the window the intervals cover together."""
+    length, until = 0.0, window[0]
     for first, end in sorted(intervals):
-        first, end = max(first, window[0]), min(end, window[1])
-        if first >= end:
-            continue
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((first, end))
-    return joined
+        end = min(end, window[1])
+        length += max(0.0, end - max(first, until))
+        until = max(until, end)
+    return length
