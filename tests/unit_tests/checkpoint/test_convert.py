@@ -132,9 +132,10 @@ class TestOneRank:
         given = ("--language", theirs, "--model", "tiny-sound", "--seed", "7", "--out", ours)
         said = convert("hf-to-megatron", *given)
         assert f"initial weights of seed 7: encoder, projector, {Sound.name}\n" in said
-        model = ("--model", str(ours / "model.json"))
-        fresh = weights(*model, "--seed", "7")
-        loaded = weights(*model, "--load", str(ours))
+        loaded, fresh = (
+            weights("--model", str(ours / "model.json"), *options)
+            for options in (("--load", str(ours)), ("--seed", "7"))
+        )
         for name, weight in fresh.items():
             is_given = name.startswith("language_model.")
             assert is_given or torch.equal(loaded[name], weight), name

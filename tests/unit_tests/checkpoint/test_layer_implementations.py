@@ -19,13 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import LayerNorm, RMSNorm
 
 from examples.mimo.common.errors import UserError
-from tests.unit_tests.checkpoint.conversions import convert
-from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import (
-    RandomText,
-    loading,
-    program_logits,
-)
+from tests.unit_tests.checkpoint.program_logits import RandomText
 from tests.unit_tests.checkpoint.small_vlm import PRESET
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
@@ -86,16 +80,6 @@ class TestOneRank:
             run.save(tmp_path)
         with engine_norms() as loaded, run_of("--load", str(tmp_path)):
             assert loaded and all(torch.equal(given, scales) for given in loaded)
-
-    @requires_world_size(1)
-    def test_converted_weights_go_to_layers_with_them(self, tmp_path):
-        """The logits are those of layers without extra states."""
-        theirs, ours = save(whole_vlm(), tmp_path / "theirs"), tmp_path / "ours"
-        convert("hf-to-megatron", "--vlm", theirs, "--out", ours)
-        expected = program_logits(*loading(ours), source=IMAGES)
-        with engine_norms() as loaded:
-            found = program_logits(*loading(ours), source=IMAGES)
-        assert loaded and torch.equal(found, expected)
 
     @requires_world_size(1)
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):

@@ -16,9 +16,7 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
-    SoundAndImages,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 

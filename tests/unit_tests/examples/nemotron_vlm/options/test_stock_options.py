@@ -72,6 +72,7 @@ TOGETHER = [
         f"{ENGINE} --bf16 --pack --micro-batch-size 1 --mamba-num-heads 12",
         "--mamba-num-heads that leave unaligned rows.*to be a multiple of 8",
     ),
+    ("--fp16 --bf16", "args.bf16"),
     ("--global-batch-size 30", "global batch 30.*micro batch × dp = 4·2 = 8"),
     ("--language vpp=2", "vpp=2 needs pp of 2 or more"),
     ("--placement non-colocated --encoder dp=2", "takes 2 of 2 ranks and leaves none"),
