@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mini import REPOSITORY, UPSTREAM, git, make_repository, write_tree
-from upstream_tests import cli, worlds
+from upstream_tests import __main__ as cli
+from upstream_tests import worlds
 from upstream_tests.worlds import World
 
 APPLY, RUNTIME = "tools/apply_overlay.sh", "megatron_overlay/megatron/core/cpu_runtime"
