@@ -10,21 +10,18 @@ from dataclasses import asdict, replace
 import pytest
 import torch.distributed as dist
 
+import calibrate
 import mini
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-import calibrate  # noqa: E402
-from calibration import fit, measure  # noqa: E402
-from calibration.fit import Case, fitted  # noqa: E402
-from calibration.validate import compare, errors, rank_correlation  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import plan_of  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
-from examples.mimo.pretrain_nemotron_vlm import ALONE  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
+from calibration import fit, measure
+from calibration.fit import Case, fitted
+from calibration.validate import compare, errors, rank_correlation
+from examples.mimo.nemotron_vlm.model.presets import find_preset
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
+from examples.mimo.nemotron_vlm.planner.plan import plan_of
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
+from examples.mimo.pretrain_nemotron_vlm import ALONE
+from megatron.core import cpu_runtime
 
 H200 = find_machine("h200")
 DATA = mini.REPOSITORY / "tools/calibration"

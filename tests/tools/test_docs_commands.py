@@ -22,20 +22,16 @@ from pathlib import Path
 import pytest
 import torch
 from doc_commands import DOCUMENTS, LANGUAGES, NOT_TESTED, Command, blocks, commands
+from torch.distributed.run import get_args_parser
 
+import show_layout
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.own_options import own_options
+from megatron.core import cpu_runtime
 from mini import REPOSITORY, UPSTREAM, World, git
 from overlay.cli import _parser as overlay_parser
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from torch.distributed.run import get_args_parser  # noqa: E402
-
-import show_layout  # noqa: E402
-from examples.mimo.common.errors import UserError  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][

@@ -11,28 +11,26 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from examples.mimo.common.errors import UserError  # noqa: E402
-from examples.mimo.common.layout import (  # noqa: E402
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
     NON_COLOCATED,
     PLACEMENTS,
     Batch,
     Layout,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
-from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text  # noqa: E402
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE
+from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.model.presets import find_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.memory import peak
+from examples.mimo.nemotron_vlm.planner.plan import Tiles
+from examples.mimo.nemotron_vlm.planner.report import options_of
+from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search
+from megatron.core import cpu_runtime
 
 H200 = find_machine("h200")
 LARGE = "nano-vl-30b-a3b"

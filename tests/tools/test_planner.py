@@ -13,46 +13,42 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import mini  # noqa: F401  (makes tools importable)
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from examples.mimo.common.layout import (  # noqa: E402
+from examples.mimo.common.layout import (
     Batch,
     Layout,
     parse_layout,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
-from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.planner import groups, layers  # noqa: E402
-from examples.mimo.nemotron_vlm.planner import parameters as params  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.memory import most_in_flight  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE
+from examples.mimo.nemotron_vlm.model.model import placed
+from examples.mimo.nemotron_vlm.model.presets import find_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.planner import groups, layers
+from examples.mimo.nemotron_vlm.planner import parameters as params
+from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine
+from examples.mimo.nemotron_vlm.planner.memory import most_in_flight
+from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
     Stage,
     Work,
     simulate,
     timeline,
 )
-from examples.mimo.nemotron_vlm.planner.step_time import (  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.step_time import (
     after_backward,
     bridge_seconds,
     estimate,
     step_time,
 )
-from layout_view.bridge import colocated_bridge  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
-from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
-from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule  # noqa: E402
-from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan  # noqa: E402
-from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules  # noqa: E402
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.training.training import num_floating_point_operations  # noqa: E402
+from layout_view.bridge import colocated_bridge
+from megatron.core import cpu_runtime
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
+from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
+from megatron.core.models.mimo.setup.module_groups import make_grid, make_modules
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training.training import num_floating_point_operations
 
 H200 = find_machine("h200")
 GRAPHS = replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0), microbatch_overhead=0.0)

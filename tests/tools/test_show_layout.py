@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import pytest
 
-import mini  # noqa: F401  (makes tools importable)
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-import show_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
-from layout_view.bridge import leaving  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: E402, F401  (its parser is quick)
-from tests.unit_tests.examples.nemotron_vlm.loop import sound  # noqa: E402, F401  (a preset)
+import show_layout
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
+from layout_view.bridge import leaving
+from megatron.core import cpu_runtime
+from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401  (its parser is quick)
+from tests.unit_tests.examples.nemotron_vlm.loop import sound  # noqa: F401  (a preset)
 
 APART = "--placement non-colocated --micro-batch-size 2"
 

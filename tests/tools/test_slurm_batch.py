@@ -9,20 +9,13 @@ import sys
 
 import pytest
 
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from mini import REPOSITORY, write_tree
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from megatron.core import cpu_runtime  # noqa: E402
-
-cpu_runtime.install()
-
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from tests.slurm import rows_on_nodes  # noqa: E402
-from tests.slurm.rows_on_nodes import Allocation, Batch, rows  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH  # noqa: E402
+from tests.slurm import rows_on_nodes
+from tests.slurm.rows_on_nodes import Allocation, Batch, rows
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH
 
 SRUN = """#!/bin/sh
 echo "$@" >> "{calls}"

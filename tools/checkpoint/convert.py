@@ -82,14 +82,8 @@ def _to_megatron(options: argparse.Namespace, base) -> None:
         sources += sources_of(options.vlm, base, rest)
     if not sources:
         raise UserError("nothing to convert: give --language, --vision, --projector or --vlm")
-    dropped, initial = to_megatron(
-        sources,
-        base,
-        options.out,
-        tile=options.tile,
-        leave_out=options.leave_out,
-        seed=options.seed,
-    )
+    how = {"tile": options.tile, "leave_out": options.leave_out, "seed": options.seed}
+    dropped, initial = to_megatron(sources, base, options.out, **how)
     _list("not in our model, left out", dropped)
     _list(f"initial weights of seed {options.seed}", initial)
     print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")

@@ -29,11 +29,7 @@ SELECTION = tomllib.loads((Path(__file__).parent / "selection.toml").read_text()
 _FOR_RANKS = re.compile("initialize_|init_process_group|get_world_size|WORLD_SIZE")
 """Words by which a file is known to have tests that may need several ranks."""
 EXCLUDED: dict[str, str] = SELECTION["excluded"]
-
-
-def _say(line: str) -> None:
-    """Print progress on standard error."""
-    print(line, file=sys.stderr, flush=True)
+_say = partial(print, file=sys.stderr, flush=True)  # progress
 
 
 def selected(tree: Path, world: int, only: str = "*") -> list[str]:

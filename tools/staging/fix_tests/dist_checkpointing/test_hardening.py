@@ -62,9 +62,7 @@ def test_the_hashes_of_an_asynchronous_save_are_its_writers(checkpoint):
     file.write_bytes(written)
     verify_integrity_manifest(str(checkpoint))
 
-
-def test_what_a_writer_could_not_hash_the_ranks_do(checkpoint):
-    results = Queue()
+    results = Queue()  # what a writer could not hash, the ranks do
     write = hash_in_writer(AsyncRequest(lambda *_: None, (0, None, results), []), "/nowhere")
     write.async_fn(*write.async_fn_args)
     save_manifest(str(checkpoint), results)
