@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import random
 from argparse import Namespace
 from dataclasses import asdict, replace
 
@@ -32,7 +31,6 @@ from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
     Stage,
     Work,
-    simulate,
     timeline,
 )
 from examples.mimo.nemotron_vlm.planner.step_time import (
@@ -248,22 +246,6 @@ class TestSchedule:
         for line, planned in zip(spans, plan.spans, strict=True):
             for span, (name, _, begin, end) in zip(line, planned, strict=True):
                 assert span == (name, pytest.approx(unit * begin), pytest.approx(unit * end))
-
-    def test_simulates_a_plan_of_bubbles_as_the_plan_does(self):
-        for seed in range(200):
-            rng = random.Random(seed)
-            stages, vpp, at_once = rng.randint(2, 5), rng.randint(1, 3), rng.randint(1, 4)
-            number, each = 2 * stages, Costs(*(10 ** rng.uniform(-2, 2) for _ in range(4)))
-            plan = bubble_plan(stages, number, at_once, vpp, costs=each)
-            chunk, encoder = (
-                Cost(language=3 * forward, recompute=backward - 2 * forward)
-                for forward, backward in (each[:2], each[2:])
-            )
-            work = unit_work(0.5, stages, vpp, number, at_once=at_once)
-            chunks = (chunk,) * stages * vpp
-            work = replace(work, chunks=chunks, encoder=encoder.times(at_once))
-            spans = simulate(work, plan.before)
-            assert max(line[-1][2] for line in spans) == pytest.approx(plan.seconds), seed
 
 
 class TestStep:
