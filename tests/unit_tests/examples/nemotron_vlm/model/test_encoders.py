@@ -74,19 +74,16 @@ class TestOptions:
 @pytest.mark.parametrize(
     ("options", "still"),
     [
-        (("--freeze", "sound:encoder"), {"sound.encoders"}),
+        ("--freeze sound:encoder", {"sound.encoders"}),
+        ("--freeze projector", {"sound.input_projections", "images.input_projections"}),
         (
-            ("--freeze", "projector"),
-            {"sound.input_projections", "images.input_projections"},
-        ),
-        (
-            ("--encoder-lr", "sound:0", "--projector-lr", "images:0"),
+            "--encoder-lr sound:0 --projector-lr images:0",
             {"sound.encoders", "images.input_projections"},
         ),
     ],
 )
 def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
-    line = (*MODEL, "--micro-batch-size", "32", *options)
+    line = (*MODEL, "--micro-batch-size", "32", *options.split())
     with trainer(*line, source=SoundAndImages()) as run:
         weights = {
             name.replace(".module.", ".").removeprefix("modality_submodules."): weight
