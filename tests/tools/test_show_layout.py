@@ -45,8 +45,12 @@ class TestGroups:
     )
     def test_that_leave_a_node_are_counted(self, layout, gpus_per_node, leaving):
         view = view_of("tp=1", layout, 16, f"--gpus-per-node {gpus_per_node}")
-        groups = view.modules[1].groups
-        assert {axis: len(view.leaving(groups[axis])) for axis in leaving} == leaving
+        module = view.modules[1]
+        assert {axis: len(view.leaving(module.groups[axis])) for axis in leaving} == leaving
+        for axis, groups in module.groups.items():
+            for group in groups:
+                places = [module.index[axis][rank] for rank in group]
+                assert places == list(range(module.sizes[axis]))
 
 
 class TestBridge:
