@@ -64,8 +64,8 @@ class WholeImages(DigitTask):
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""
         rows = int(self._images.rows(self._sizes(split, number)).sum())
-        _, labels, mask = self._tiles.text(split, number)
-        answer = (labels[mask.bool()][:-1] - FIRST_DIGIT).tolist()
+        _, labels, mask = (part.numpy() for part in self._tiles.text(split, number))
+        answer = (labels[mask > 0][:-1] - FIRST_DIGIT).tolist()
         return reading_task(rows, answer, 1, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:

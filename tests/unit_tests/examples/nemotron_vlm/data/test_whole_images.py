@@ -5,7 +5,6 @@
 import numpy as np
 import pytest
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.rows import Rows
@@ -74,24 +73,3 @@ def test_samples_have_as_many_image_tokens_as_their_images_rows(data):
         found += sizes.tolist()
         counts.add(len(sizes))
     assert len(set(found)) > 8 and len(counts) > 1
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic"),
-        ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
-        (
-            "--dynamic-resolution --data energon:x",
-            "--data energon:x does not go with --dynamic-res",
-        ),
-        (
-            "--dynamic-resolution --device cuda --transformer-impl transformer_engine",
-            "in fp32 with --pack, --dynamic-resolution or",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused_in_a_line(line, text):
-    with pytest.raises(UserError, match=text) as refusal:
-        parse(line.split(), 1)
-    assert "\n" not in str(refusal.value)

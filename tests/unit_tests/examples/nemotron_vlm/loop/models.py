@@ -10,8 +10,10 @@ from functools import partial
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
 from examples.mimo.nemotron_vlm.model.presets import tiny
-from tests.unit_tests.examples.nemotron_vlm.loop.partly_text import PartlyText
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
+    PartlyText,
+    SoundAndImages,
+)
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
 
 COMPARED = 3

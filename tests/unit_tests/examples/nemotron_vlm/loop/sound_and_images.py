@@ -17,6 +17,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     IMAGES,
     READ,
     DigitTask,
+    SampleSource,
 )
 from examples.mimo.nemotron_vlm.data.text import Text
 from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
@@ -85,3 +86,20 @@ class SoundAndImages(DigitTask):
         """See `SampleSource`."""
         numbers = range(first, first + count)
         return np.array([(len(self.text(split, n).labels), self._tiles(n)) for n in numbers])
+
+
+class PartlyText(SoundAndImages):
+    """The first eight samples of a step have one to three tiles, the others and every third step
+    have none; no sample has a clip.
+    """
+
+    tiles_per_sample = 0.25
+    fingerprint = "partly text"
+    token_ids, inputs_per_sample = SampleSource.token_ids, SampleSource.inputs_per_sample
+
+    def _clips(self, number: int) -> np.ndarray:
+        return np.zeros(0, dtype=np.int64)
+
+    def _tiles(self, number: int) -> int:
+        has_image = number % STEP < STEP // 4 and number // STEP % 3 != 1
+        return 1 + number % 3 if has_image else 0
