@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource, Text
 from examples.mimo.nemotron_vlm.loop.forward_step import forward_step, gather_logits
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training as loop

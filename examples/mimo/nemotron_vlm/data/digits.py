@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
+    Text,
     most_tiles,
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""

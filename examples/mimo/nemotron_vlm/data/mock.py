@@ -9,11 +9,11 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
+    Text,
     most_tiles,
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 
 
 class MockStrips(DigitTask):

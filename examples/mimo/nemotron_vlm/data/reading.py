@@ -14,9 +14,8 @@ from torch.utils.data import Dataset
 
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
-from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows

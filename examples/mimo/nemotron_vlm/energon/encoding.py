@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, place_images
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Record

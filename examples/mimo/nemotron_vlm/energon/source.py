@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order

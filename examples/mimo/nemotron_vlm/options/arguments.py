@@ -34,12 +34,15 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     set_encoder_schedule,
 )
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, part_settings
+from examples.mimo.nemotron_vlm.model.part_settings import (
+    PartSettings,
+    by_encoder,
+    part_settings,
+)
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
@@ -61,19 +64,22 @@ class Options:
     parts: PartSettings
 
 
-def parse(argv: list[str], world_size: int | None = None) -> Options:
+def parse(
+    argv: list[str], world_size: int | None = None, preset: VLMPreset | None = None
+) -> Options:
     """Read and check the command line.
 
     Args:
         argv: the command line without the program's name.
         world_size: ranks of the run; torchrun's by default.
+        preset: the model; that of ``--model`` by default.
 
     Raises:
         UserError: the options cannot work; the message names the fact and the fix.
     """
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
-    preset = find_preset(own.model)
+    preset = preset or find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)

@@ -16,9 +16,8 @@ from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.balance import assign_rows
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES, Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
-from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters

@@ -7,8 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import DigitTask, reading_task
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import DigitTask, Text, reading_task
 
 STEP = 32
 """Number of samples in a step."""

@@ -17,8 +17,8 @@ from examples.mimo.nemotron_vlm.data.sample import (
     IMAGES,
     READ,
     DigitTask,
+    Text,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
 
 STEP = 32
