@@ -27,9 +27,14 @@ from examples.mimo.nemotron_vlm.model.model import placed  # noqa: E402
 from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
 from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.planner import groups, layers  # noqa: E402
+from examples.mimo.nemotron_vlm.planner import layers  # noqa: E402
 from examples.mimo.nemotron_vlm.planner import parameters as params  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine  # noqa: E402
+from examples.mimo.nemotron_vlm.planner.machine import (  # noqa: E402
+    Group,
+    find_machine,
+    groups_of,
+    replicas_of,
+)
 from examples.mimo.nemotron_vlm.planner.memory import most_in_flight  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
 from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402
@@ -37,6 +42,7 @@ from examples.mimo.nemotron_vlm.planner.schedule import (  # noqa: E402
     Stage,
     Work,
     simulate,
+    stages_of_pipeline,
     timeline,
 )
 from examples.mimo.nemotron_vlm.planner.step_time import (  # noqa: E402
@@ -133,8 +139,8 @@ class TestParameters:
                 held["experts" if place == params.EXPERT else "dense"] += elements
         stage = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
         stage += lay.encoder.pp if lay.non_colocated else 0
-        wanted = params.Held(tuple(held["encoders"]), held["dense"], held["experts"])
-        assert params.stages_of(options.preset, lay)[stage] == wanted
+        wanted = *held["encoders"], held["dense"], held["experts"]
+        assert params.held(options.preset, lay, stages_of_pipeline(lay)[stage]) == wanted
 
     @pytest.mark.parametrize("replicas", [1, 3, 8])
     def test_are_padded_as_in_megatrons_buffers(self, replicas):
@@ -169,7 +175,7 @@ class TestCommunication:
         self, language, world, rank, per_node
     ):
         layouts = plan_of("tp=4", language, world).layouts
-        expected = groups.groups_of(layouts.language, per_node)
+        expected = groups_of(layouts.language, per_node)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             encoder, module = make_modules(placed(find_preset("tiny"), layouts), "fake").values()
@@ -180,7 +186,7 @@ class TestCommunication:
                 each.grid.destroy()
         finally:
             dist.destroy_process_group()
-        expected = expected | {"encoder dp": groups.replicas_of(layouts, per_node)[0]}
+        expected = expected | {"encoder dp": replicas_of(layouts, per_node)[0]}
         for name, ranks in found.items():
             assert expected[name] == Group(len(ranks), len({r // per_node for r in ranks})), name
 

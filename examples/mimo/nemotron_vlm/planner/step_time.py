@@ -14,13 +14,20 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add
 
+import numpy as np
+
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.groups import group_of, groups_of, replicas_of
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
-from examples.mimo.nemotron_vlm.planner.machine import Group, Machine
-from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
+from examples.mimo.nemotron_vlm.planner.machine import (
+    Group,
+    Machine,
+    group_of,
+    groups_of,
+    replicas_of,
+)
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
@@ -105,8 +112,9 @@ def encoder_cost(plan: Plan, machine: Machine) -> Cost:
 def _cost_of(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
     at_once, count = plan.encoded_at_once, encoder.layers / lay.pp
     inputs = plan.most_inputs(encoder, lay, at_once)
-    layer = layers.encoder_input(encoder, plan.preset.language.hidden_size, lay)
-    compute = inputs * (1 + BACKWARD) * machine.seconds(layer.work)
+    work = encoder.work(np.array([encoder.usual]), plan.preset.language.hidden_size)
+    of_input = machine.seconds({kind: counts[0] for kind, counts in work.items()})
+    compute = inputs * of_input / (lay.tp * lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     reduced = machine.all_reduce(group, inputs * encoder.reduced() * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
@@ -152,7 +160,8 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     includes the `STEP_REDUCTIONS`.
     """
     layouts, per_node = plan.layouts, machine.gpus_per_node
-    most = max((held.modules for held in stages_of(plan.preset, layouts)), key=sum)
+    stages = stages_of_pipeline(layouts)
+    most = max((held(plan.preset, layouts, stage) for stage in stages), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
     reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
