@@ -84,7 +84,6 @@ def view_of(options: argparse.Namespace):
     from examples.mimo.common.errors import UserError
     from examples.mimo.common.layout import Batch, parse_layout
     from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-        check_bubbles,
         check_encoder_schedule,
         schedule_of,
     )
@@ -108,8 +107,7 @@ def view_of(options: argparse.Namespace):
     samples = (options.microbatches or 2 * wanted.pp) * micro_size * dp
     batch = Batch(samples, micro_size, options.seq_length or preset.seq_length)
     layouts = resolve(asked[:1], asked[1], batch, options.world, preset, options.placement)
-    check_encoder_schedule(options, layouts.language)
-    check_bubbles(options, layouts)
+    check_encoder_schedule(options, layouts)
     tiles.check(preset, batch.seq_length)
     machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
     plan = Plan(preset, layouts, tiles, options.recompute, schedule_of(options))

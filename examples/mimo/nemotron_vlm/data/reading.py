@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from examples.mimo.common.steps import Microbatch
@@ -149,10 +150,8 @@ class Reader(Dataset):
         room = length - len(text.input_ids)
         if room < 0:
             raise ValueError(f"{len(text.input_ids)} tokens do not fit {length}")
-        ids, labels = (
-            torch.cat([part, part.new_full((room,), self.source.pad_token)]) for part in text[:2]
-        )
-        return Text(ids, labels, torch.cat([text.loss_mask, torch.zeros(room)]))
+        ids, labels = (F.pad(part, (0, room), value=self.source.pad_token) for part in text[:2])
+        return Text(ids, labels, F.pad(text.loss_mask, (0, room)))
 
     def _stacked(self, rows: list[list[Text]]) -> Microbatch:
         lengths = [[len(text.input_ids) for text in row] for row in rows]

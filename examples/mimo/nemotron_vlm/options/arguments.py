@@ -29,7 +29,6 @@ from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-    check_bubbles,
     check_encoder_schedule,
     set_encoder_schedule,
 )
@@ -203,8 +202,7 @@ def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     set_encoder_schedule(args, layouts)
-    check_encoder_schedule(args, language)
-    check_bubbles(args, layouts)
+    check_encoder_schedule(args, layouts)
     if args.pack and args.sample_multiple % language.token_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
