@@ -63,7 +63,7 @@ class Loading:
             encoder_parts={name: encoder_part(modules, name) for name in preset.names},
             language_dp=language and language.dp.rank(),
             width=args.hidden_size,
-            row_cost=partial(row_cost, args.pack) if args.balance else None,
+            balance=args.balance,
             schedule=schedule_of(args),
         )
         self.reader = Reader(
@@ -131,16 +131,6 @@ class Loading:
             batch = next(batches)
             self.waited_s += time.perf_counter() - started
             yield batch
-
-
-def row_cost(packed: bool, tokens: list[int]) -> float:
-    """Return what a row costs the language model beyond what all rows cost alike: its attention.
-
-    Args:
-        packed: whether rows are packed; otherwise all cost the same.
-        tokens: number of tokens of each of the row's samples.
-    """
-    return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
 
 
 def read(batch: Microbatch | str) -> Microbatch:

@@ -138,7 +138,7 @@ class EnergonSource(SampleSource):
             yield dataset, index, survey
         except ValueError as error:
             raise ValueError(
-                f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
+                f"{self.name(split, number)} has changed since the survey: {error}"
             ) from error
 
     def _stream(self, split: str) -> _Stream:

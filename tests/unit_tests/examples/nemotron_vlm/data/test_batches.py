@@ -48,7 +48,7 @@ def layouts_of(encoder_dp: int, language: Layout, rows: int, placement=COLOCATED
     return Layouts((Layout(dp=encoder_dp),), language, Batch(rows, 1, SEQ_LENGTH), placement)
 
 
-def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1):
+def step(layouts, rows, count, micro_size, first=0, balance=False, macro_batch=1):
     """Takes of each of the encoder's parts and each of the language model's DP ranks."""
     parts, dp = layouts.encoder.dp, layouts.language.dp
     if layouts.non_colocated:
@@ -58,7 +58,7 @@ def step(layouts, rows, count, micro_size, first=0, row_cost=None, macro_batch=1
         ranks += [(rank * parts // dp, rank) for rank in range(dp)]
     in_bubbles = macro_batch is not None  # else a pipeline encodes a step at once
     schedule = EncoderSchedule(macro_batch or count, in_bubbles)
-    plans = {rank: step_plan(layouts, *rank, row_cost, schedule) for rank in ranks}
+    plans = {rank: step_plan(layouts, *rank, balance, schedule) for rank in ranks}
     return {rank: list(plan.takes(rows, first, count, micro_size)) for rank, plan in plans.items()}
 
 
@@ -123,7 +123,7 @@ class TestStepPlan:
     @given(steps(), st.booleans())
     def test_every_row_is_read_and_every_tile_encoded_once(self, drawn, balanced):
         layouts, rows, count, micro, macro_batch = drawn
-        found = step(layouts, rows, count, micro, 5, sum if balanced else None, macro_batch)
+        found = step(layouts, rows, count, micro, 5, balanced, macro_batch)
         parts, dp = layouts.encoder.dp, layouts.language.dp
         samples = rows.samples(5, dp * micro * count)
         language = {lang: takes for (_, lang), takes in found.items() if lang is not None}
@@ -139,7 +139,7 @@ class TestStepPlan:
     @given(steps(), st.booleans())
     def test_encoders_parts_are_consecutive_in_the_order_of_the_language_model(self, drawn, even):
         layouts, rows, count, micro, macro_batch = drawn
-        found = step(layouts, rows, count, micro, 0, sum if even else None, macro_batch)
+        found = step(layouts, rows, count, micro, 0, even, macro_batch)
         for batch in macro_batches(count, 1 if layouts.non_colocated else macro_batch):
             consumed, encoded = [], []
             for (part, lang), takes in sorted(found.items(), key=str):
@@ -162,7 +162,7 @@ class TestStepPlan:
         layouts, rows, count, micro, macro_batch = drawn
         if layouts.non_colocated:
             return
-        found = step(layouts, rows, count, micro, 0, sum, macro_batch)
+        found = step(layouts, rows, count, micro, 0, True, macro_batch)
         parts, dp = layouts.encoder.dp, layouts.language.dp
         made = {part: takes for (part, _), takes in found.items()}
         used = {lang: takes for (_, lang), takes in found.items()}
@@ -210,14 +210,14 @@ class TestBalance:
         rows = Rows(VariedSamples(), "train", 512, Packing(window=512, multiple=8))
         layouts = layouts_of(encoder_dp, Layout(dp=8, pp=2), 128)
         worst = {}
-        for cost in (lambda tokens: float((tokens**2).sum()), None):
-            found = step(layouts, rows, 16, 1, 0, cost, macro_batch=None)
+        for balance in (True, False):
+            found = step(layouts, rows, 16, 1, 0, balance, macro_batch=None)
             encoded = {part: tiles_of(t).total() for (part, _), t in found.items()}
             language = {}
             for (_, lang), takes in found.items():
                 tokens = [rows.tokens([row])[0] for take in takes for row in take.rows]
                 language[lang] = sum(512 * 400 + float((t**2).sum()) for t in tokens)
-            worst[cost is not None] = [
+            worst[balance] = [
                 max(load.values()) / np.mean(list(load.values())) for load in (encoded, language)
             ]
         assert max(worst[True]) <= 1.05

@@ -40,7 +40,7 @@ def test_the_answer_follows_the_image(digits):
     """A tiny model needs this; with words between them, it is at chance after 350 steps."""
     opened = source(digits)
     turns = [Turn("user", "copy"), Turn("assistant", "1")]
-    asked = Chat(digits / "tokenizer").encode(turns).ids[3]
+    asked = Chat(digits / "tokenizer").encode(turns)[0][3]
     for number in range(opened.epoch_size("train")):
         ids = opened.text("train", number).input_ids
         if images := (ids == opened.image_token).nonzero().flatten().tolist():

@@ -122,7 +122,7 @@ def test_inputs_are_encoded_once_and_both_sides_agree_on_their_rows(packing):
     for rank in range(8):
         parts, dp = {IMAGES: rank // 2, SOUND.name: rank}, rank // 4
         schedule = EncoderSchedule(macro_batch=at_once)
-        plan = StepPlan(layouts, encoders, parts, dp, 64, sum, schedule)
+        plan = StepPlan(layouts, encoders, parts, dp, 64, True, schedule)
         for number, take in enumerate(plan.takes(rows, 0, count, 1)):
             batch = reader[take]
             for encoder in encoders:
