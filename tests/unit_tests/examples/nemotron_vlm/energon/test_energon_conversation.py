@@ -14,10 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_images
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
 from examples.mimo.nemotron_vlm.energon.records import ImageFile, Record, decode_text, read_record
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from megatron.energon import CrudeSample
 
 CHATML = (
