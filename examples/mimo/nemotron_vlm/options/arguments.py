@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
@@ -196,8 +196,9 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     asked = _asked_encoders(args, preset.names), asked_layout(args, "language")
+    rest = args.world_size, preset, args.placement, args.linear_cp_mode
     for size in reversed(_batch_sizes(args)):
-        layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
+        layouts = resolve(*asked, Batch(size, args.micro_batch_size, args.seq_length), *rest)
     language = layouts.language
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
@@ -218,19 +219,6 @@ def _asked_encoders(args: argparse.Namespace, names: list[str]) -> list[Layout]:
     return [asked_layout(args, "encoder", asked.get(name, "")) for name in names]
 
 
-def _resolve(
-    args: argparse.Namespace,
-    preset: VLMPreset,
-    encoders: Sequence[Layout],
-    language: Layout,
-    size: int,
-    micro_size: int,
-) -> Layouts:
-    batch = Batch(size, micro_size, args.seq_length)
-    rest = (args.world_size, preset, args.placement, args.linear_cp_mode)
-    return resolve(encoders, language, batch, *rest)
-
-
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
     """Global batch sizes of the run, in the order in which they are used."""
     if args.step_batch_size_schedule is None:
@@ -247,8 +235,9 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
     if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
         raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
+    batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
     try:
-        _resolve(args, preset, layouts.encoders, layouts.language, *sizes)
+        resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error

@@ -91,14 +91,10 @@ class Stage(NamedTuple):
 @cache
 def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
     """Return the pipeline's stages; those of a separate encoder come first."""
-    apart = layouts.encoders if layouts.non_colocated else ()
-    stages = [
-        Stage(
-            "encoder", f"encoder {f'{place}, ' * (len(apart) > 1)}{n}", lay.size // lay.pp, n, place
-        )
-        for place, lay in enumerate(apart)
-        for n in range(lay.pp)
-    ]
+    apart, stages = layouts.encoders if layouts.non_colocated else (), []
+    for place, lay in enumerate(apart):
+        name, ranks = f"encoder {place}," if len(apart) > 1 else "encoder", lay.size // lay.pp
+        stages += [Stage("encoder", f"{name} {n}", ranks, n, place) for n in range(lay.pp)]
     lay = layouts.language
     stages += [Stage("language", f"stage {n}", lay.size // lay.pp, n) for n in range(lay.pp)]
     return stages if len(stages) > 1 else [stages[0]._replace(name="all ranks")]

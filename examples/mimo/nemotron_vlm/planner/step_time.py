@@ -104,12 +104,8 @@ def _context(layer: Layer, machine: Machine, group: Group) -> float:
     return moved + machine.ring(group, layer.gathered * machine.precision)
 
 
-def encoder_cost(plan: Plan, machine: Machine) -> Cost:
+def encoder_cost(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
     """Return the cost of encoding a macro-batch, on the ranks with the most inputs."""
-    return sum((_cost_of(plan, machine, *each) for each in plan.encoders), Cost())
-
-
-def _cost_of(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
     at_once, count = plan.encoded_at_once, encoder.layers / lay.pp
     inputs = plan.most_inputs(encoder, lay, at_once)
     work = encoder.work(np.array([encoder.usual]), plan.preset.language.hidden_size)
@@ -224,15 +220,16 @@ def estimate(plan: Plan, machine: Machine) -> float:
 def work_of(plan: Plan, machine: Machine) -> Work:
     """Return the work of a plan's step, in seconds of a machine."""
     layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
-    encoder, part = encoder_cost(plan, machine), plan.part(machine)
+    part = plan.part(machine)
+    encoders = [encoder_cost(plan, machine, *each) for each in plan.encoders]
     chunks = language_chunks(part, plan.recompute, machine, layouts.language_offset)
     bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
     size = part.tokens * plan.preset.language.hidden_size * machine.precision
     hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
-        of_encoders = [(_cost_of(plan, machine, *each),) * each[1].pp for each in plan.encoders]
-        chunks = sum((*of_encoders, chunks), ())
+        both = zip(encoders, layouts.encoders, strict=True)
+        chunks = *(cost for cost, own in both for _ in range(own.pp)), *chunks
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
-    encoded = encoder, plan.encoded_at_once, plan.schedule.in_bubbles
+    encoded = sum(encoders, Cost()), plan.encoded_at_once, plan.schedule.in_bubbles
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)
