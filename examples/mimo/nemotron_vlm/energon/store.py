@@ -157,8 +157,10 @@ class DataSet:
             except Unreadable as error:
                 if not pause:
                     self._given_up.add(shard)
-                    tried = f"cannot be read, also after {sum(PAUSES_S)} s"
-                    raise Unreadable(f"{self.path / shard} {tried}: {error}") from error
+                    waited, path = sum(PAUSES_S), self.path / shard
+                    raise Unreadable(
+                        f"{path} cannot be read, also after {waited} s: {error}"
+                    ) from error
                 logger.warning("%s: %s; next try in %d s", self.path / shard, error, pause)
                 time.sleep(pause)
 
