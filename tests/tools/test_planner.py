@@ -118,6 +118,7 @@ class TestParameters:
             (LARGE, 64, "tp=8", "tp=2,pp=4,ep=8,etp=1", "colocated", 63),
             (f"{LARGE}-gdn", 4096, "tp=4", "tp=2,cp=4,pp=4,ep=16", "colocated", 1500),
             ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
+            ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 2),
             ("tiny", 8, "tp=2", "pp=2,vpp=2,ep=4", "colocated", 0),
         ],
     )
@@ -137,10 +138,9 @@ class TestParameters:
                 held["encoders"][0] += elements
             else:
                 held["experts" if place == params.EXPERT else "dense"] += elements
-        stage = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
-        stage += lay.encoder.pp if lay.non_colocated else 0
+        stages = [stage for stage in stages_of_pipeline(lay) for _ in range(stage.ranks)]
         wanted = *held["encoders"], held["dense"], held["experts"]
-        assert params.held(options.preset, lay, stages_of_pipeline(lay)[stage]) == wanted
+        assert params.held(options.preset, lay, stages[rank]) == wanted
 
     @pytest.mark.parametrize("replicas", [1, 3, 8])
     def test_are_padded_as_in_megatrons_buffers(self, replicas):
