@@ -22,15 +22,21 @@ from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.planner import groups, layers
+from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner import parameters as params
-from examples.mimo.nemotron_vlm.planner.machine import Group, find_machine
+from examples.mimo.nemotron_vlm.planner.machine import (
+    Group,
+    find_machine,
+    groups_of,
+    replicas_of,
+)
 from examples.mimo.nemotron_vlm.planner.memory import most_in_flight
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
     Stage,
     Work,
+    stages_of_pipeline,
     timeline,
 )
 from examples.mimo.nemotron_vlm.planner.step_time import (
@@ -106,6 +112,7 @@ class TestParameters:
             (LARGE, 64, "tp=8", "tp=2,pp=4,ep=8,etp=1", "colocated", 63),
             (f"{LARGE}-gdn", 4096, "tp=4", "tp=2,cp=4,pp=4,ep=16", "colocated", 1500),
             ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 7),
+            ("tiny-gdn", 8, "tp=2,pp=2", "tp=2,pp=2,ep=2,etp=1", "non-colocated", 2),
             ("tiny", 8, "tp=2", "pp=2,vpp=2,ep=4", "colocated", 0),
         ],
     )
@@ -125,10 +132,9 @@ class TestParameters:
                 held["encoders"][0] += elements
             else:
                 held["experts" if place == params.EXPERT else "dense"] += elements
-        stage = (rank - lay.language_offset) // (lay.language.size // lay.language.pp)
-        stage += lay.encoder.pp if lay.non_colocated else 0
-        wanted = params.Held(tuple(held["encoders"]), held["dense"], held["experts"])
-        assert params.stages_of(options.preset, lay)[stage] == wanted
+        stages = [stage for stage in stages_of_pipeline(lay) for _ in range(stage.ranks)]
+        wanted = *held["encoders"], held["dense"], held["experts"]
+        assert params.held(options.preset, lay, stages[rank]) == wanted
 
     @pytest.mark.parametrize("replicas", [1, 3, 8])
     def test_are_padded_as_in_megatrons_buffers(self, replicas):
@@ -163,7 +169,7 @@ class TestCommunication:
         self, language, world, rank, per_node
     ):
         layouts = plan_of("tp=4", language, world).layouts
-        expected = groups.groups_of(layouts.language, per_node)
+        expected = groups_of(layouts.language, per_node)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
             encoder, module = make_modules(placed(find_preset("tiny"), layouts), "fake").values()
@@ -174,7 +180,7 @@ class TestCommunication:
                 each.grid.destroy()
         finally:
             dist.destroy_process_group()
-        expected = expected | {"encoder dp": groups.replicas_of(layouts, per_node)[0]}
+        expected = expected | {"encoder dp": replicas_of(layouts, per_node)[0]}
         for name, ranks in found.items():
             assert expected[name] == Group(len(ranks), len({r // per_node for r in ranks})), name
 

@@ -10,8 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, DigitTask, reading_task
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import (
+    FIRST_DIGIT,
+    IMAGES,
+    DigitTask,
+    Text,
+    reading_task,
+)
 
 if TYPE_CHECKING:  # a survey is made without Megatron-LM
     from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
@@ -62,7 +67,6 @@ class WholeImages(DigitTask):
         return np.array(sizes, dtype=np.int64)
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         rows = int(self._images.rows(self._sizes(split, number)).sum())
         _, labels, mask = (part.numpy() for part in self._tiles.text(split, number))
         answer = (labels[mask > 0][:-1] - FIRST_DIGIT).tolist()
@@ -73,13 +77,11 @@ class WholeImages(DigitTask):
         return self._tiles.tiles(split, number)
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        """See `SampleSource`."""
         if encoder != IMAGES:
             return super().sizes(split, first, count, encoder)
         return [self._sizes(split, number) for number in range(first, first + count)]
 
     def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
-        """See `SampleSource`."""
         if encoder != IMAGES:
             return []
         tiles, shapes = self.tiles(split, number), self._shapes(split, number).tolist()
@@ -92,7 +94,6 @@ class WholeImages(DigitTask):
         return [self._images.cut(image) for image in resized]
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         costs = self._tiles.costs(split, first, count)
         numbers = range(first, first + count)
         tokens = [len(self.text(split, number).input_ids) for number in numbers]

@@ -121,7 +121,6 @@ class RadioOfAnySize(Radio):
 
     @property
     def usual(self) -> int:
-        """See `Encoder`."""
         return self.size_of(self.tile, self.tile)
 
     def size_of(self, height: int, width: int) -> int:
@@ -172,7 +171,6 @@ class RadioOfAnySize(Radio):
         return rearrange(pixels, "c (h y) (w x) -> h w (c y x)", h=rows, w=columns)
 
     def count_patches(self, sizes: np.ndarray) -> np.ndarray:
-        """See `Radio`."""
         return grids_of(sizes).prod(axis=1)
 
     def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, object]:

@@ -16,14 +16,13 @@ from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import Part
-from examples.mimo.nemotron_vlm.encoders.projector import (
-    ProjectorPart,
-    projector_config,
-    projector_spec,
-)
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper
 from examples.mimo.nemotron_vlm.encoders.radio.weights import RadioPart
-from examples.mimo.nemotron_vlm.encoders.stage import stage_spec
+from examples.mimo.nemotron_vlm.encoders.stage import (
+    ProjectorPart,
+    projector_config,
+    stage_spec,
+)
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -81,11 +80,9 @@ class Radio(Encoder):
         return np.full(len(sizes), self.patches)
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """See `Encoder`."""
         return self.count_patches(sizes) // self.pixel_shuffle**2
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        """See `Encoder`."""
         patches, shape = self.count_patches(sizes), (self.layers, self.hidden, self.ffn)
         vit = vit_flops(patches, patches + self.class_tokens, *shape, 3 * self.patch**2)
         mlp = mlp_flops(self.rows(sizes), (self.output_size, self.projector_ffn, width))
@@ -97,7 +94,6 @@ class Radio(Encoder):
         return {"tiles": torch.cat([none, *parts])}
 
     def divided(self) -> dict[str, int]:
-        """See `Encoder`."""
         return {
             "attention heads": self.heads,
             "features": self.hidden,
@@ -106,7 +102,6 @@ class Radio(Encoder):
         }
 
     def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
-        """See `Encoder`."""
         encoder = TransformerConfig(
             num_layers=self.layers,
             hidden_size=self.hidden,
@@ -124,25 +119,21 @@ class Radio(Encoder):
     def spec(
         self, configs: Configs, specs: LayerSpecs, groups: ProcessGroupCollection | None
     ) -> ModuleSpec:
-        """See `Encoder`."""
         radio = dict(config=configs["encoder"], layer_spec=specs.vit_layer, sizes=self)
         encoder = ModuleSpec(module=self.module, params=radio | {"pg_collection": groups})
-        projector = projector_spec(configs["projector"], specs, self.output_size, groups)
-        return stage_spec(self.key, encoder, projector, groups)
+        projector = configs["projector"]
+        return stage_spec(self.key, encoder, self.output_size, projector, specs, groups)
 
     def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
-        """See `Encoder`."""
         layer = 4 * self.hidden + 4 + (4 * self.hidden + 2 * self.ffn + self.heads) / layout.tp
         row = 3 * self.output_size + 1 + 2 * self.projector_ffn / layout.tp
         kept = (self.patches + self.class_tokens) * layer * self.layers / layout.pp
         return kept + 3 * self.tile**2 * first + self.tokens_per_tile * row * last
 
     def reduced(self) -> int:
-        """See `Encoder`."""
         return (self.patches + self.class_tokens) * self.hidden
 
     def parts(self) -> tuple[Part, ...]:
-        """See `Encoder`."""
         module = f"modality_submodules.{self.name}."
         ours = f"{module}encoders.{self.key}.radio."
         encoder = RadioPart("encoder", ours, "vision_model.", "", "vision_config", "radio")

@@ -69,7 +69,6 @@ class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
 
     def outer(self, files: Files, prefix: str) -> str:
-        """See `Part`."""
         if not files.shapes:
             return prefix + "radio_model."
         names = [n for n in files.shapes if n.startswith(prefix) and n.endswith(EMBEDDER)]
@@ -105,7 +104,6 @@ class RadioPart(Part):
         )
 
     def table(self, sizes: Radio) -> Table:
-        """See `Part`."""
         table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
         for number in range(sizes.layers):
             theirs = f"model.blocks.{number}."

@@ -36,7 +36,7 @@ def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not():
     width, work = NANO.language.hidden_size, {}
     for part in range(parts):
         places = {IMAGES: part}, part * dp // parts
-        plan = StepPlan(layouts, NANO.encoders, *places, width, row_cost=sum)
+        plan = StepPlan(layouts, NANO.encoders, *places, width, balance=True)
         ranges = [r for t in plan.takes(rows, 0, 64, 1) for r in t.shares[IMAGES].ranges]
         sizes = [
             rows.source.sizes("train", one.sample, 1, IMAGES)[0][one.first : one.end]

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_images
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
 from examples.mimo.nemotron_vlm.energon.records import ImageFile, Record, decode_text, read_record
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
 
@@ -72,7 +71,7 @@ class TestAnswers:
 
     def test_without_a_template_follow_a_plain_one(self, tokenizer):
         chat = Chat(tokenizer(None))
-        assert chat.words(chat.encode(ASKED).ids) == "user: is it 3 ?\nassistant: 3\n"
+        assert chat.words(chat.encode(ASKED)[0]) == "user: is it 3 ?\nassistant: 3\n"
 
     @pytest.mark.parametrize(
         ("template", "text"),

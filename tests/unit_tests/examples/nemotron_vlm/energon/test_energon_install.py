@@ -30,7 +30,7 @@ def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
     """A tiny model needs this; with words between them, it is at chance after 350 steps."""
     opened = source(digits)
     turns = [Turn("user", "copy 12"), Turn("assistant", "1")]
-    *digit_ids, asked = Chat(digits / "tokenizer").encode(turns).ids[3:6].tolist()
+    *digit_ids, asked = Chat(digits / "tokenizer").encode(turns)[0][3:6].tolist()
     assert digit_ids == [11, 12]
     for number in range(opened.epoch_size("train")):
         ids = opened.text("train", number).input_ids

@@ -59,7 +59,7 @@ class TestAStepOfOneReplica:
         wanted = Counter()
         for part, dp in ranks_of(encoder_layout, placement):
             schedule = EncoderSchedule(macro_batch=ROWS)
-            plan = step_plan(layouts, part, dp, row_cost=sum, schedule=schedule)
+            plan = step_plan(layouts, part, dp, balance=True, schedule=schedule)
             reading = reader(opened, packing, SEQ_LENGTH)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):

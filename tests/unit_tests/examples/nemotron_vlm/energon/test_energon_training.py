@@ -55,7 +55,7 @@ class TestEpoch:
             for rank in range(dp):
                 # Opened anew, as in another process.
                 stream = Rows(source(data), "train", 64, packing, seed=5)
-                plan = step_plan(layouts, rank, rank, row_cost=sum)
+                plan = step_plan(layouts, rank, rank, balance=True)
                 for take in plan.takes(stream, first, count // dp, 1):
                     read.update(opened.name("train", n) for row in take.rows for n in row)
         assert len(read) == epoch and set(read.values()) == {1}

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.encoders import ENCODERS
 from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
-from examples.mimo.nemotron_vlm.encoders.projector import projector_config, projector_spec
-from examples.mimo.nemotron_vlm.encoders.stage import stage_spec
+from examples.mimo.nemotron_vlm.encoders.stage import projector_config, stage_spec
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, tiny
 from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
@@ -89,8 +88,8 @@ class Sound(Encoder):
         """See `Encoder`."""
         params = {"config": configs["encoder"], "sizes": self, "groups": groups}
         encoder = ModuleSpec(module=SoundEncoder, params=params)
-        projector = projector_spec(configs["projector"], specs, self.hidden, groups)
-        return stage_spec(self.key, encoder, projector, groups)
+        projector = configs["projector"]
+        return stage_spec(self.key, encoder, self.hidden, projector, specs, groups)
 
     def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
         """See `Encoder`; roughly."""

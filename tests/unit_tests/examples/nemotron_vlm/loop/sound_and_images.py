@@ -18,8 +18,8 @@ from examples.mimo.nemotron_vlm.data.sample import (
     READ,
     DigitTask,
     SampleSource,
+    Text,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
 
 STEP = 32
