@@ -7,7 +7,7 @@ import pytest
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data.rows import Rows
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
 from examples.mimo.nemotron_vlm.encoders.radio.any_size import grids_of
@@ -31,13 +31,13 @@ class Photographs(SampleSource):
 
 
 def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not():
-    rows, parts, dp = Rows(Photographs(), "train", 8192), 8, 4
-    layouts = Layouts((Layout(dp=parts),), Layout(dp=dp, pp=2), Batch(256, 1, 8192))
+    rows, parts, dp = Rows(Photographs(), "train", 8192, Packing(256, 8)), 8, 4
+    layouts = Layouts((Layout(dp=parts),), Layout(dp=dp, pp=2), Batch(64, 1, 8192))
     width, work = NANO.language.hidden_size, {}
     for part in range(parts):
         places = {IMAGES: part}, part * dp // parts
         plan = StepPlan(layouts, NANO.encoders, *places, width, balance=True)
-        ranges = [r for t in plan.takes(rows, 0, 64, 1) for r in t.shares[IMAGES].ranges]
+        ranges = [r for t in plan.takes(rows, 0, 16, 1) for r in t.shares[IMAGES].ranges]
         sizes = [
             rows.source.sizes("train", one.sample, 1, IMAGES)[0][one.first : one.end]
             for one in ranges
