@@ -84,7 +84,8 @@ class WholeImages(DigitTask):
     def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
         if encoder != IMAGES:
             return []
-        tiles, shapes = self.tiles(split, number), self._shapes(split, number).tolist()
+        tiles = self._tiles.inputs(split, number, encoder)
+        shapes = self._shapes(split, number).tolist()
         if len(shapes) < len(tiles):
             tiles = [torch.cat(list(tiles), dim=-1)]
         resized = (
