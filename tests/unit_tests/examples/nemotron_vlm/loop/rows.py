@@ -176,7 +176,7 @@ ON_CPUS = {
         Row(4, "packed images of any size", "dp=4", PIPELINE, RECOMPUTE, ("--freeze", "encoder")),
         Row(4, "packed images of any size", "tp=2", PIPELINE, BUBBLES, ("--freeze", "language")),
         Row(4, "packed images of any size", "dp=2", "dp=2", APART),
-        Row(4, "digits of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
+        Row(4, "packed images of any size", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
         Row(4, "digits of any size", "tp=4", "dp=4,ep=2", (*WORKERS, *RECOMPUTE[-2:])),
         Row(2, "digits of any size", "dp=2", "tp=2,dp=1", then=(("tp=2", "dp=2", ()),)),
     ],
