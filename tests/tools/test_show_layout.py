@@ -18,7 +18,6 @@ from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
 from layout_view.bridge import leaving  # noqa: E402
 from layout_view.text import describe  # noqa: E402
 from megatron.core import cpu_runtime  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop import sound  # noqa: E402, F401  (a preset)
 
 APART = "--placement non-colocated --micro-batch-size 2"
 
@@ -134,7 +133,7 @@ class TestProgram:
             ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
             ("--language cp=32 --world 32", "sequence length 32 must be a multiple of 64"),
             ("--world 8 --model none", "--model none"),
-            ("--world 8 --model tiny-sound", "models of one encoder are shown, not of images and"),
+            ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),
             ("--world 8 --gpu none", "GPU none"),
             ("--world 8 --tiles 99", "99 tiles of 4 tokens do not fit"),
             ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),

@@ -50,7 +50,7 @@ class Encoder:
     rules of ``setup/initialization.py``."""
 
     layers: int
-    """Layers, which the stages of a pipeline divide evenly."""
+    """Layers, all alike: parameters below ``decoder.layers.N`` or ``encoder.layers.N``."""
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the rows that inputs become, int64 [inputs].
@@ -81,11 +81,11 @@ class Encoder:
         """Return the operations of an input of the usual size; see `work`."""
         return int(self.operations(np.array([self.usual]), width)[0])
 
-    def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
         """Join inputs, maybe none, to the encoder's keyword arguments.
 
-        Each is a tensor whose first dim has length 0 without any input. The schedule concatenates
-        those of several microbatches.
+        Each is a tensor, whose first dim has length 0 without any input, or a list, which stays on
+        the host. The schedule concatenates those of several microbatches.
 
         Args:
             parts: inputs of one sample after another, slices of `SampleSource.inputs`.
@@ -95,6 +95,10 @@ class Encoder:
     def divided(self) -> dict[str, int]:
         """Return the sizes that tensor parallelism divides, by what they count."""
         raise NotImplementedError
+
+    def staged(self) -> dict[str, int]:
+        """Return the sizes that the stages of a pipeline divide, by what they count."""
+        return {"layers": self.layers}
 
     def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
         """Make the configurations of encoder and projector.

@@ -19,6 +19,7 @@ FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; test
     ("encoder", "language"),
     [
         pytest.param("dp=1", "dp=1", marks=requires_world_size(1)),
+        pytest.param("images:dp=1 sound:dp=1", "dp=1", marks=requires_world_size(1)),
         pytest.param("dp=4", "dp=4,ep=2,etp=2", marks=requires_world_size(4)),
         pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", marks=requires_world_size(4)),
         pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", marks=requires_world_size(4)),

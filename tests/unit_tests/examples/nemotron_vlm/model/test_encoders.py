@@ -18,6 +18,8 @@ from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import PLACE, SAMPLE, Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
+from examples.mimo.nemotron_vlm.encoders import sound
+from examples.mimo.nemotron_vlm.encoders.sound import HOP
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -30,7 +32,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-MODEL = ("--model", "tiny-sound")
+MODEL = ("--model", "tiny-omni")
 
 
 def parsed(line: str):
@@ -68,6 +70,10 @@ class TestOptions:
                 "--encoder images:dp=8 --encoder sound:tp=2",
                 "--encoder sound:tp=2,dp=4: tp=2 must divide the 1 encoder.*tp=1,dp=8",
             ),
+            (
+                "--placement non-colocated --encoder images:dp=2 --encoder sound:pp=2,dp=1",
+                "sound:.*: pp=2 must divide the 1 encoder of transformers",
+            ),
             ("--freeze radio:encoder", "no such part; .*, images:encoder, .*, sound:projector"),
             ("--encoder-lr sonar:1", "--encoder-lr sonar:1: no such encoder"),
             ("--encoder-lr sound:x", "--encoder-lr must be 0 or more, not x"),
@@ -78,6 +84,11 @@ class TestOptions:
         with pytest.raises(UserError, match=text) as refusal:
             parsed(line)
         assert "\n" not in str(refusal.value)
+
+    def test_sound_needs_transformers(self, monkeypatch):
+        monkeypatch.setattr(sound, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match="sound needs transformers: pip install"):
+            parsed("")
 
 
 @requires_world_size(1)
@@ -115,7 +126,7 @@ def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
 def test_inputs_are_encoded_once_and_both_sides_agree_on_their_rows(packing):
     """Clips become different numbers of rows; most samples lack one encoder's inputs, or both."""
     layouts = Layouts((Layout(dp=4), Layout(dp=8)), Layout(dp=2), Batch(STEP, 1, 32))
-    source, encoders = SoundAndImages(), find_preset("tiny-sound").encoders
+    source, encoders = SoundAndImages(), find_preset("tiny-omni").encoders
     rows, count, at_once = Rows(source, "train", 32, packing), STEP // 2, 4
     reader = Reader(source, encoders, source.token_ids, 32, packing, False, 2, 1)
     encoded, consumed = ({name: {} for name in source.token_ids} for _ in range(2))
@@ -130,7 +141,8 @@ def test_inputs_are_encoded_once_and_both_sides_agree_on_their_rows(packing):
                 encoded[name][parts[name], number] = share
                 consumed[name][dp, number] = share.consumed
                 given = batch["modality_inputs"][name][encoder.key]
-                sizes = given["lengths"].numpy() if name == SOUND.name else given["tiles"]
+                frames = np.array(given.get("lengths", ()), dtype=np.int64)
+                sizes = HOP * (frames - 1) if name == SOUND.name else given["tiles"]
                 made = batch["batch_plan"].encoded[name]
                 assert made.counts.sum() == len(made.owners) == encoder.rows(sizes).sum()
     samples = rows.samples(0, count * layouts.language.dp)
@@ -163,7 +175,7 @@ def test_a_dry_run_has_the_parameters_of_each_encoder(monkeypatch):
 
 class TestModelFile:
     def test_reads_back_as_it_is_written(self, tmp_path):
-        preset = find_preset("tiny-sound")
+        preset = find_preset("tiny-omni")
         write_preset(preset, tmp_path / "model.json")
         assert find_preset(str(tmp_path / "model.json")) == preset
 

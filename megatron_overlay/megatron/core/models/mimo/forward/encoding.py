@@ -8,6 +8,7 @@ Both steps take one or more microbatches, which the language model then consumes
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -179,7 +180,8 @@ def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
 
 
 def _joined(values: list, what: str):
-    """Concatenate tensors, join dicts key by key, and keep any other value if all are equal."""
+    """Concatenate tensors and lists, join dicts key by key, and keep any other value if all are
+    equal."""
     first = values[0]
     if len(values) == 1:
         return first
@@ -189,6 +191,8 @@ def _joined(values: list, what: str):
         return {key: _joined([value[key] for value in values], f"{what}.{key}") for key in first}
     if isinstance(first, Tensor):
         return torch.cat(values)
+    if isinstance(first, list):
+        return [*itertools.chain(*values)]
     if any(value != first for value in values):
         raise ValueError(f"the microbatches give {what} different values, and no tensors")
     return first
