@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
@@ -89,6 +90,10 @@ class TestOptions:
         monkeypatch.setattr(sound, "find_spec", lambda name: None)
         with pytest.raises(UserError, match="sound needs transformers: pip install"):
             parsed("")
+
+    def test_a_clip_may_be_too_short(self):
+        with pytest.raises(ValueError, match="a clip of 319 samples: give 320 or more"):
+            SOUND.log_mel(torch.zeros(319))
 
 
 @requires_world_size(1)
