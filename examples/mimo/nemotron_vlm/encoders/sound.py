@@ -238,7 +238,8 @@ def attend(
     """Attend to a clip's own rows alone, as transformers does to those of a clip without padding.
 
     A clip's last row may come from the last frame alone, which is not real. No row attends to this
-    one, which takes the mean over all rows; in transformers over the padding's, too.
+    one, which takes the mean over all rows; in transformers over the padding's, too. It is the mean
+    of equal scores here, since kernels overflow where all are the lowest number.
 
     Args:
         query, key, value: [clips, heads, rows, channels].
