@@ -81,11 +81,13 @@ class Encoder:
         """Return the operations of an input of the usual size; see `work`."""
         return int(self.operations(np.array([self.usual]), width)[0])
 
-    def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
+    def collate(
+        self, parts: Sequence[Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor | np.ndarray]:
         """Join inputs, maybe none, to the encoder's keyword arguments.
 
-        Each is a tensor, whose first dim has length 0 without any input, or a list, which stays on
-        the host. The schedule concatenates those of several microbatches.
+        Each is a tensor, or an array that stays on the host, whose first dim has length 0 without
+        any input. The schedule concatenates those of several microbatches.
 
         Args:
             parts: inputs of one sample after another, slices of `SampleSource.inputs`.

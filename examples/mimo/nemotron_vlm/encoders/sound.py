@@ -119,11 +119,14 @@ class Sound(Encoder):
         mlp = mlp_flops(rows, (hidden, self.projector_ffn, width))
         return {"vit": (6 * encoder).astype(np.int64), "gemm": mlp.astype(np.int64)}
 
-    def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, Any]:
+    def collate(
+        self, parts: Sequence[Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor | np.ndarray]:
         """See `Encoder`; parts are clips, float32 [samples]."""
         clips = [self.log_mel(clip) for part in parts for clip in part]
-        none = torch.empty(0, self.num_mel_bins)
-        return {"frames": torch.cat([none, *clips]), "lengths": [len(clip) for clip in clips]}
+        frames = torch.cat([torch.empty(0, self.num_mel_bins), *clips])
+        lengths = np.array([len(clip) for clip in clips], dtype=np.int64)
+        return {"frames": frames, "lengths": lengths}
 
     def log_mel(self, clip: torch.Tensor) -> torch.Tensor:
         """Return a clip's frames, float32 [frames, mel bins]; the last is zero.
@@ -275,21 +278,22 @@ class SoundEncoder(MegatronModule):
         self.encoder.eval()  # it has no dropout either
         return self
 
-    def forward(self, frames: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def forward(self, frames: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Encode clips.
 
         Args:
             frames: [sum of lengths, mel bins].
-            lengths: frames of each clip, of which the last is not real.
+            lengths: frames of each clip, of which the last is not real; int64 [clips].
 
         Returns:
             [rows, hidden], those of all clips.
         """
-        if not lengths:
-            lengths = [SHORTEST // HOP + 1]
+        if not len(lengths):
+            lengths = np.array([SHORTEST // HOP + 1])
             frames = frames.new_zeros(lengths[0], frames.size(1))
-        padded = pad_sequence(frames.to(self.config.params_dtype).split(lengths), batch_first=True)
-        counts = copied_to(frames.device, torch.tensor(lengths))[:, None]
+        clips = frames.to(self.config.params_dtype).split(lengths.tolist())
+        padded = pad_sequence(clips, batch_first=True)
+        counts = copied_to(frames.device, torch.from_numpy(lengths))[:, None]
         places = torch.arange(padded.size(1), device=frames.device)
         firsts = places[:: self.factor]  # a row comes from so many frames
         hidden = self.encoder(
@@ -298,7 +302,7 @@ class SoundEncoder(MegatronModule):
             own=firsts < counts,
             real=firsts < counts - 1,
         ).last_hidden_state
-        rows = [-(-length // self.factor) for length in lengths]
+        rows = -(-lengths // self.factor)
         return torch.cat([clip[:count] for clip, count in zip(hidden, rows, strict=True)])
 
 

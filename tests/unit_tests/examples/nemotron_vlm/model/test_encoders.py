@@ -146,8 +146,8 @@ def test_inputs_are_encoded_once_and_both_sides_agree_on_their_rows(packing):
                 encoded[name][parts[name], number] = share
                 consumed[name][dp, number] = share.consumed
                 given = batch["modality_inputs"][name][encoder.key]
-                frames = np.array(given.get("lengths", ()), dtype=np.int64)
-                sizes = HOP * (frames - 1) if name == SOUND.name else given["tiles"]
+                is_sound = name == SOUND.name
+                sizes = HOP * (given["lengths"] - 1) if is_sound else given["tiles"]
                 made = batch["batch_plan"].encoded[name]
                 assert made.counts.sum() == len(made.owners) == encoder.rows(sizes).sum()
     samples = rows.samples(0, count * layouts.language.dp)

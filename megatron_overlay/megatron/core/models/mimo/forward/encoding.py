@@ -8,10 +8,10 @@ Both steps take one or more microbatches, which the language model then consumes
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def encode(
 
     Args:
         model: the MimoModel.
-        shares: inputs in batch order; their tensors are concatenated along the first dim.
+        shares: inputs in batch order; tensors and arrays are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
 
@@ -180,8 +180,7 @@ def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
 
 
 def _joined(values: list, what: str):
-    """Concatenate tensors and lists, join dicts key by key, and keep any other value if all are
-    equal."""
+    """Concatenate tensors and arrays, join dicts by key, and keep other values if all are equal."""
     first = values[0]
     if len(values) == 1:
         return first
@@ -191,8 +190,8 @@ def _joined(values: list, what: str):
         return {key: _joined([value[key] for value in values], f"{what}.{key}") for key in first}
     if isinstance(first, Tensor):
         return torch.cat(values)
-    if isinstance(first, list):
-        return [*itertools.chain(*values)]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
     if any(value != first for value in values):
         raise ValueError(f"the microbatches give {what} different values, and no tensors")
     return first
