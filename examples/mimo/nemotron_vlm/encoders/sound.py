@@ -3,9 +3,9 @@
 """The entry of sound: Parakeet, of transformers' own module, and projector, on clips of any length.
 
 A clip is a waveform, from which the loading processes compute log-mel frames. Parakeet's layers
-know no tensor parallelism, so each rank has the whole encoder. Its batch norms always use their
-running statistics, also in training, and do not update them: a batch's own would depend on how
-ranks share the batch. They are 0 and 1 in a model from initial weights, or a pretrained model's.
+know no tensor parallelism, so each rank has the whole encoder. It has no dropout, and its batch
+norms always use their running statistics, also in training, and do not update them: a batch's own
+would depend on how ranks share it. They are 0 and 1 in a new model, or a pretrained model's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -90,9 +90,8 @@ class Sound(Encoder):
     @property
     def initial(self) -> Mapping[str, Draw]:
         """See `Encoder`; the last dim of a convolution's weight is not all of its fan in."""
-        pointwise = _normal(self.subsampling_conv_channels)
         return {
-            "*.subsampling.layers.[369].weight": pointwise,
+            "*.subsampling.layers.[369].weight": _normal(self.subsampling_conv_channels),
             "*.subsampling.layers.*.weight": _normal(KERNEL**2),
             "*.pointwise_conv?.weight": _normal(self.hidden_size),
             "*.norm_*.weight": _filled(1.0),
@@ -214,12 +213,11 @@ def _extractor(mel_bins: int):
 
 
 def parakeet(sizes: Sound, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make transformers' encoder, without dropout, whose attention is `attend`."""
+    """Make transformers' encoder, whose attention is `attend`."""
     from transformers import AttentionInterface, AutoModel, ParakeetEncoderConfig
 
     AttentionInterface.register(attend.__name__, attend)
-    given = {f.name: getattr(sizes, f.name) for f in fields(sizes)} | DROPOUT
-    config = ParakeetEncoderConfig(num_hidden_layers=given.pop("layers"), **given)
+    config = ParakeetEncoderConfig(num_hidden_layers=sizes.layers, **asdict(sizes))
     encoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=attend.__name__)
     for module in encoder.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -273,9 +271,9 @@ class SoundEncoder(MegatronModule):
         self.encoder = parakeet(sizes, config.params_dtype).eval()
 
     def train(self, mode: bool = True) -> SoundEncoder:
-        """Set the mode of all but the batch norms, which keep to their running statistics."""
+        """Keep transformers' encoder in evaluation: running statistics, and no dropout."""
         super().train(mode)
-        self.encoder.eval()  # it has no dropout either
+        self.encoder.eval()
         return self
 
     def forward(self, frames: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
@@ -305,10 +303,6 @@ class SoundEncoder(MegatronModule):
         rows = -(-lengths // self.factor)
         return torch.cat([clip[:count] for clip, count in zip(hidden, rows, strict=True)])
 
-
-DROPOUT = dict.fromkeys(
-    ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout"), 0.0
-)
 
 EXPECTED = {
     "hidden_act": "silu",
