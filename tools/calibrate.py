@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from command_line import Parser
@@ -27,7 +26,8 @@ def main(argv: list[str]) -> int:
     """Run the command; return the exit status, 2 for user errors."""
     options = _parser().parse_args(argv)
     os.environ["WORLD_SIZE"] = "4096"  # grids must fit into this world
-    return run(lambda: _run(options))
+    of_ranks = dict(os.environ)  # this process only predicts, without GPUs; its ranks see them
+    return run(lambda: _run(options, of_ranks))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,17 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> None:
-    # This process only predicts, without GPUs, as the program's --plan does; its ranks see them.
-    from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS
-
-    of_ranks = dict(os.environ)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    hidden = [name for name in GPU_KERNELS if name not in sys.modules and find_spec(name)]
-    sys.modules.update(dict.fromkeys(hidden))
-    from megatron.core import cpu_runtime
-
-    cpu_runtime.install()
+def _run(options: argparse.Namespace, of_ranks: dict[str, str]) -> None:
     from calibration import fit, measure, validate
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
 

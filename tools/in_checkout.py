@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,8 @@ def run(tool: Callable[[], None]) -> int:
     """Call a tool; return the exit status, 2 for user errors.
 
     The tool must import from the checkout only when it is called: that on PYTHONPATH, or the one in
-    build/Megatron-LM. It reports user errors by raising UserError or OSError.
+    build/Megatron-LM. It sees no GPU, as on CPU ranks, and reports user errors by raising UserError
+    or OSError.
     """
     if find_spec("torch") is None:
         print("error: no PyTorch: run make setup, then source .venv/bin/activate", file=sys.stderr)
@@ -31,11 +33,18 @@ def run(tool: Callable[[], None]) -> int:
         sys.path.insert(0, str(CHECKOUT))
         sys.modules.pop("megatron", None)  # found without megatron.core: another package's part
     from examples.mimo.common.errors import BAD_INPUT, UserError
+    from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hidden = [name for name in GPU_KERNELS if name not in sys.modules and find_spec(name)]
+    sys.modules.update(dict.fromkeys(hidden))
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            from megatron.core import cpu_runtime
+
+            cpu_runtime.install()
             tool()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

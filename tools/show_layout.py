@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,26 +23,18 @@ from in_checkout import run
 
 def main(argv: list[str]) -> int:
     """Show a layout; return the exit status, 2 for user errors."""
-    options = _parser().parse_args(argv)
-    return run(lambda: _show(options))
+    options, program = _parser().parse_known_args(argv)
+    return run(lambda: _show(options, program))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__.splitlines()[0])
+    others = "Other options are the training program's, as --encoder, --language, --placement, "
+    others += "--model, --seq-length, --encoder-schedule and --encoder-macro-batch."
+    parser = Parser(description=__doc__.splitlines()[0], epilog=others, allow_abbrev=False)
     add = parser.add_argument
-    layout = "AXIS=SIZE[,AXIS=SIZE…]; dp is derived when left out"
     number = {"type": positive, "metavar": "N"}
-    add("--encoder", default="", metavar="LAYOUT", help=layout)
-    add("--language", default="", metavar="LAYOUT", help="the same")
     add("--world", required=True, help="number of ranks", **number)
-    where = (
-        "both modules on all ranks, or the encoder on the first and the language model on the rest"
-    )
-    choices = ["colocated", "non-colocated"]
-    add("--placement", choices=choices, default="colocated", help=where)
     add("--gpus-per-node", default=8, help="ranks of a node", **number)
-    add("--model", default="tiny", metavar="NAME|FILE", help="sizes that the layouts must divide")
-    add("--seq-length", help="tokens of a sample; the model's by default", **number)
     microbatches = "of a step; two for each stage of the pipeline by default"
     add("--microbatches", help=microbatches, **number)
     samples = "samples of a microbatch, on each DP rank of the language model"
@@ -51,20 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", default="h200", metavar="NAME|FILE", help=gpu)
     again = "layers of the language model that run again"
     add("--recompute", choices=["none", "moe", "full"], default="none", help=again)
-    schedule = "where colocated modules with a pipeline encode, as in training"
-    choices = ["three-phases", "bubbles"]
-    add("--encoder-schedule", choices=choices, default="three-phases", help=schedule)
-    at_once = "microbatches that are encoded at once, in the bubbles or without a pipeline"
-    add("--encoder-macro-batch", default=1, help=at_once, **number)
     add("--png", type=Path, metavar="FILE", help="write a picture; other endings do too, as .svg")
-    # as in training, whose rules read them
-    parser.set_defaults(overlap_p2p_comm=True, recompute_encoder=0)
     return parser
 
 
-def _show(options: argparse.Namespace) -> None:
+def _show(options: argparse.Namespace, program: list[str]) -> None:
     os.environ["WORLD_SIZE"] = str(options.world)  # HyperCommGrid checks its size against it
-    view = view_of(options)
+    view = view_of(options, program)
     from layout_view.text import describe
 
     print(describe(view))
@@ -74,46 +60,38 @@ def _show(options: argparse.Namespace) -> None:
         draw(view, options.png)
 
 
-def view_of(options: argparse.Namespace):
-    """Check the layouts as the training program does, and return what is shown of them.
+def view_of(options: argparse.Namespace, program: list[str]):
+    """Check the training program's options as it does, and return what is shown of them.
 
     Raises:
         UserError: a rule is broken; the message names the numbers, the rule, and the nearest
             layouts that would work.
     """
     from examples.mimo.common.errors import UserError
-    from examples.mimo.common.layout import Batch, parse_layout
-    from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-        check_bubbles,
-        check_encoder_schedule,
-        schedule_of,
-    )
+    from examples.mimo.common.layout import parse_layout
     from examples.mimo.nemotron_vlm.model.presets import find_preset
-    from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules, resolve
+    from examples.mimo.nemotron_vlm.options.arguments import parse
+    from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules
+    from examples.mimo.nemotron_vlm.options.own_options import own_options
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
-    from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+    from examples.mimo.nemotron_vlm.planner.plan import Tiles, plan_of
     from layout_view.view import View
 
-    preset, tiles = find_preset(options.model), Tiles(options.tiles)
-    if len(preset.encoders) > 1:
-        names = " and ".join(preset.names)
-        raise UserError(f"--model {options.model}: models of one encoder are shown, not of {names}")
-    asked = (
-        parse_layout(options.encoder, "encoder"),
-        parse_layout(options.language, "language"),
-    )
-    *_, ranks = ranks_of_modules(asked[:1], asked[1], options.world, options.placement)
-    wanted, micro_size = asked[1], options.micro_batch_size
-    dp = wanted.dp or max(1, ranks // (wanted.tp * wanted.cp * wanted.pp))
-    samples = (options.microbatches or 2 * wanted.pp) * micro_size * dp
-    batch = Batch(samples, micro_size, options.seq_length or preset.seq_length)
-    layouts = resolve(asked[:1], asked[1], batch, options.world, preset, options.placement)
-    check_encoder_schedule(options, layouts.language)
-    check_bubbles(options, layouts)
-    tiles.check(preset, batch.seq_length)
+    own, tiles = own_options(program), Tiles(options.tiles)
+    if len(names := find_preset(own.model).names) > 1:
+        names = " and ".join(names)
+        raise UserError(f"--model {own.model}: models of one encoder are shown, not of {names}")
+    encoder = parse_layout(",".join(own.encoder or ()), "encoder")
+    language = parse_layout(own.language, "language")
+    *_, ranks = ranks_of_modules([encoder], language, options.world, own.placement)
+    dp = language.dp or max(1, ranks // (language.tp * language.cp * language.pp))
+    samples = (options.microbatches or 2 * language.pp) * options.micro_batch_size * dp
+    batch = ["--global-batch-size", samples, "--micro-batch-size", options.micro_batch_size]
+    with redirect_stdout(None):  # Megatron prints its arguments
+        plan = plan_of(parse([*program, *map(str, batch)], options.world))
+    tiles.check(plan.preset, plan.layouts.batch.seq_length)
     machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
-    plan = Plan(preset, layouts, tiles, options.recompute, schedule_of(options))
-    return View(plan, machine)
+    return View(replace(plan, images=tiles, recompute=options.recompute), machine)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mini import (
-    STATE,
-    UPSTREAM,
-    World,
-    edit,
-    git,
-    numbered,
-    package_info,
-    snapshot,
-    write_tree,
-)
+from mini import STATE, UPSTREAM, World, edit, git, numbered, package_info, snapshot, write_tree
 from overlay.checkout import sha256
 
 A, SUB, REPLACED = "megatron/core/a.py", "megatron/core/sub", "megatron/core/replaced.py"
@@ -225,15 +215,12 @@ PRISTINE = [
     (link_ours("run.py"), 1, "examples/mimo/run.py is a symlink"),
     (link_ours("folder"), 1, "examples/mimo/folder is a symlink"),
     (lambda w: write_tree(w.root, {"megatron_overlay/.git/config": "x"}), 1, ".git/config"),
-    (lock_path("../outside.txt"), 1, "leaves the checkout"),
     (lock_path("/etc/hostname"), 1, "leaves the checkout"),
     (lock_path("megatron/../../outside.txt"), 1, "leaves the checkout"),
     (lambda w: w.patch("0001-first", edit(A, "a_3", "x") + edit(B, "b_3", "x")), 1,
      "patches/0001-first.patch differs from the lock: run `make lock`"),
     (lambda w: (w.root / "megatron_overlay" / REPLACED).write_text("edited\n"), 1,
      f"{REPLACED} differs from the lock: run `make lock`"),
-    (escape("../outside.txt"), 1, "0000-evil"),
-    (escape("../../../outside.txt"), 1, "0000-evil"),
     (escape("megatron/../../outside.txt"), 1, "0000-evil"),
     (escape("megatron/evil/outside.txt", NEW_LINK), 1, "0000-evil"),
 ]  # fmt: skip
@@ -272,12 +259,6 @@ def test_what_stands_in_the_way_is_named_and_nothing_changes(
     assert snapshot(world.base) == before
 
 
-@pytest.mark.parametrize("args", [(), ("x", "--check", "--revert"), ("x", "--no-such")])
-def test_usage_errors_exit_2_in_one_line(world, args):
-    result = world.run("apply", *args)
-    assert (result.code, len(result.errors)) == (2, 1)
-
-
 @pytest.mark.parametrize("flags", [[], ["--revert"]], ids=["apply", "revert"])
 def test_a_step_that_the_machine_refuses_leaves_the_checkout_as_it_was(world, flags, monkeypatch):
     if flags:
@@ -297,7 +278,10 @@ def test_a_step_that_the_machine_refuses_leaves_the_checkout_as_it_was(world, fl
     assert snapshot(world.checkout) == before
 
 
-def test_a_second_run_at_the_same_time_is_refused(world):
+def test_usage_errors_and_a_second_run_at_the_same_time_are_refused_in_one_line(world):
+    for args in ((), ("x", "--check", "--revert"), ("x", "--no-such")):
+        result = world.run("apply", *args)
+        assert (result.code, len(result.errors)) == (2, 1)
     descriptor = os.open(world.checkout, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     result = world.apply()

@@ -1,8 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The documents' links, the names after them, programs and features exist."""
+"""What the documents name exists: links, names after them, programs, features and messages."""
 
+import ast
+import mmap
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,26 +20,46 @@ from staging.features import Features
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)(?:[ \n] *`(\w+)`)?")
 """A link's target, and the name in that file that may follow the link."""
-
 PROGRAM = re.compile(r"`((?:tools|docs)/[\w./-]*\w)[^`]*`")
 """A path of the repository at the beginning of a piece of code."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
-CAPABILITIES = sorted(
-    path for path in REVIEWER.glob("*.md") if path.stem not in ("index", "architecture")
-)
+CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in ("index", "architecture")]
+
+TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
+MEGATRON_DDP = REPOSITORY / "build/Megatron-LM/megatron/core/distributed"
+TORCH = Path(find_spec("torch").origin).parent
+FROM_ELSEWHERE = {
+    "found NaN in local grad norm for bucket": MEGATRON_DDP / "param_and_grad_buffer.py",
+    "received by PID": TORCH / "distributed/elastic/multiprocessing/errors/__init__.py",
+    "Timed out waiting": TORCH / "lib/libtorch_cpu.so",
+    "Connection closed by peer": TORCH / "lib/libtorch_cpu.so",
+    "Watchdog caught collective operation timeout": TORCH / "lib/libtorch_cuda.so",
+}
+"""Messages of Megatron and PyTorch, and the file that has each."""
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_what_they_say(document: Path):
+def test_links_lead_to_what_they_say():
     lost = []
-    for target, name in LINK.findall(document.read_text()):
-        path = document.parent / target
-        if "://" in target:
-            continue
-        if not path.exists() or name and not re.search(rf"\b{name}\b", path.read_text()):
-            lost.append(f"{target} {name}".strip())
+    for document in DOCUMENTS:
+        for target, name in LINK.findall(document.read_text()):
+            path = document.parent / target
+            if "://" not in target and not path.exists():
+                lost.append(f"{document.name}: {target}")
+            elif name and not re.search(rf"\b{name}\b", path.read_text()):
+                lost.append(f"{document.name}: {target} {name}")
     assert lost == []
+
+
+def test_the_site_has_no_dead_link_or_anchor(tmp_path):
+    """A warning is an error, and linked files of the repository are pages."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # about mkdocs-material's own future
+    done = subprocess.run(command, cwd=REPOSITORY, env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "source/tests/slurm/rows_on_nodes.py.html").read_text()
+    assert "KILL_AFTER_S" in page
 
 
 def test_paths_in_the_text_are_there():
@@ -46,8 +72,7 @@ def test_paths_in_the_text_are_there():
 def test_a_capability_has_its_sections_and_names_tests(document: Path):
     text = document.read_text()
     sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    wanted = ["Problem", "Mathematics", "Groups", "Tests"]
-    assert sorted(set(wanted) & set(sections)) == sorted(wanted)
+    assert {"Problem", "Mathematics", "Groups", "Tests"} <= set(sections)
     assert sections[-1] == "Tests" and "(../../tests/" in text.partition("## Tests")[2]
 
 
@@ -55,3 +80,35 @@ def test_every_feature_has_a_reviewers_page():
     told = "".join(path.read_text() for path in REVIEWER.glob("*.md"))
     features = Features(PatchSet(REPOSITORY)).by_name
     assert [name for name in features if f"`{name}`" not in told] == []
+
+
+def plain(text: str) -> str:
+    """Strip a text of backticks, line breaks and repeated placeholders."""
+    return re.sub("…+", "…", " ".join(text.replace("`", "").split()))
+
+
+def templates() -> str:
+    """Return all texts of our programs, a line each, with … for each inserted value."""
+    texts = []
+    for root in ("examples", "tools", "megatron_overlay"):
+        for path in (REPOSITORY / root).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (getattr(part, "value", None) for part in node.values)
+                    texts.append("".join(p if isinstance(p, str) else "…" for p in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    for path in (REPOSITORY / "Makefile", *(REPOSITORY / "tools").glob("*.sh")):
+        texts += re.sub(r"\$(\w+|\([^)]*\))", "…", path.read_text()).splitlines()
+    return "\n".join(map(plain, texts))
+
+
+def test_the_messages_of_troubleshooting_are_in_the_code():
+    listed = re.findall(r"^\| `([^`]+)` \|", TROUBLES.read_text(), re.MULTILINE)
+    code, ours = templates(), [message for message in listed if message not in FROM_ELSEWHERE]
+    assert len(ours) > 50 and len(listed) - len(ours) == len(FROM_ELSEWHERE)
+    assert [message for message in ours if plain(message) not in code] == []
+    for message, path in FROM_ELSEWHERE.items():
+        if path.exists():  # PyTorch for CPUs has none for CUDA
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+                assert text.find(message.encode()) >= 0, message

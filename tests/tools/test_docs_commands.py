@@ -22,20 +22,16 @@ from pathlib import Path
 import pytest
 import torch
 from doc_commands import DOCUMENTS, LANGUAGES, NOT_TESTED, Command, blocks, commands
+from torch.distributed.run import get_args_parser
 
+import show_layout
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.own_options import own_options
+from megatron.core import cpu_runtime
 from mini import REPOSITORY, UPSTREAM, World, git
 from overlay.cli import _parser as overlay_parser
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from torch.distributed.run import get_args_parser  # noqa: E402
-
-import show_layout  # noqa: E402
-from examples.mimo.common.errors import UserError  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
@@ -48,6 +44,12 @@ RUN_BY = {
     ("python", "shards.py"): "tests/unit_tests/examples/nemotron_vlm/energon/test_energon_docs.py",
 }
 """Commands that another test runs as the document has them."""
+
+SCRIPTS = {
+    "tools/stage_upstream_pr.sh": "tools/staging",
+    "tools/upstream_tests.sh": "tools/upstream_tests",
+}
+"""Python programs behind shell scripts."""
 
 PYTEST_OPTIONS = {"--once", "-k", "--collect-only"}
 
@@ -73,55 +75,46 @@ class Session:
         self.directory, self.world, self.monkeypatch = directory, world, monkeypatch
         self.place = REPOSITORY
         self.rules: dict[str, Callable[[Command], None]] = {
-            "cd": self._cd,
-            "export": lambda command: None,
-            "source": self._exists,
             "make": self._make,
-            "pip": self._pip,
             "git": self._git,
-            "python": self._python,
-            "python3": self._python,
             "torchrun": self._torchrun,
             "sbatch": self._sbatch,
-            "tools/slurm/e2e_batch.sh": self._e2e_batch,
-            "tools/apply_overlay.sh": lambda c: self._overlay(["apply", *c.words[1:]]),
-            "tools/fetch_upstream.sh": lambda c: self._overlay(["fetch", *c.words[1:]]),
-            "tools/python.sh": self._python,
+            **dict.fromkeys(("python", "python3", "tools/python.sh"), self._python),
             "tools/show_layout.py": self._python,
-            "tools/stage_upstream_pr.sh": lambda c: self._script("tools/staging", c.words[1:]),
-            "tools/upstream_tests.sh": lambda c: self._script("tools/upstream_tests", c.words[1:]),
         }
 
     def run(self, command: Command) -> None:
         """Run or parse it; an `AssertionError` or an exit says what is wrong."""
-        name = command.words[0]
-        if elsewhere := RUN_BY.get(tuple(command.words[:2])):
+        name, *words = command.words
+        if elsewhere := RUN_BY.get((name, *words[:1])):
             assert " ".join(command.words[:2]) in (REPOSITORY / elsewhere).read_text()
+        elif name == "cd":
+            self.place = REPOSITORY / words[0]
+            self._exists(".")
+        elif name == "source":
+            assert words == [".venv/bin/activate"]
+        elif name == "pip":
+            assert words[0] == "install" and set(re.findall(r"\w+", words[1])) <= EXTRAS.keys()
+        elif name == "tools/slurm/e2e_batch.sh":
+            options = {word for word in words if word[0] == "-"}
+            assert words[0] == "OUT" and options <= PYTEST_OPTIONS
+        elif name in ("tools/apply_overlay.sh", "tools/fetch_upstream.sh"):
+            self._overlay([name[6:11], *words])
         elif name in self.rules:
             self.rules[name](command)
         elif "/recipes/" in name:
             self._recipe(command)
-        else:
+        elif name != "export":
             assert name.startswith("tools/"), f"no rule for {name}: add one, or title the block"
-            self._script(name, command.words[1:])
+            self._script(SCRIPTS.get(name, name), words)
 
-    def _cd(self, command: Command) -> None:
-        self.place = REPOSITORY / command.words[1]
-        self._exists(Command({}, ["", "."]))
-
-    def _exists(self, command: Command) -> None:
-        if command.words[1] != ".venv/bin/activate":
-            assert (self.place / command.words[1]).exists(), command.words[1]
+    def _exists(self, path: str) -> None:
+        assert (self.place / path).exists(), path
 
     def _make(self, command: Command) -> None:
         for word in command.words[1:]:
             name, is_variable, _ = word.partition("=")
             assert f"$({name})" in MAKEFILE if is_variable else f"\n{name}:" in MAKEFILE, word
-
-    def _pip(self, command: Command) -> None:
-        _, verb, what = command.words
-        assert verb == "install" and what.startswith(".")
-        assert set(re.findall(r"\w+", what)) <= EXTRAS.keys()
 
     def _git(self, command: Command) -> None:
         (self.directory / "build/new").mkdir(parents=True, exist_ok=True)
@@ -161,12 +154,12 @@ class Session:
     def _module(self, name: str, arguments: list[str]) -> None:
         if name == "pytest":
             for path in arguments:
-                self._exists(Command({}, ["", path]))
+                self._exists(path)
         else:
             assert (REPOSITORY / "megatron_overlay" / name.replace(".", "/")).exists(), name
 
     def _file(self, path: str, arguments: list[str], ranks: int) -> None:
-        assert (self.place / path).exists(), path
+        self._exists(path)
         if path.endswith(PROGRAM):
             self._train(arguments, ranks)
         elif path.endswith("show_layout.py"):
@@ -197,10 +190,6 @@ class Session:
             self._train(arguments, options.nodes * int(each))
         else:
             self.run(Command({}, options.job))
-
-    def _e2e_batch(self, command: Command) -> None:
-        _, out, *options = command.words
-        assert out == "OUT" and {word for word in options if word[0] == "-"} <= PYTEST_OPTIONS
 
     def _recipe(self, command: Command) -> None:
         """Run the recipe with a torchrun that only reports its arguments."""
@@ -265,45 +254,13 @@ def test_commands_run_or_parse(document, session):
                 session.run(command)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_blocks_say_what_they_are(document):
-    """They do, so that no command is in a block that is not read."""
-    text = document.read_text()
-    fences = re.findall(r"^ *```.*$", text, re.MULTILINE)
-    assert len(fences) == 2 * len(blocks(document)) + text.count('    ```bash title="not tested')
-    assert {block.language for block in blocks(document)} <= LANGUAGES
-
-
-def test_few_blocks_are_not_tested_and_each_says_why():
-    reasons = [
-        block.title.removeprefix(NOT_TESTED)
-        for document in DOCUMENTS
-        for block in blocks(document)
-        if block.title
-    ]
+def test_every_block_is_read_and_few_are_not_tested_for_a_reason():
+    reasons = []
+    for document in DOCUMENTS:
+        text, found = document.read_text(), blocks(document)
+        fences = re.findall(r"^ *```.*$", text, re.MULTILINE)
+        indented = text.count('    ```bash title="not tested')
+        assert len(fences) == 2 * len(found) + indented, document
+        assert {block.language for block in found} <= LANGUAGES, document
+        reasons += [block.title.removeprefix(NOT_TESTED) for block in found if block.title]
     assert len(reasons) <= MOST_NOT_TESTED and all(reasons)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "make nothing",
-        "make train NOTHING=1",
-        "torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --no-such-option",
-        "torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --language tp=3",
-        "torchrun --no-such-option 8 examples/mimo/pretrain_nemotron_vlm.py",
-        "tools/show_layout.py --world 8 --no-such-option",
-        "tools/apply_overlay.sh CHECKOUT --no-such-option",
-        "tools/checkpoint/convert.py hf-to-megatron --no-such-option 1 --out place",
-        "sbatch --nodes 2 tools/slurm/e2e_batch.sh OUT --no-such-option",
-        "examples/mimo/recipes/align_projector.sh --no-such-option",
-        "pip install '.[nothing]'",
-        "unheard-of",
-    ],
-)
-def test_a_wrong_command_fails(command, session):
-    from doc_commands import Block
-
-    with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
-        for each in commands(Block("bash", "", command + "\n")):
-            session.run(each)

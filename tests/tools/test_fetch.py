@@ -29,8 +29,8 @@ def test_the_cached_sdist_becomes_the_checkout_without_a_network(world, version)
     assert {path.name for path in target.iterdir()} == {"megatron", "README.md"}
     assert (target / "megatron/core/package_info.py").read_text() == package_info(version)
     before = snapshot(world.base)
-    result = world.run("fetch", target, "--version", version)
-    assert (result.code, result.out) == (0, [f"{target}: already Megatron-LM {version}"])
+    again = world.run("fetch", target, "--version", version)
+    assert (again.code, again.out) == (0, [f"{target}: already Megatron-LM {version}"])
     assert snapshot(world.base) == before
 
 

@@ -113,24 +113,14 @@ def test_refresh_takes_edits_and_the_deletion_of_the_patch(locked):
 
 
 @pytest.mark.parametrize(
-    "script, state, code",
-    [
-        (numbered("s"), "applies", 0),
-        (None, "left out", 0),
-        (numbered("s", {3: "theirs"}), "conflicts", 1),
-    ],
+    "files, state",
+    [({SCRIPT: numbered("s")}, "applies"), ({}, "left out"), ({SCRIPT: "theirs\n"}, "conflicts")],
 )
-def test_drift_says_how_it_fares(locked, script, state, code):
-    without_script(locked)
-    if script:
-        write_tree(locked.checkout, {SCRIPT: script})
-    result = locked.run("drift", locked.checkout)
-    assert result.code == code
-    assert any(line.split() == [*state.split(), f"{NAME}.patch"] for line in result.out)
-
-
-def test_a_clone_without_it_is_fetched(locked, tmp_path):
-    make_repository(tmp_path / "remote", UPSTREAM)
+def test_drift_says_how_it_fares_and_a_clone_may_lack_it(locked, tmp_path, files, state):
+    make_repository(tmp_path / "remote", UPSTREAM | files)
     git(tmp_path / "remote", "tag", f"v{PIN}")
     result = locked.run("fetch", tmp_path / "c", "--git", tmp_path / "remote")
     assert result.code == 0, result.errors
+    result = locked.run("drift", tmp_path / "c")
+    assert result.code == (state == "conflicts")
+    assert any(line.split() == [*state.split(), f"{NAME}.patch"] for line in result.out)

@@ -12,19 +12,11 @@ def item(nodeid: str, *shows: str) -> Mock:
     return Mock(nodeid=nodeid, get_closest_marker=lambda name: marker)
 
 
-def test_the_first_row_of_each_test_in_the_first_of_its_classes():
-    first, other = item("a.py::TestRows::test_same[1]"), item("a.py::TestOther::test_same")
-    second = item("a.py::TestRows::test_same[2]")
-    four, two = item("b.py::TestFourRanks::test_same[1]"), item("b.py::TestTwoRanks::test_same")
-    more = item("b.py::TestFourRanks::test_same[2]")
-    elsewhere = item("c.py::TestTwoRanks::test_same")
-    items = [first, second, other, four, more, two, elsewhere]
+def test_the_first_row_of_each_test_and_of_each_mark_in_the_first_of_its_classes():
+    names = ["a.py::TestRows::test_same[1]", "a.py::TestRows::test_same[2]", "a.py::TestOther::t"]
+    names += ["b.py::TestFourRanks::test_same[1]", "b.py::TestTwoRanks::test_same"]
+    items = [item(name) for name in [*names, "c.py::TestTwoRanks::test_same"]]
+    items += [item(f"d.py::test_rows[{n}]", shown) for n, shown in enumerate("xyx")]
+    kept = [items[n] for n in (0, 2, 3, 5, 6, 7)]
     pytest_collection_modifyitems(Mock(), items)
-    assert items == [first, other, four, elsewhere]
-
-
-def test_the_first_row_of_each_mark():
-    rows = [item(f"a.py::test_rows[{n}]", shown) for n, shown in enumerate(("x", "y", "x"))]
-    items = list(rows)
-    pytest_collection_modifyitems(Mock(), items)
-    assert items == rows[:2]
+    assert items == kept

@@ -11,28 +11,26 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from examples.mimo.common.errors import UserError  # noqa: E402
-from examples.mimo.common.layout import (  # noqa: E402
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import (
     NON_COLOCATED,
     PLACEMENTS,
     Batch,
     Layout,
 )
-from examples.mimo.common.layout_rules import CHUNKWISE  # noqa: E402
-from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text  # noqa: E402
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve  # noqa: E402
-from examples.mimo.nemotron_vlm.options.own_options import own_options  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.memory import peak  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.report import options_of  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
+from examples.mimo.common.layout_rules import CHUNKWISE
+from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
+from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
+from examples.mimo.nemotron_vlm.model.presets import find_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.memory import peak
+from examples.mimo.nemotron_vlm.planner.plan import Tiles
+from examples.mimo.nemotron_vlm.planner.report import options_of
+from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search
+from megatron.core import cpu_runtime
 
 H200 = find_machine("h200")
 LARGE = "nano-vl-30b-a3b"
@@ -113,23 +111,23 @@ class TestProgram:
         words = ["--seq-length", "64", "--global-batch-size", "64", *line.split()]
         return plan_text(words, own_options(words))
 
-    def test_says_and_writes_plans(self, tmp_path):
+    def test_says_and_writes_plans_of_a_machine_a_placement_or_a_schedule(self, tmp_path):
         file = tmp_path / "plans.json"
-        how = "--plan-gpus-per-node 4 --plan-tiles 1:0.5,3:0.5"
-        shown = self.plan(f"--plan 16 --plan-gpu h100 {how} --plan-json {file}")
-        for part in ("tiny on 16 GPUs, 4 a node: 64 tokens and 2±1.0 tiles", "--nnodes 4"):
-            assert part in shown
-        assert "memory of the best" in shown and "run it with" in shown
-        plans = json.loads(file.read_text())["plans"]
-        assert len(plans) == 10
-        assert plans[0]["step_seconds"] == pytest.approx(sum(plans[0]["seconds"].values()))
 
-    def test_takes_a_placement_a_schedule_and_as_many_tiles_as_fit(self, tmp_path):
-        file, placement = tmp_path / "plans.json", f"--placement={NON_COLOCATED}"
-        assert "12 tiles" in self.plan(f"--plan 16 {placement} --plan-json {file}")
-        assert {p["placement"] for p in json.loads(file.read_text())["plans"]} == {NON_COLOCATED}
-        self.plan(f"--plan 16 --encoder-schedule bubbles --plan-json {file}")
-        for plan in json.loads(file.read_text())["plans"]:
+        def plans(line: str, *parts: str) -> list[dict]:
+            shown = self.plan(f"--plan 16 {line} --plan-json {file}")
+            for part in ("memory of the best", "run it with", *parts):
+                assert part in shown
+            return json.loads(file.read_text())["plans"]
+
+        how = "--plan-gpu h100 --plan-gpus-per-node 4 --plan-tiles 1:0.5,3:0.5"
+        title = "tiny on 16 GPUs, 4 a node: 64 tokens and 2±1.0 tiles"
+        first, *others = plans(how, title, "--nnodes 4")
+        assert len(others) == 9
+        assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+        apart = plans(f"--placement={NON_COLOCATED}", "12 tiles")  # as many as fit
+        assert {plan["placement"] for plan in apart} == {NON_COLOCATED}
+        for plan in plans("--encoder-schedule bubbles"):
             assert plan["schedule"]["in_bubbles"] == (plan["language"]["pp"] > 1)
 
     @pytest.mark.parametrize(

@@ -6,18 +6,12 @@ from __future__ import annotations
 
 import pytest
 
-import mini  # noqa: F401  (makes tools importable)
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-import show_layout  # noqa: E402
-from examples.mimo.nemotron_vlm.model.presets import find_preset  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.machine import find_machine  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles  # noqa: E402
-from examples.mimo.nemotron_vlm.planner.step_time import step_time  # noqa: E402
-from layout_view.bridge import leaving  # noqa: E402
-from layout_view.text import describe  # noqa: E402
-from megatron.core import cpu_runtime  # noqa: E402
+import show_layout
+from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.step_time import step_time
+from layout_view.bridge import leaving
+from megatron.core import cpu_runtime
+from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401  (its parser is quick)
 
 APART = "--placement non-colocated --micro-batch-size 2"
 
@@ -31,11 +25,11 @@ def large_world(monkeypatch):
 
 def view_of(encoder, language, world, more=""):
     line = f"--encoder {encoder} --language {language} --world {world} {more}"
-    return show_layout.view_of(show_layout._parser().parse_args(line.split()))
+    return show_layout.view_of(*show_layout._parser().parse_known_args(line.split()))
 
 
 class TestGroups:
-    """tests/unit_tests/test_hyper_comm_grid.py compares the grids' groups with brute force."""
+    """tests/unit_tests/test_process_groups_config.py compares the groups with brute force."""
 
     @pytest.mark.parametrize(
         "layout, gpus_per_node, leaving",
@@ -50,22 +44,12 @@ class TestGroups:
     )
     def test_that_leave_a_node_are_counted(self, layout, gpus_per_node, leaving):
         view = view_of("tp=1", layout, 16, f"--gpus-per-node {gpus_per_node}")
-        groups = view.modules[1].groups
-        assert {axis: len(view.leaving(groups[axis])) for axis in leaving} == leaving
-
-    def test_and_each_ranks_place_in_them(self):
-        expected = {
-            ("encoder", "dp"): [[0, 4], [1, 5], [2, 6], [3, 7]],
-            ("language", "cp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-            ("language", "ep"): [[0, 1], [2, 3], [4, 5], [6, 7]],
-            ("language", "expt_dp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
-        }
-        for module in view_of("tp=4", "tp=2,cp=2,pp=2,ep=2,etp=1", 8).modules:
-            for axis, found in module.groups.items():
-                assert found == expected.get((module.name, axis), found)
-                for group in found:
-                    places = [module.index[axis][rank] for rank in group]
-                    assert places == list(range(module.sizes[axis]))
+        module = view.modules[1]
+        assert {axis: len(view.leaving(module.groups[axis])) for axis in leaving} == leaving
+        for axis, groups in module.groups.items():
+            for group in groups:
+                places = [module.index[axis][rank] for rank in group]
+                assert places == list(range(module.sizes[axis]))
 
 
 class TestBridge:
@@ -105,58 +89,47 @@ class TestBridge:
 
 def test_the_timeline_is_the_planners():
     view = view_of("tp=1", "pp=4", 8, "--microbatches 6 --tiles 2 --recompute moe")
-    h200, plan = find_machine("h200"), Plan(find_preset("tiny"), view.layouts, Tiles(2.0), "moe")
-    step = step_time(plan, h200)
+    step, h200 = step_time(view.plan, find_machine("h200")), find_machine("h200")
+    assert (view.plan.images.mean, view.plan.recompute) == (2.0, "moe")
     after = sum(step.parts[part] for part in ("gradients", "optimizer")) + h200.step_overhead
     assert view.total == pytest.approx(step.seconds - after)
     busy = sum(end - begin for spans in view.timeline.values() for _, begin, end in spans)
     assert view.bubble == pytest.approx(1 - busy / 4 / view.total)
 
 
-class TestProgram:
-    @pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml")])
-    def test_says_and_draws_it(self, ending, begin, tmp_path, capsys):
-        line = f"--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 8 --png {tmp_path}/"
-        assert show_layout.main(f"{line}layout.{ending}".split()) == 0
-        said = capsys.readouterr()
-        assert said.err == ""
-        for part in ("8 ranks, 1 node", "rank map", "groups", "bridge: 2 blocks", "timeline"):
-            assert part in said.out
-        assert (tmp_path / f"layout.{ending}").read_bytes().startswith(begin)
-
-    @pytest.mark.parametrize(
-        "line, reason",
-        [
-            ("--encoder tp=3 --world 8", "tp=3 must divide the 8 attention heads"),
-            ("--language pp --world 8", "'pp' is not AXIS=SIZE"),
-            ("--language dp=4 --world 8", "must equal the 8 ranks"),
-            ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
-            ("--language cp=32 --world 32", "sequence length 32 must be a multiple of 64"),
-            ("--world 8 --model none", "--model none"),
-            ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),
-            ("--world 8 --gpu none", "GPU none"),
-            ("--world 8 --tiles 99", "99 tiles of 4 tokens do not fit"),
-            ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),
-            ("--world 1 --png /nowhere/layout.png", "/nowhere/layout.png"),
-            ("--world 0", "0 is not a number of 1 or more"),
-            ("--tiles 8", "required: --world"),
-        ],
-    )
-    def test_refuses_in_one_line(self, line, reason, capsys):
-        try:
-            status = show_layout.main(line.split())
-        except SystemExit as ended:  # of the parser
-            status = ended.code
-        (line,) = capsys.readouterr().err.splitlines()
-        assert status == 2 and line.startswith("error: ") and reason in line
+@pytest.mark.parametrize("ending, begin", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_says_and_draws_4096_ranks_without_a_process(ending, begin, tmp_path, capsys):
+    line = "--encoder tp=2 --language tp=2,cp=8,pp=8,ep=8 --world 4096 --seq-length 4096"
+    assert show_layout.main(f"{line} --png {tmp_path}/layout.{ending}".split()) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    for part in ("4096 ranks, 512 nodes", "of the first 16 ranks", "groups", "bridge", "timeline"):
+        assert part in said.out
+    assert (tmp_path / f"layout.{ending}").read_bytes().startswith(begin)
 
 
-def test_4096_ranks_need_no_processes(tmp_path):
-    from layout_view.picture import draw
-
-    view = view_of("tp=2", "tp=2,cp=8,pp=8,ep=8", 4096, "--seq-length 4096")
-    text = describe(view)
-    draw(view, tmp_path / "layout.png")
-    assert "4096 ranks, 512 nodes" in text and "of the first 16 ranks" in text
-    assert len(view.modules[1].groups["ep"]) == 512
-    assert (tmp_path / "layout.png").stat().st_size > 0
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("--encoder tp=3 --world 8", "tp=3 must divide the 8 attention heads"),
+        ("--language pp --world 8", "'pp' is not AXIS=SIZE"),
+        ("--language dp=4 --world 8", "must equal the 8 ranks"),
+        ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
+        ("--language cp=32 --world 32", "sequence length 32 must be a multiple of 64"),
+        ("--world 8 --model none", "--model none"),
+        ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),
+        ("--world 8 --gpu none", "GPU none"),
+        ("--world 8 --tiles 99", "99 tiles of 4 tokens do not fit"),
+        ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),
+        ("--world 1 --png /nowhere/layout.png", "/nowhere/layout.png"),
+        ("--world 0", "0 is not a number of 1 or more"),
+        ("--tiles 8", "required: --world"),
+    ],
+)
+def test_refuses_in_one_line(line, reason, capsys):
+    try:
+        status = show_layout.main(line.split())
+    except SystemExit as ended:  # of the parser
+        status = ended.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and line.startswith("error: ") and reason in line

@@ -9,20 +9,13 @@ import sys
 
 import pytest
 
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from mini import REPOSITORY, write_tree
-
-pytest.importorskip("megatron.core.models.mimo.comm", reason="needs the applied checkout")
-
-from megatron.core import cpu_runtime  # noqa: E402
-
-cpu_runtime.install()
-
-from examples.mimo.nemotron_vlm.options.arguments import parse  # noqa: E402
-from tests.slurm import rows_on_nodes  # noqa: E402
-from tests.slurm.rows_on_nodes import Allocation, Batch, rows  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row  # noqa: E402
-from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH  # noqa: E402
+from tests.slurm import rows_on_nodes
+from tests.slurm.rows_on_nodes import Allocation, Batch, rows
+from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH
 
 SRUN = """#!/bin/sh
 echo "$@" >> "{calls}"
@@ -86,41 +79,37 @@ def with_option(option: str) -> Row:
     return Row(4, "tiny", "dp=4", "cp=2,dp=2", (option,))
 
 
-def test_a_row_runs_on_as_many_nodes_as_divide_its_ranks(job):
+def test_rows_run_on_as_many_nodes_as_divide_their_ranks_and_go_on_from_checkpoints(job):
     result = job.compare(LAYOUT)
     assert result["found"] == {"loss": 0, "grad_norm": 0}
     assert result["allowed"] == {"loss": 1e-4, "grad_norm": 1e-4}
     assert job.launched() == [("1", "1"), ("2", "2")]
     assert job.compare(Row(3, "24 samples", "dp=3", "dp=3"))
     assert job.launched() == [("1", "1"), ("1", "3")]
-
-
-def test_layouts_go_on_from_each_others_checkpoints(job):
     assert job.compare(GOES_ON)["found"]["loss"] == 0
     assert "--placement non-colocated" in job.calls.read_text()
     assert len(job.launched()) == 4
-
-
-def test_a_requeued_job_keeps_the_runs_that_have_ended(job):
-    with pytest.raises(pytest.fail.Exception):
-        job.compare(with_option("--fails"))
-    assert len(job.launched()) == 2
-    with pytest.raises(pytest.fail.Exception):
-        job.compare(with_option("--fails"))
-    assert len(job.launched()) == 1
-    assert job.compare(LAYOUT) and len(job.launched()) == 1
-    assert job.compare(LAYOUT) and job.launched() == []
+    with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs a node, the job has 2"):
+        job.compare(Row(8, "engine", "dp=8", "dp=8"), gpus=2)
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [("--fails", "exit code 3"), ("--sleeps", "took longer than 3 s")],
+    ("option", "messages"),
+    [
+        ("--fails", ["exit code 3", "the program says something"]),
+        ("--sleeps", ["took longer than 3 s"]),
+    ],
 )
-def test_a_run_that_fails_is_named_with_the_end_of_its_log(job, option, message):
-    with pytest.raises(pytest.fail.Exception) as failure:
-        job.compare(with_option(option))
-    assert message in str(failure.value)
-    assert option == "--sleeps" or "the program says something" in str(failure.value)
+def test_a_run_that_fails_is_named_and_a_requeued_job_keeps_those_that_have_ended(
+    job, option, messages
+):
+    for runs in (2, 1):
+        with pytest.raises(pytest.fail.Exception) as failure:
+            job.compare(with_option(option))
+        assert all(message in str(failure.value) for message in messages)
+        assert len(job.launched()) == runs
+    assert job.compare(LAYOUT) and len(job.launched()) == 1
+    assert job.compare(LAYOUT) and job.launched() == []
 
 
 def test_other_losses_fail_the_row(job):
@@ -129,33 +118,21 @@ def test_other_losses_fail_the_row(job):
         rows_on_nodes.test_row(job, row, lambda name, value: None)
 
 
-def test_a_row_for_more_gpus_than_a_node_has_is_skipped(job):
-    with pytest.raises(pytest.skip.Exception, match="needs 4 GPUs a node, the job has 2"):
-        job.compare(Row(8, "engine", "dp=8", "dp=8"), gpus=2)
-    assert len(job.launched()) == 1  # one rank's
-
-
-def test_without_slurm_no_slurm_is_asked(job):
+def test_the_resources_are_what_slurm_says_and_a_container_is_passed_on(job, monkeypatch):
     (job.out / "Megatron-LM").mkdir(parents=True)
     assert Batch(Allocation(), job.out).compare(LAYOUT)["found"]["loss"] == 0
-    assert job.launched() == []
-
-
-def test_a_container_is_passed_on_to_srun(job, monkeypatch):
+    assert job.launched() == []  # without a job, no srun
+    for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("GPUS_ON_NODE", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert Allocation.read() == Allocation("7", 2, 4)
     monkeypatch.setenv("CONTAINER_IMAGE", "image.sqsh")
     monkeypatch.setenv("CONTAINER_MOUNTS", "/data:/data")
-    job.compare(LAYOUT)
+    job.compare(GOES_ON)
     wanted = (
         f"--container-image=image.sqsh --container-mounts={job.out}:{job.out},/data:/data "
         f"--container-workdir={job.out}/Megatron-LM"
     )
     assert wanted in job.calls.read_text()
-
-
-def test_the_resources_are_what_slurm_says(monkeypatch):
-    for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("GPUS_ON_NODE", "4")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert Allocation.read() == Allocation("7", 2, 4)
 
 
 def test_the_program_takes_every_row(tmp_path):

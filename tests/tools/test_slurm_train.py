@@ -54,13 +54,23 @@ def job(tmp_path) -> Job:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_it_ends_as_the_ranks_do(job, code):
-    output, _ = (process := job.start(job.run, "--train-iters", 5, code=code)).communicate()
+def test_it_ends_as_the_ranks_do_and_passes_a_container_on(job, code):
+    image = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    process = job.start(job.run, "--train-iters", 5, code=code, RANKS_PER_NODE="8", **image)
+    output, _ = process.communicate()
     assert process.returncode == code, output
-    assert "scontrol" not in job.calls
-    assert f"--train-iters 5 --metrics-out {job.run}/metrics.jsonl" in job.calls
-    assert f"--save {job.run}/checkpoints --load {job.run}/checkpoints" in job.calls
-    assert "--exit-signal-handler --exit-signal SIGUSR1" in job.calls
+    mounts = f"{job.checkout}:{job.checkout},{job.run}:{job.run},/data:/data"
+    calls = job.calls
+    for words in (
+        f"--train-iters 5 --metrics-out {job.run}/metrics.jsonl",
+        f"--save {job.run}/checkpoints --load {job.run}/checkpoints",
+        "--exit-signal-handler --exit-signal SIGUSR1",
+        f"--container-image=image.sqsh --container-workdir={job.checkout} ",
+        f" --container-mounts={mounts}",
+        "--nnodes 2 --nproc-per-node 8",
+    ):
+        assert words in calls
+    assert "scontrol" not in calls
 
 
 @pytest.mark.parametrize(
@@ -89,16 +99,6 @@ def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
     assert says in output
     requeued = ["scontrol requeue 7"] if ends_with == 0 else []
     assert job.calls.splitlines()[1:] == ["scancel --signal=USR1 7", *requeued]
-
-
-def test_a_container_is_passed_on_to_srun(job):
-    image = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
-    assert job.start(job.run, RANKS_PER_NODE="8", **image).wait() == 0
-    mounts = f"{job.checkout}:{job.checkout},{job.run}:{job.run},/data:/data"
-    assert "--container-image=image.sqsh" in job.calls
-    assert f"--container-mounts={mounts}" in job.calls
-    assert f"--container-workdir={job.checkout}" in job.calls
-    assert "--nnodes 2 --nproc-per-node 8" in job.calls
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,15 @@ def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path, 
 
 def test_a_message_says_how_to_run_the_tests_and_what_the_feature_needs():
     text = FEATURES.message(FEATURES.by_name["cp-bridge"])
-    assert "torchrun --nproc-per-node 8 -m pytest" in text and "on 1, 2 ranks" in text
-    assert "-p tests.unit_tests.rank_agreement" in text
-    assert "Depends on: layouts, grids-and-groups" in text
+    for part in (
+        "torchrun --nproc-per-node 8 -m pytest",
+        "on 1, 2 ranks",
+        "-p tests.unit_tests.rank_agreement",
+        "Depends on: layouts, grids-and-groups",
+    ):
+        assert part in text
     alone = FEATURES.message(FEATURES.by_name["expert-bias"])
     assert "rank_agreement" not in alone and "torchrun" not in alone
-    assert "these fail:\ntests/unit_tests/transformer/test_expert_bias.py" in alone
 
 
 # Upstream's training loop needs Python 3.12 for this one name only.

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from mini import REPOSITORY, UPSTREAM, git, make_repository, write_tree
-from upstream_tests import cli, worlds
+from upstream_tests import __main__ as cli
+from upstream_tests import worlds
 from upstream_tests.worlds import World
 
-RUNTIME = "megatron_overlay/megatron/core/cpu_runtime"
+APPLY, RUNTIME = "tools/apply_overlay.sh", "megatron_overlay/megatron/core/cpu_runtime"
 FILE = "tests/unit_tests/test_hyper_comm_grid.py"
 
 
@@ -40,23 +41,17 @@ def with_tool(world) -> None:
     """Give a made-up patch set a CPU runtime, which only says so, and the command to apply it."""
     tool = f'#!/bin/sh\nexec python3 {REPOSITORY}/tools/overlay --root {world.root} apply "$@"\n'
     runtime = "def install():\n    global installed\n    installed = True\n"
-    write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime, "tools/apply_overlay.sh": tool})
-    (world.root / "tools/apply_overlay.sh").chmod(0o755)
+    write_tree(world.root, {f"{RUNTIME}/__init__.py": runtime, APPLY: tool})
+    (world.root / APPLY).chmod(0o755)
     world.lock()
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None])
-def test_what_is_no_git_checkout_is_refused(tmp_path, capsys, make):
-    make(tmp_path / "tree")
-    assert cli.main([str(tmp_path / "tree")]) == 3
-    assert "is not the top of a git checkout" in capsys.readouterr().err
-
-
-def test_what_the_overlay_refuses_is_said_with_its_exit_code(world, tmp_path, capsys):
-    write_tree(
-        world.root, {"tools/apply_overlay.sh": "#!/bin/sh\necho 'error: edited' >&2\nexit 4"}
-    )
-    (world.root / "tools/apply_overlay.sh").chmod(0o755)
+def test_refusals_have_their_exit_code(world, tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "none"):
+        assert cli.main([str(path)]) == 3
+        assert "is not the top of a git checkout" in capsys.readouterr().err
+    tool = "#!/bin/sh\necho 'error: edited' >&2\nexit 4"
+    (write_tree(world.root, {APPLY: tool}) / APPLY).chmod(0o755)
     tree = checkout(tmp_path / "tree", "")
     assert cli.reported(lambda: cli.run(tree, [1], "*", root=world.root)) == 4
     assert capsys.readouterr().err == "error: edited\n"
@@ -84,7 +79,7 @@ def test_sum():
 def test_fails_on_one_rank():
     assert init() == 0, "only here"
 
-def test_groups_are_whole_after_a_failure():
+def test_runs_after_a_failure():
     test_sum()
 
 def test_hangs_on_one_rank():
@@ -107,7 +102,7 @@ def test_takes_no_part_on_any_rank():
     assert {name: outcome.outcome for name, outcome in by_name.items()} == {
         "test_sum": "passed",
         "test_fails_on_one_rank": "failed",
-        "test_groups_are_whole_after_a_failure": "passed",
+        "test_runs_after_a_failure": "passed",
         "test_hangs_on_one_rank": "hung",
         "test_runs_after_a_hang": "passed",
         "test_takes_no_part_on_one_rank": "passed",

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ProcessGroupCollection.from_hyper_comm_grid: the ranks of each field, the number of groups."""
 
+import contextlib
+import random
 from dataclasses import fields
 from unittest.mock import patch
 
@@ -9,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.process_groups_from_grid import (
     EXPERT_FIELDS,
@@ -19,6 +22,22 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
+ORDER = "tp-cp-ep-dp-pp"
+DENSE = dict(tp="tp", cp="cp", dp="dp", pp="pp", tp_cp="tp-cp", mp="tp-pp", tp_dp_cp="tp-dp-cp")
+DENSE |= dict.fromkeys(("dp_cp", "intra_dp_cp", "dp_cp_gtp_remat"), "dp-cp")
+EXPERTS = dict(ep="ep", expt_tp="tp", tp_ep="tp-ep")
+EXPERTS |= dict.fromkeys(("expt_dp", "intra_expt_dp", "expt_dp_gtp_remat"), "dp")
+EXPERTS |= dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), "tp-ep-pp")
+"""Tokens of `parallel_state`'s dense and expert generators, by field."""
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def triples(n: int) -> list[tuple[int, int, int]]:
+    """Ordered factorizations of ``n`` into three."""
+    return [(a, b, n // a // b) for a in divisors(n) for b in divisors(n // a)]
 
 
 def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, **kwargs) -> HyperCommGrid:
@@ -30,43 +49,38 @@ def make_grid(tp=1, cp=1, dp=1, pp=1, expert=None, **kwargs) -> HyperCommGrid:
     return grid
 
 
-class RecordedGroups:
+class RecordedGroups(contextlib.ExitStack):
     """Stands in for torch.distributed: a group is its sorted ranks, one rank looks on."""
 
     def __init__(self, rank: int):
-        self.rank, self.enumerations, self.freed = rank, [], []
-        self.breaks_at = None
+        super().__init__()
+        self.rank, self.enumerations, self.freed, self.breaks_at = rank, [], [], None
 
-    def new_subgroups_by_enumeration(self, enumeration, backend=None):
+    def __enter__(self):
+        replacements = dict(
+            new_subgroups_by_enumeration=self._subgroups,
+            new_group=self._group,
+            destroy_process_group=self.freed.append,
+            get_rank=lambda: self.rank,
+        )
+        self.enter_context(patch.multiple(dist, **replacements))
+        return self
+
+    def _subgroups(self, enumeration, backend=None):
         if len(self.enumerations) == self.breaks_at:
             raise RuntimeError("store is gone")
         self.enumerations.append(enumeration)
         mine = [sorted(g) for g in enumeration if self.rank in g]
         return (mine[0] if mine else None), None
 
-    def new_group(self, ranks, backend=None):
-        """Record a call, whoever is in the group."""
-        self.enumerations.append([])
+    def _group(self, ranks, backend=None):
+        self.enumerations.append([])  # whoever is in the group
         return list(ranks) if self.rank in ranks else None
 
     @property
     def calls(self) -> int:
         """Number of calls of ``new_group`` on this rank."""
         return sum(len(enumeration) or 1 for enumeration in self.enumerations)
-
-    def __enter__(self):
-        replacements = dict(
-            new_subgroups_by_enumeration=self.new_subgroups_by_enumeration,
-            new_group=self.new_group,
-            destroy_process_group=self.freed.append,
-            get_rank=lambda: self.rank,
-        )
-        self.patches = patch.multiple(dist, **replacements)
-        self.patches.start()
-        return self
-
-    def __exit__(self, *error):
-        self.patches.stop()
 
 
 def fields_of(rank: int, *args, instances: int = 1, **kwargs) -> dict:
@@ -75,19 +89,12 @@ def fields_of(rank: int, *args, instances: int = 1, **kwargs) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def large_world(request, monkeypatch):
-    """Pure-logic tests see a world that any grid here fits in."""
-    if "World8" not in request.node.nodeid:
-        monkeypatch.setenv("WORLD_SIZE", "64")
+def large_world(monkeypatch):
+    """See a world that any grid here fits in."""
+    monkeypatch.setenv("WORLD_SIZE", "64")
 
 
 class TestFields:
-    def test_every_field_is_set(self):
-        """A missing field makes upstream fall back to a global group; none is missing."""
-        groups = fields_of(0, tp=2, dp=2, expert=[1, 4, 1])
-        assert set(groups) == ALL_FIELDS
-        assert {name for name, group in groups.items() if group is None} == ALWAYS_NONE
-
     def test_optimizer_instances_split_the_data_parallel_ranks(self):
         groups = fields_of(5, tp=2, dp=4, expert=[1, 4, 2], instances=2)
         assert groups["intra_dp_cp"] == [5, 7]
@@ -105,31 +112,26 @@ class TestFields:
         with pytest.raises(ValueError, match="3 optimizer instances must divide dp = 4 ranks"):
             fields_of(0, dp=4, instances=3)
 
-    def test_ranks_of_each_field_with_pp_outermost(self):
-        groups = fields_of(5, tp=2, cp=2, dp=2, pp=2, expert=[1, 4, 2])
-        assert {name: g for name, g in groups.items() if name not in ALWAYS_NONE} == dict(
-            tp=[4, 5],
-            cp=[5, 7],
-            dp=[1, 5],
-            pp=[5, 13],
-            dp_cp=[1, 3, 5, 7],
-            tp_cp=[4, 5, 6, 7],
-            tp_dp_cp=list(range(8)),
-            mp=[4, 5, 12, 13],
-            embd=[5, 13],
-            pos_embd=[5],
-            ep=[4, 5, 6, 7],
-            expt_tp=[5],
-            expt_dp=[1, 5],
-            tp_ep=[4, 5, 6, 7],
-            tp_ep_pp=[4, 5, 6, 7, 12, 13, 14, 15],
-            intra_dp_cp=[1, 3, 5, 7],
-            intra_expt_dp=[1, 5],
-            intra_dist_opt=list(range(16)),
-            dp_cp_gtp_remat=[1, 3, 5, 7],
-            expt_dp_gtp_remat=[1, 5],
-            tp_ep_pp_with_egtp_remat=[4, 5, 6, 7, 12, 13, 14, 15],
-        )
+    @pytest.mark.parametrize("world", [8, 12, 16, 64])
+    def test_ranks_are_those_of_parallel_state_with_pp_outermost(self, world):
+        """In every layout, each with one of the experts; a missing field would make upstream fall
+        back to a global group."""
+        pick = random.Random(world)
+        for pp in divisors(world):
+            layouts = triples(world // pp)
+            for (tp, cp, dp), (etp, ep, edp) in zip(layouts, reversed(layouts), strict=True):
+                rank = pick.randrange(world)
+                groups = fields_of(rank, tp, cp, dp, pp, [etp, ep, edp])
+                dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=ORDER)
+                experts = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=ORDER)
+                for generator, tokens in ((dense, DENSE), (experts, EXPERTS)):
+                    for field, token in tokens.items():
+                        (expected,) = (g for g in generator.get_ranks(token) if rank in g)
+                        assert groups[field] == sorted(expected), field
+                assert groups["intra_dist_opt"] == list(range(world))
+                assert set(groups) == ALL_FIELDS
+                absent = {name for name, group in groups.items() if group is None}
+                assert absent - {"embd", "pos_embd"} == ALWAYS_NONE
 
     @pytest.mark.parametrize(
         "rank, pp, embd, pos_embd",
@@ -153,12 +155,14 @@ class TestFields:
 
     def test_rank_outside_the_grid_takes_part_and_has_no_collection(self):
         """The result is None, not a collection of Nones, which would mean unsharded weights."""
-        with RecordedGroups(9) as recorded:
-            grid = make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4)
-            assert groups_from_grid(grid) is None
-        with RecordedGroups(4) as inside:
-            groups_from_grid(make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4))
-        assert recorded.enumerations == inside.enumerations
+        recorded = [RecordedGroups(rank) for rank in (9, 4)]
+        found = []
+        for groups in recorded:
+            with groups:
+                grid = make_grid(tp=2, dp=2, expert=[1, 2, 2], rank_offset=4)
+                found.append(groups_from_grid(grid))
+        assert found[0] is None and found[1] is not None
+        assert recorded[0].enumerations == recorded[1].enumerations
 
     @pytest.mark.parametrize("instances", [1, 2])
     def test_a_grid_without_cp_has_one_cp_rank(self, instances):
@@ -169,23 +173,11 @@ class TestFields:
 
 
 class TestGroupCount:
-    def test_a_call_takes_the_groups_that_were_made_before(self):
-        with RecordedGroups(0) as recorded:
-            grid = make_grid(tp=2, dp=2, expert=[1, 4, 1])
-            dp_cp = grid.create_pg(["dp", "cp"])
-            first = groups_from_grid(grid)
-            made = len(recorded.enumerations)
-            second = groups_from_grid(grid)
-        assert first["dp_cp"] is dp_cp
-        assert all(first[name] is second[name] for name in ALL_FIELDS)
-        assert len(recorded.enumerations) == made
-
     def test_dims_of_size_one_share_one_group_of_each_rank(self):
         with RecordedGroups(0) as recorded:
             groups = groups_from_grid(make_grid(tp=2, dp=4, expert=[1, 4, 2]))
         assert groups["cp"] is groups["pp"] is groups["expt_tp"] is groups["embd"]
         assert recorded.enumerations.count([]) == 1
-        assert not any(len(group) == 1 for groups in recorded.enumerations for group in groups)
 
     def test_fields_of_equal_ranks_share_a_group_but_not_with_gradients_nor_experts(self):
         with RecordedGroups(0):
@@ -209,40 +201,40 @@ class TestGroupCount:
                 )
             assert recorded.calls == calls
 
-    def test_destroy_after_a_failure_midway_frees_what_was_made(self):
+    def test_a_second_call_makes_no_group_and_destroy_frees_what_a_failure_left(self):
         with RecordedGroups(0) as recorded:
             grid = make_grid(tp=2, dp=2)
             recorded.breaks_at = 4
             with pytest.raises(RuntimeError, match="store is gone"):
                 groups_from_grid(grid)
+            recorded.breaks_at = None
+            first = groups_from_grid(grid)
             made = len(recorded.enumerations)
+            assert all(first[name] is group for name, group in groups_from_grid(grid).items())
+            assert len(recorded.enumerations) == made
             grid.destroy()
             grid.destroy()
         assert len(recorded.freed) == made > 0
 
 
-class TestMisuse:
-    def test_missing_dim(self):
-        with pytest.raises(ValueError, match=r"\['tp', 'dp'\] lacks \['pp'\]"):
-            groups_from_grid(HyperCommGrid([2, 2], ["tp", "dp"]))
-
-    def test_expert_dims_in_the_base_would_multiply_the_world(self):
-        grid = HyperCommGrid([2, 1, 2, 2, 1], ["tp", "cp", "ep", "dp", "pp"])
-        with pytest.raises(ValueError, match=r"base dims \{'ep': 2\} multiply the ranks"):
-            groups_from_grid(grid)
+@pytest.mark.parametrize(
+    ("sizes", "dims", "message"),
+    [
+        ([2, 2], ["tp", "dp"], r"\['tp', 'dp'\] lacks \['pp'\]"),
+        ([2, 1, 2, 2, 1], ["tp", "cp", "ep", "dp", "pp"], r"base dims \{'ep': 2\} multiply"),
+    ],
+)
+def test_dims_that_a_module_cannot_have_are_refused(sizes, dims, message):
+    with pytest.raises(ValueError, match=message):
+        groups_from_grid(HyperCommGrid(sizes, dims))
 
 
 @requires_world_size(8)
-class TestWorld8:
-    def setup_method(self, method):
-        Utils.initialize_distributed()
-
-    def test_real_groups_hold_the_ranks_of_the_grid(self):
-        grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1])
-        pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
-        with RecordedGroups(dist.get_rank()):
-            expected = groups_from_grid(make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1]))
-        for name, ranks in expected.items():
-            group = getattr(pgs, name)
-            assert (group and dist.get_process_group_ranks(group)) == ranks, name
-        grid.destroy()
+def test_real_groups_hold_the_ranks_of_the_grid():
+    Utils.initialize_distributed()
+    grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1])
+    pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
+    for name, ranks in fields_of(Utils.rank, tp=2, dp=2, pp=2, expert=[1, 4, 1]).items():
+        group = getattr(pgs, name)
+        assert (group and dist.get_process_group_ranks(group)) == ranks, name
+    grid.destroy()

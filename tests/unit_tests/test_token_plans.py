@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of recurrent layers and attention under CP: who passes states, and who sees whom."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +18,7 @@ from megatron.core.token_layout import (
 )
 from tests.unit_tests.test_token_layout import (
     cp_sizes,
+    exchange_in_one_process,
     lengths_of_samples,
     plans,
 )
@@ -76,27 +79,22 @@ class TestRecurrencePlan:
     @plans
     def test_the_halo_holds_the_tokens_that_a_window_sees(self, lengths, cp_size, reach):
         ranks, samples = recurrence_plans(lengths, cp_size)
-        size = ranks[0].shard_size
-        kept = ranks[0].halo(reach).kept
-        gathered = [t for r in range(cp_size) for t in range((r + 1) * size - kept, (r + 1) * size)]
-        users = {}
-        for plan in ranks:
-            first, halo = plan.rank * size, plan.halo(reach)
-            for place, seen in enumerate(range(first - reach, first)):
-                is_seen = seen >= 0 and samples[seen] == samples[first]
-                assert bool(halo.valid[place]) == is_seen
-                if is_seen:
-                    assert gathered[halo.take[place]] == seen
-                    users.setdefault(seen, []).append(plan.rank * reach + place)
-        # The adjoint sends each token's gradients back to its owner, each once.
-        returned = {}
-        for plan in ranks:
-            halo = plan.halo(reach)
-            for used_at, token in zip(halo.used_at.tolist(), halo.token.tolist(), strict=True):
-                owned = (plan.rank + 1) * size - kept + token
-                returned.setdefault(owned, []).append(used_at)
-        assert {t: sorted(p) for t, p in returned.items()} == users
-        assert ranks[0].halo(reach).is_empty == (not users)
+        size, halos = ranks[0].shard_size, [plan.halo(reach) for plan in ranks]
+        # Tokens are counted from 1; a halo has 0 where there is no token.
+        last = [torch.arange(1, (rank + 1) * size + 1)[-halos[0].kept :] for rank in range(cp_size)]
+        found = exchange_in_one_process(last, [halo.route for halo in halos], nothing=0)
+        users = Counter()
+        for rank, tokens in enumerate(found):
+            before = range(rank * size - reach, rank * size)
+            seen = [t >= 0 and samples[t] == samples[rank * size] for t in before]
+            expected = [(t + 1) * is_seen for t, is_seen in zip(before, seen, strict=True)]
+            assert tokens.tolist() == expected
+            users.update(filter(None, expected))
+        # The adjoint sends each token's gradients back to its owner, where they add up.
+        returned = exchange_in_one_process(found, [halo.adjoint for halo in halos], nothing=0)
+        for tokens, sums in zip(last, returned, strict=True):
+            assert sums.tolist() == [token * users[token] for token in tokens.tolist()]
+        assert halos[0].route.is_local == halos[0].adjoint.is_local == (not users)
 
     def test_refuses_tokens_that_do_not_divide(self):
         with pytest.raises(ValueError, match="cp=4 needs a padded total .* got 10"):

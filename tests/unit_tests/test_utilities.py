@@ -9,12 +9,10 @@ import contextlib
 import functools
 import os
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType
 
 import pytest
 import torch
@@ -139,52 +137,27 @@ _GROUP_GETTER = re.compile(
 )
 
 
-def group_getters() -> list[Callable]:
-    """The functions of `parallel_state` that read a global group, or a rank or size of one."""
-    return [
-        value
-        for name, value in vars(parallel_state).items()
-        if _GROUP_GETTER.fullmatch(name)
-        and getattr(value, "__module__", "") == parallel_state.__name__
-    ]
-
-
 def _refuse_global_group(*args, **kwargs):
-    # This code runs in place of a getter's, with the getter's name and its module's globals.
-    from tests.unit_tests.test_utilities import reader_of_global_group
-
-    raise AssertionError(reader_of_global_group())
-
-
-def reader_of_global_group() -> str:
-    """The message that names the getter, and the first caller outside `parallel_state`."""
-    frame = sys._getframe(1)
-    getter = frame.f_code.co_name
-    while frame.f_globals["__name__"] == parallel_state.__name__:
-        getter, frame = frame.f_code.co_name, frame.f_back
-    return (
-        f"parallel_state.{getter}() reads a global group; "
-        f"called from {frame.f_code.co_filename}:{frame.f_lineno}. "
-        f"Pass the group explicitly"
-    )
-
-
-def _refusing_code(getter: Callable) -> CodeType:
-    return _refuse_global_group.__code__.replace(co_name=getter.__name__)
+    raise AssertionError("this reads a global group of parallel_state; pass the group explicitly")
 
 
 @contextlib.contextmanager
 def no_global_parallel_state() -> Iterator[None]:
-    """Inside, any read of a global group raises AssertionError with the reader's file and line.
+    """Inside, any read of a global group, or of a rank or size of one, raises AssertionError.
 
     The getters' code is exchanged, not the attributes of a module: names that other modules have
     imported refuse as well.
     """
-    originals = [(getter, getter.__code__) for getter in group_getters()]
-    for getter, _ in originals:
-        getter.__code__ = _refusing_code(getter)
+    originals = {
+        getter: getter.__code__
+        for name, getter in vars(parallel_state).items()
+        if _GROUP_GETTER.fullmatch(name)
+        and getattr(getter, "__module__", "") == parallel_state.__name__
+    }
+    for getter in originals:
+        getter.__code__ = _refuse_global_group.__code__.replace(co_name=getter.__name__)
     try:
         yield
     finally:
-        for getter, code in originals:
+        for getter, code in originals.items():
             getter.__code__ = code

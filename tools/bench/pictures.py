@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,12 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset
 DATA_TOOLS = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA_TOOLS))
 
-from make_digits_webdataset import prepare, write_tokenizer  # noqa: E402
+from make_digits_webdataset import (  # noqa: E402
+    conversation,
+    prepare,
+    strip_bytes,
+    write_tokenizer,
+)
 
 SHAPES = [(1, 1, 0.55), (2, 1, 0.15), (2, 2, 0.1), (3, 1, 0.05), (3, 4, 0.05), (0, 0, 0.1)]
 """Columns and rows of tiles of a picture, and its probability; 0 by 0 is text alone."""
@@ -63,16 +66,11 @@ def _sample(draw: np.random.Generator, tile: int) -> dict:
     *_, chances = zip(*SHAPES, strict=True)
     columns, rows, _ = SHAPES[draw.choice(len(SHAPES), p=chances)]
     words = [" ".join(map(str, draw.integers(10, size=draw.integers(*WORDS)))) for _ in range(2)]
-    picture = "<image>\n" if columns else ""
-    turns = [
-        {"from": "human", "value": picture + "copy " + words[0]},
-        {"from": "gpt", "value": words[1]},
-    ]
-    sample = {"json": json.dumps({"conversations": turns}).encode()}
+    question = ("<image>\n" if columns else "") + "copy " + words[0]
+    sample = {"json": conversation(question, words[1])}
     if columns:
         coarse = draw.integers(256, size=(rows * 16, columns * 16, 3), dtype=np.uint8)
         size = (columns * tile, rows * tile)
-        file = io.BytesIO()
-        Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG")
-        sample["jpg"] = file.getvalue()
+        picture = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+        sample["jpg"] = strip_bytes(picture, "jpg")
     return sample

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import ON_GPUS, start, take_turns
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
+ON_GPUS = torch.cuda.is_available()
+"""Whether there are GPUs; without one, the CPU runtime takes the CPU for the device ``cuda``."""
 LAYERS, ROUNDS = 4, 7
 ONE_RANK, GATHER = "one rank", "gather"
 MODES = {
@@ -44,32 +47,24 @@ SIZES = """hidden_size mamba_num_heads mamba_head_dim mamba_num_groups mamba_sta
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim""".split()
 
 
-@contextmanager
-def received_bytes() -> Iterator[list[int]]:
-    """Collect the bytes that this rank receives from others in each collective of the block."""
-    found: list[int] = []
+class Received(TorchDispatchMode):
+    """Counts the bytes that this rank receives from others in the collectives inside it."""
 
-    def counting(original: Callable, elements: Callable[..., int]) -> Callable:
-        def counted(output: Tensor, input: Tensor, *args, group=None, **kwargs):
-            found.append(elements(output, input, group, **kwargs) * output.element_size())
-            return original(output, input, *args, group=group, **kwargs)
+    bytes = 0
 
-        return counted
-
-    def of_others(output: Tensor, input: Tensor, group, output_split_sizes=None, **_) -> int:
-        splits = output_split_sizes or [len(output) // group.size()] * group.size()
-        return output[splits[group.rank()] :].numel()
-
-    elements = {
-        "all_gather_into_tensor": lambda output, input, group, **_: output.numel() - input.numel(),
-        "reduce_scatter_tensor": lambda output, _, group, **__: output.numel() * (group.size() - 1),
-        "all_to_all_single": of_others,
-    }
-    with ExitStack() as patches:
-        for name, count in elements.items():
-            patched = counting(getattr(dist, name), count)
-            patches.enter_context(mock.patch.object(dist, name, patched))
-        yield found
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+            output, given, group, rest = args[0], args[1], ProcessGroup.unbox(args[2]), args[3:]
+            if name == "_allgather_base_":
+                elements = output.numel() - given.numel()
+            elif name == "_reduce_scatter_base_":
+                elements = output.numel() * (group.size() - 1)
+            else:
+                splits = rest[0] or [len(output) // group.size()] * group.size()
+                elements = output[splits[group.rank()] :].numel()
+            self.bytes += elements * output.element_size()
+        return func(*args, **(kwargs or {}))
 
 
 def make_layers(mode: str, kind: str, groups) -> nn.ModuleList:
@@ -156,6 +151,24 @@ def captured(steps: dict[str, Callable[[], None]]) -> dict[str, Callable[[], Non
     return replays
 
 
+def take_turns(calls: list[Callable[[], object]]) -> list[list[float]]:
+    """Return each call's seconds on its slowest rank in every round, after one for warm-up.
+
+    The calls take turns, so that a disturbance affects all of them; ranks start each together.
+    """
+    found = torch.zeros(ROUNDS + 1, len(calls), device="cuda")
+    for turn in found:
+        for place, call in enumerate(calls):
+            torch.cuda.synchronize()
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            turn[place] = time.perf_counter() - started
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found[1:].T.tolist()
+
+
 def measure(options: argparse.Namespace) -> None:
     """Measure all modes and lengths, and print the table."""
     from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -179,15 +192,15 @@ def measure(options: argparse.Namespace) -> None:
         received = {}
         for mode, step in steps.items():
             step()
-            with received_bytes() as received[mode]:
+            with Received() as received[mode]:
                 step()
         timed = captured(steps) if options.cuda_graphs else steps
-        taken = dict(zip(MODES, take_turns(list(timed.values()), ROUNDS), strict=True))
+        taken = dict(zip(MODES, take_turns(list(timed.values())), strict=True))
         medians = {mode: statistics.median(seconds) for mode, seconds in taken.items()}
         for mode, seconds in taken.items() if is_first else ():
             share = medians[ONE_RANK] / medians[mode] / (1 if mode == ONE_RANK else cp)
             print(
-                f"| {length} | {mode} | {sum(received[mode]) / LAYERS / 1e6:.2f} "
+                f"| {length} | {mode} | {received[mode].bytes / LAYERS / 1e6:.2f} "
                 f"| {1e3 * medians[mode]:.1f} | {share:.3f} | {max(seconds) / min(seconds):.2f} |",
                 flush=True,
             )
@@ -206,7 +219,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.cuda_graphs and not ON_GPUS:
         parser.error("--cuda-graphs needs GPUs")
-    start()
+    if not ON_GPUS:
+        from megatron.core import cpu_runtime
+
+        cpu_runtime.install()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl")
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 Interval = tuple[float, float]
@@ -18,58 +17,37 @@ RANGES = {"bridge": "mimo bridge", "optimizer": "Optimizer.step"}
 """Prefixes of the names of ranges whose share of the time is computed."""
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Shares of the profiled time, as fractions of it.
+def read(path: Path) -> dict[str, float]:
+    """Read the `shares` of a trace, a gzipped file in Chrome's JSON format."""
+    with gzip.open(path, "rt") as file:
+        return shares(json.load(file)["traceEvents"])
+
+
+def shares(events: list[dict]) -> dict[str, float]:
+    """Compute shares of the profiled time from a trace's events; empty if no GPU worked.
 
     total: the profiled time itself, in the trace's unit: µs where PyTorch wrote it.
     idle: nothing runs and nothing is copied: launch gaps and waits for the host.
     exposed: NCCL's kernels run, and nothing else does.
     bridge, optimizer: time from the first kernel of such a range to its last.
     """
-
-    total: float
-    idle: float
-    exposed: float
-    bridge: float
-    optimizer: float
-
-
-def read(path: Path) -> Shares | None:
-    """Read the shares of a trace; None if no GPU worked in it.
-
-    Args:
-        path: gzipped file in Chrome's JSON format.
-    """
-    with gzip.open(path, "rt") as file:
-        return shares(json.load(file)["traceEvents"])
-
-
-def shares(events: list[dict]) -> Shares | None:
-    """Compute the shares from a trace's events, with times in any unit; None if no GPU worked."""
     spans = [event for event in events if event.get("ph") == "X"]
     work = [event for event in spans if event.get("cat") in WORK]
     steps = [span(e) for e in spans if e.get("name", "").startswith("ProfilerStep")]
     if not work or not steps:
-        return None
+        return {}
     window = (min(first for first, _ in steps), max(end for _, end in steps))
     total = window[1] - window[0]
 
     def length(chosen: list[dict]) -> float:
-        return sum(end - first for first, end in union(map(span, chosen), window)) / total
+        return covered(list(map(span, chosen)), window) / total
 
     computed = [event for event in work if not event["name"].startswith("nccl")]
     ranges = [event for event in spans if event.get("cat") == "gpu_user_annotation"]
-    share = {
-        name: length([event for event in ranges if event["name"].startswith(prefix)])
-        for name, prefix in RANGES.items()
-    }
-    return Shares(
-        total=total,
-        idle=1.0 - length(work),
-        exposed=length(work) - length(computed),
-        **share,
-    )
+    found = {"total": total, "idle": 1.0 - length(work), "exposed": length(work) - length(computed)}
+    for name, prefix in RANGES.items():
+        found[name] = length([event for event in ranges if event["name"].startswith(prefix)])
+    return found
 
 
 def span(event: dict) -> Interval:
@@ -77,15 +55,11 @@ def span(event: dict) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def union(intervals: list[Interval], window: Interval) -> list[Interval]:
-    """Return the union of the intervals inside the window, as disjoint intervals."""
-    joined: list[Interval] = []
+def covered(intervals: list[Interval], window: Interval) -> float:
+    """Return how much of the window the intervals cover together."""
+    length, until = 0.0, window[0]
     for first, end in sorted(intervals):
-        first, end = max(first, window[0]), min(end, window[1])
-        if first >= end:
-            continue
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((first, end))
-    return joined
+        end = min(end, window[1])
+        length += max(0.0, end - max(first, until))
+        until = max(until, end)
+    return length

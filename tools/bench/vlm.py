@@ -98,7 +98,10 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
     seconds = statistics.median(record["step_time_s"] for record in counted)
     waited = sum(record["data_wait_s"] for record in counted)
     numbers = [float(n) for n in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): (\S+)", log)]
-    computing = trace and (1 - trace.idle - trace.exposed) * trace.total / 1e6 / PROFILED
+    idle = None
+    if trace:  # the profiler slows down launches, but not the computing kernels
+        computing = (1 - trace["idle"] - trace["exposed"]) * trace["total"] / 1e6 / PROFILED
+        idle = max(0.0, 1 - computing / seconds - trace["exposed"])
     memory = re.findall(r"max allocated: (\S+)", log)
     return {
         "ranks": ranks,
@@ -110,9 +113,8 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "tflops_per_gpu": statistics.median(numbers[WARM_UP:last]),
         "peak_memory_gib": max(map(float, memory)) / 1024 if memory else None,
         "data_wait": waited / sum(record["step_time_s"] for record in counted),
-        # The profiler slows down launches, but not the computing kernels.
-        "idle": computing and max(0.0, 1 - computing / seconds - trace.exposed),
-        **{name: trace and getattr(trace, name) for name in ("exposed", "bridge", "optimizer")},
+        "idle": idle,
+        **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer")},
     }
 
 

@@ -38,34 +38,19 @@ def _parser() -> argparse.ArgumentParser:
         ("projector", "mlp1 of a VLM"),
     ):
         into.add_argument(f"--{part}", type=Path, metavar="DIR", help=what)
-    into.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
     into.add_argument("--tile", type=int, metavar="PIXELS", help="a tile's side")
     into.add_argument("--seed", type=int, default=1234, help="of parts that are not given")
-    into.add_argument(
-        "--leave-out",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="tensors that are not converted, e.g. 'sound_*'",
-    )
+    dropped = {"action": "append", "default": [], "metavar": "PATTERN"}
+    into.add_argument("--leave-out", help="tensors to leave out, e.g. 'sound_*'", **dropped)
     back = commands.add_parser("megatron-to-hf", help="write a Hugging Face directory")
     back.set_defaults(run=_to_hugging_face)
     back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
-    back.add_argument(
-        "--like",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a Hugging Face model of the same sizes, from which all but the weights is copied",
-    )
-    back.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
+    like = "a Hugging Face model of the same sizes, from which all but the weights is copied"
+    back.add_argument("--like", type=Path, required=True, metavar="DIR", help=like)
+    sizes = {"default": "nano-vl-30b-a3b", "metavar": "NAME|FILE"}
     for command in (into, back):
-        command.add_argument(
-            "--model",
-            default="nano-vl-30b-a3b",
-            metavar="NAME|FILE",
-            help="sizes of parts that are not given",
-        )
+        command.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
+        command.add_argument("--model", help="sizes of parts that are not given", **sizes)
     return parser
 
 
@@ -78,9 +63,7 @@ def _convert(options: argparse.Namespace) -> None:
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
     from examples.mimo.nemotron_vlm.model.presets import find_preset
-    from megatron.core import cpu_runtime
 
-    cpu_runtime.install()
     options.run(options, find_preset(options.model))
 
 
@@ -99,14 +82,8 @@ def _to_megatron(options: argparse.Namespace, base) -> None:
         sources += sources_of(options.vlm, base, rest)
     if not sources:
         raise UserError("nothing to convert: give --language, --vision, --projector or --vlm")
-    dropped, initial = to_megatron(
-        sources,
-        base,
-        options.out,
-        tile=options.tile,
-        leave_out=options.leave_out,
-        seed=options.seed,
-    )
+    how = {"tile": options.tile, "leave_out": options.leave_out, "seed": options.seed}
+    dropped, initial = to_megatron(sources, base, options.out, **how)
     _list("not in our model, left out", dropped)
     _list(f"initial weights of seed {options.seed}", initial)
     print(f"load it with: --model {options.out / MODEL} --pretrained-checkpoint {options.out}")

@@ -116,14 +116,14 @@ def write_tokenizer(path: Path) -> None:
 def _sample(draw: np.random.Generator, images: np.ndarray, digits: np.ndarray) -> dict:
     if draw.random() < TEXT_ONLY:
         text = " ".join(map(str, draw.integers(10, size=_length(draw))))
-        return {"json": _conversation(f"copy {text}", text)}
+        return {"json": conversation(f"copy {text}", text)}
     chosen = draw.integers(len(images), size=_length(draw))
     kind = "png" if draw.random() < 0.5 else "jpg"
     question = ("what digits are these ?", "read them in order")[int(draw.integers(2))]
     answer = " ".join(str(digits[i]) for i in chosen)
     strip = _strip(draw, images[chosen])
     # The image comes last: with words after it, a tiny model takes long to learn to attend to it.
-    return {kind: strip_bytes(strip, kind), "json": _conversation(f"{question}\n<image>", answer)}
+    return {kind: strip_bytes(strip, kind), "json": conversation(f"{question}\n<image>", answer)}
 
 
 def _length(draw: np.random.Generator) -> int:
@@ -148,7 +148,8 @@ def strip_bytes(image: Image.Image, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _conversation(question: str, answer: str) -> bytes:
+def conversation(question: str, answer: str) -> bytes:
+    """Write one question and its answer as the JSON of a sample."""
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     return json.dumps({"conversations": turns}).encode()
 

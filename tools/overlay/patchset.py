@@ -11,6 +11,8 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from overlay.checkout import check_relative, sha256
@@ -23,8 +25,8 @@ _PATCH_NAME = re.compile(r"\d{4}-[a-z0-9-]+\.patch")
 _TOP = """\
 # The versions of upstream that the patch set takes, and what it does to them. `pin` and [versions]
 # are written by hand (docs/contributor/moving-the-pin.md), all else by `make lock`: the sha256 of
-# each patch, and, before and after, of each file that it changes, by version. Only git checkouts
-# have the files of [git_only].
+# each patch, and, before and after, of each file that it changes, in a table for all versions in
+# which these are the same. Only git checkouts have the files of [git_only].
 """
 Sides = list[str]  # the sha256 of a file before and after
 
@@ -58,6 +60,8 @@ class Lock:
         try:
             lock = cls(**tomllib.loads(path.read_text()))
             lock.versions = {name: Version(**v) for name, v in lock.versions.items()}
+            of_several = lock.files.items()
+            lock.files = {name: table for names, table in of_several for name in names.split()}
             for table in (*lock.files.values(), lock.git_only):
                 for name, sides in table.items():
                     check_relative(name, path.name)
@@ -70,7 +74,9 @@ class Lock:
     def text(self) -> str:
         tables = {f'versions."{name}"': asdict(v) for name, v in self.versions.items()}
         tables |= {"patches": self.patches}
-        tables |= {f'files."{name}"': table for name, table in self.files.items()}
+        for table, same in groupby(self.files.items(), key=itemgetter(1)):
+            names = " ".join(name for name, _ in same)
+            tables[f'files."{names}"'] = table
         tables |= {"git_only": self.git_only}
         lines = [f'pin = "{self.pin}"']
         for title, table in tables.items():

@@ -42,10 +42,10 @@ def uses(source: str | bytes, path: str) -> Iterator[Use]:
     """Yield the names that the file at ``path`` uses."""
     package = path.rpartition("/")[0].replace("/", ".")
     nodes = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
-    names = {name: full for node in nodes for name, full in _imports(node, package)}
+    names = {name: full for node in nodes for name, full in imported(node, package)}
     for node in nodes:
         line, stored = node.lineno, isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
-        for _, full in _imports(node, package):
+        for _, full in imported(node, package):
             yield Use(line, full.removesuffix(".*"))
         if isinstance(node, ast.Attribute):
             yield Use(line, _dotted(node, names) or f".{node.attr}", replaces=stored)
@@ -79,7 +79,7 @@ def _by_call(node: ast.Call, called: str, names: dict[str, str]) -> Iterator[Use
         yield Use(node.lineno, owner, replaces=True)
 
 
-def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
+def imported(node: ast.AST, package: str) -> Iterator[tuple[str, str]]:
     """Yield the names that an import statement in ``package`` binds, each with its full name."""
     if isinstance(node, ast.Import):
         for alias in node.names:

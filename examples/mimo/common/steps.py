@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any
 
 from examples.mimo.common.errors import UserError
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -18,21 +18,12 @@ Step = tuple[int, int, int]
 """A step: number of its first row, number of its microbatches, and rows of a DP rank in each."""
 
 
-class Loading(Protocol):
-    """A rank's data loading."""
-
-    def training(self) -> Iterator[Microbatch]:
-        """Yield microbatches without end, from the first row that the run has not consumed."""
-
-    def held_out(self) -> Iterator[Microbatch]:
-        """Yield microbatches of the test split without end."""
-
-
-def data_provider(loading: Loading) -> Callable:
+def data_provider(loading: Any) -> Callable:
     """Return the data provider for ``pretrain``: it gives iterators for training and evaluation.
 
     Args:
-        loading: this rank's data loading.
+        loading: this rank's data loading, whose ``training`` and ``held_out`` return iterators over
+            microbatches without end.
     """
 
     def provider(_sizes, vp_stage: int | None = None):

@@ -203,34 +203,32 @@ class _Maker:
         grid = self.grid
         if not dims:
             return self._alone()
-        ranks = _ranks(grid.get_rank_enum(dims, view=view))
         spec = grid._resolve_view(view)
         ordered, _ = grid._order_dims_for_view(spec, dims)
         key, _, _ = grid._canonical_pg_key_and_enum_view(spec, ordered)
-        if key not in grid._pgs:
-            if len(ranks[0]) == 1:
-                grid._pgs[key] = self._alone()
-            elif ranks in shared:
-                grid._pgs[key] = shared[ranks]
-            else:
-                grid.create_pg(dims, view=view)
-        shared.setdefault(ranks, grid._pgs[key])
-        return grid._pgs[key]
+        return self._kept(key, grid.get_rank_enum(dims, view=view), shared)
 
     def derived(
         self, name: str, rank_enum: list[list[int]], shared: Shared
     ) -> dist.ProcessGroup | None:
         """This rank's group among ``rank_enum``, which spans no whole dims; kept under ``name``."""
-        grid, key, ranks = self.grid, ("derived", (name,)), _ranks(rank_enum)
-        if key not in grid._pgs:
+        return self._kept(("derived", (name,)), rank_enum, shared)
+
+    def _kept(
+        self, key: object, rank_enum: list[list[int]], shared: Shared
+    ) -> dist.ProcessGroup | None:
+        groups, ranks = self.grid._pgs, tuple(map(tuple, rank_enum))
+        if key not in groups:
             if all(len(group) == 1 for group in ranks):
-                group = self._alone() if (dist.get_rank(),) in ranks else None
+                alone = self._alone()  # on all ranks alike
+                groups[key] = alone if (dist.get_rank(),) in ranks else None
             elif ranks in shared:
-                group = shared[ranks]
+                groups[key] = shared[ranks]
             else:
-                group, _ = dist.new_subgroups_by_enumeration(rank_enum, backend=grid.backend)
-            grid._pgs[key] = group
-        return grid._pgs[key]
+                made = dist.new_subgroups_by_enumeration(rank_enum, backend=self.grid.backend)
+                groups[key], _ = made
+        shared.setdefault(ranks, groups[key])
+        return groups[key]
 
     def _alone(self) -> dist.ProcessGroup | None:
         """This rank's group of one; None outside the grid.
@@ -248,7 +246,3 @@ class _Maker:
             group = dist.new_group([rank], backend=grid.backend)
             grid._pgs[key] = group if inside else None
         return grid._pgs[key]
-
-
-def _ranks(rank_enum: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, rank_enum))

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource
-from examples.mimo.nemotron_vlm.data.text import Text
-from examples.mimo.nemotron_vlm.loop.forward_step import forward_step, gather_logits
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, SampleSource, Text
+from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.training import training as loop
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 
@@ -61,7 +61,8 @@ def program_logits(*options: str, source: RandomText) -> torch.Tensor:
 
         def counted(logits):
             asked, _, positions, places, samples, *_ = count.args
-            found = gather_logits(logits[asked], model.pg_collection.tp).cpu()
+            tp = model.pg_collection.tp
+            found = gather_from_tensor_model_parallel_region(logits[asked].float(), tp).cpu()
             answered = [samples[place] for place in places.tolist()]
             places = zip(answered, positions.tolist(), strict=True)
             rows.update(zip(places, found, strict=True))

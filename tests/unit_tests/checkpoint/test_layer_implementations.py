@@ -19,19 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import LayerNorm, RMSNorm
 
 from examples.mimo.common.errors import UserError
-from tests.unit_tests.checkpoint.conversions import convert
-from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import (
-    RandomText,
-    loading,
-    program_logits,
-)
-from tests.unit_tests.checkpoint.small_vlm import PRESET
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.weights import assert_shards_equal, gather_weights
 from tests.unit_tests.test_utilities import requires_world_size
-
-IMAGES = RandomText(tiles=2)
 
 NONE = torch.empty(0, dtype=torch.uint8)
 """Extra state of an engine's norm without FP8."""
@@ -52,8 +43,8 @@ def engine_norms(state: torch.Tensor = NONE) -> Iterator[list[torch.Tensor | Non
         yield loaded
 
 
-def run_of(*arguments: str, preset=PRESET):
-    sizes = ("--global-batch-size", "4", "--micro-batch-size", "4", "--seq-length", "16")
+def run_of(*arguments: str, preset=None):
+    sizes = ("--global-batch-size", "4", "--micro-batch-size", "4")
     return trainer(*sizes, *arguments, preset=preset)
 
 
@@ -88,23 +79,14 @@ class TestOneRank:
             assert loaded and all(torch.equal(given, scales) for given in loaded)
 
     @requires_world_size(1)
-    def test_converted_weights_go_to_layers_with_them(self, tmp_path):
-        """The logits are those of layers without extra states."""
-        theirs, ours = save(whole_vlm(), tmp_path / "theirs"), tmp_path / "ours"
-        convert("hf-to-megatron", "--vlm", theirs, "--out", ours)
-        expected = program_logits(*loading(ours), source=IMAGES)
-        with engine_norms() as loaded:
-            found = program_logits(*loading(ours), source=IMAGES)
-        assert loaded and torch.equal(found, expected)
-
-    @requires_world_size(1)
     def test_a_weight_that_is_missing_is_refused_by_name(self, tmp_path):
         """The model has one layer more; its extra state is not missed."""
         with run_of() as run:
             run.save(tmp_path)
-        pattern = PRESET.language.hybrid_layer_pattern + "M"
-        longer = replace(PRESET, language=replace(PRESET.language, hybrid_layer_pattern=pattern))
+        language = tiny().language
+        language = replace(language, hybrid_layer_pattern=language.hybrid_layer_pattern + "M")
+        longer = replace(tiny(), name="longer", language=language)
         with engine_norms(), pytest.raises(UserError) as refusal:
             with run_of("--load", str(tmp_path), preset=longer):
                 pass
-        assert re.search(r"layers\.4\.\S+ from model not in state dict", str(refusal.value))
+        assert re.search(r"layers\.8\.\S+ from model not in state dict", str(refusal.value))

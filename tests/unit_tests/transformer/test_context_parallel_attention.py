@@ -10,7 +10,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import (
     PaddedLengths,
-    attention_plan,
     pad_lengths,
     zigzag_layout,
 )
@@ -27,7 +26,6 @@ TOLERANCES = {
     torch.float32: dict(rtol=1e-5, atol=1e-5),
     torch.bfloat16: dict(rtol=2e-2, atol=5e-2),
 }
-TOLERANCE = TOLERANCES[torch.float32]
 MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 # Odd, empty, below 2·cp, and long samples.
 PACKED = (5, 0, 1, 29, 8)
@@ -78,41 +76,33 @@ def packed_call(layer, query, key, value, params):
     return layer(query, key, value, None, packed_seq_params=params).unsqueeze(1)
 
 
-class TestOneRank:
-    @pytest.mark.parametrize("dtype", TOLERANCES)
-    @pytest.mark.parametrize("mask_type", MASKS)
-    def test_packed_odd_lengths_match_the_oracle(self, mask_type, dtype):
-        """Boundaries without padding are enough."""
-        inputs = random_qkv(sum(PACKED), 1, dtype)
-        bounds = torch.tensor([0, *PACKED]).cumsum(0).to(Utils.device, torch.int32)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
-        context = packed_call(attention(mask_type, softmax_scale=0.7), *inputs, params)
-        expected = oracle(*inputs, PACKED, mask_type is AttnMaskType.causal, scale=0.7)
-        torch.testing.assert_close(context.double(), expected, **TOLERANCES[dtype])
+@pytest.mark.parametrize("mask_type", MASKS)
+def test_on_one_rank_boundaries_without_padding_are_enough(mask_type):
+    inputs = random_qkv(sum(PACKED), 1)
+    bounds = torch.tensor([0, *PACKED]).cumsum(0).to(Utils.device, torch.int32)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+    context = packed_call(attention(mask_type, softmax_scale=0.7), *inputs, params)
+    expected = oracle(*inputs, PACKED, mask_type is AttnMaskType.causal, scale=0.7)
+    torch.testing.assert_close(context.double(), expected, **TOLERANCES[torch.float32])
+    with pytest.raises(ValueError, match="end at 4, which does not match the 43 tokens"):
+        shorter = PaddedLengths((4,), (4,)).packed_seq_params(Utils.device)
+        packed_call(attention(), *inputs, shorter)
+    with pytest.raises(ValueError, match="full without an attention_mask"):
+        attention(AttnMaskType.padding)(*inputs, torch.ones(43, 43).bool())
 
-    def test_refuses_tokens_that_cu_seqlens_do_not_cover(self):
-        query, key, value = random_qkv(tokens=9, batch=1)
-        params = PaddedLengths((4,), (4,)).packed_seq_params(Utils.device)
-        with pytest.raises(ValueError, match="end at 4, which does not match the 9 tokens"):
-            packed_call(attention(), query, key, value, params)
 
-    def test_refuses_a_mask_it_would_not_apply(self):
-        query, key, value = random_qkv(tokens=4, batch=1)
-        with pytest.raises(ValueError, match="full without an attention_mask"):
-            attention(AttnMaskType.padding)(query, key, value, torch.ones(4, 4).bool())
-
-    @pytest.mark.parametrize(
-        ("option", "message"),
-        (
-            ({"attention_dropout": 0.1}, "attention_dropout=0, found 0.1"),
-            ({"window_size": (4, 0)}, r"window_size=None, found \(4, 0\)"),
-            ({"softmax_type": "learnable"}, "softmax_type='vanilla', found 'learnable'"),
-            ({"context_parallel_size": 2}, "context_parallel_size is 2, .*cp has 1 ranks"),
-        ),
-    )
-    def test_refuses_what_it_does_not_do(self, option, message):
-        with pytest.raises(ValueError, match=message):
-            attention(**option)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    (
+        ({"attention_dropout": 0.1}, "attention_dropout=0, found 0.1"),
+        ({"window_size": (4, 0)}, r"window_size=None, found \(4, 0\)"),
+        ({"softmax_type": "learnable"}, "softmax_type='vanilla', found 'learnable'"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2, .*cp has 1 ranks"),
+    ),
+)
+def test_what_it_does_not_do_is_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**option)
 
 
 @requires_world_size(4)
@@ -140,7 +130,10 @@ class TestContextParallel:
         layer = attention(mask_type, group)
         shards = [shard(tensor) for tensor in (query, key, value)]
         if batch == 1:
-            context = packed_call(layer, *shards, padded.packed_seq_params(Utils.device))
+            params = padded.packed_seq_params(Utils.device)
+            packed_call(layer, *shards, params)  # makes the plan
+            with no_host_sync():
+                context = packed_call(layer, *shards, params)
         else:
             context = layer(*shards, None)
         expected = oracle(query, key, value, lengths, mask_type is AttnMaskType.causal)
@@ -157,18 +150,3 @@ class TestContextParallel:
         for gradient, reference in zip(found, wanted, strict=True):
             torch.testing.assert_close(gradient[own], reference[own], **TOLERANCES[dtype])
             assert not gradient[~own].any()
-
-    def test_with_the_plan_made_before_no_layer_waits_for_the_device(self, group, cp_size):
-        if group is None:
-            return
-        padded = pad_lengths(PACKED, cp_size)
-        params = padded.packed_seq_params(Utils.device)
-        plan = attention_plan(padded, cp_size, group.rank(), Utils.device, True)
-        query, key, value = (
-            zigzag_layout(padded, cp_size).shard(padded.pad(x), group.rank())
-            for x in random_qkv(sum(PACKED), batch=1)
-        )
-        layer = attention(cp_group=group)
-        with no_host_sync():
-            packed_call(layer, query, key, value, params).sum().backward()
-        assert attention_plan(padded, cp_size, group.rank(), Utils.device, True) is plan

@@ -13,14 +13,7 @@ import torch
 
 from conversion.program_model import program_model, saved_key
 from conversion.rows import differences, refuse
-from conversion.sources import (
-    Source,
-    check_sources,
-    matching,
-    parts_of,
-    preset_of,
-    sources_of,
-)
+from conversion.sources import Source, check_sources, matching, parts_of, preset_of, sources_of
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError

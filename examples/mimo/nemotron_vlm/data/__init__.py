@@ -82,9 +82,8 @@ def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
     # These need the energon extra.
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
-    from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
-    from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
     chat = Chat(args.tokenizer_model, args.image_token)
     tiling = Tiling(sizes["tile"], args.max_tiles, args.thumbnail)

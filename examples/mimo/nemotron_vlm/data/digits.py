@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
+    Text,
     most_tiles,
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 
 TEST_EVERY = 5
 """Every fifth scan is held out for the test split."""
@@ -70,17 +70,14 @@ class DigitStrips(DigitTask):
             self.fingerprint += f", at most {most} a strip"
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         targets = self._splits[split][1]
         answer = [int(targets[i]) for i in self._chosen(split, number)]
         return reading_task(len(answer), answer, self._tokens_per_tile, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        """See `SampleSource`."""
         return self._splits[split][0][self._chosen(split, number)].expand(-1, 3, -1, -1)
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         sizes = (len(self._chosen(split, n)) for n in range(first, first + count))
         return np.array(
             [(reading_length(n, self._tokens_per_tile), n) for n in sizes], dtype=np.int64

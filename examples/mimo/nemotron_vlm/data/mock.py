@@ -9,11 +9,11 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
+    Text,
     most_tiles,
     reading_length,
     reading_task,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 
 
 class MockStrips(DigitTask):
@@ -28,17 +28,14 @@ class MockStrips(DigitTask):
         self.fingerprint = f"mock of {self._shape}, seed {seed}"
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         draw = np.random.default_rng([self._seed, split == "test", number, 1])
         answer = draw.integers(10, size=self._shape[0]).tolist()
         return reading_task(len(answer), answer, self._tokens_per_tile, self._seq_length)
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        """See `SampleSource`."""
         draw = np.random.default_rng([self._seed, split == "test", number])
         return torch.from_numpy(draw.integers(256, size=self._shape, dtype=np.uint8))
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         cost = reading_length(self._shape[0], self._tokens_per_tile), self._shape[0]
         return np.tile(np.array(cost, dtype=np.int64), (count, 1))

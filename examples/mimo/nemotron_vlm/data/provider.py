@@ -11,11 +11,12 @@ from __future__ import annotations
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from examples.mimo.common.errors import UserError
@@ -62,7 +63,7 @@ class Loading:
             encoder_parts={name: encoder_part(modules, name) for name in preset.names},
             language_dp=language and language.dp.rank(),
             width=args.hidden_size,
-            row_cost=partial(row_cost, args.pack) if args.balance else None,
+            balance=args.balance,
             schedule=schedule_of(args),
         )
         self.reader = Reader(
@@ -123,23 +124,13 @@ class Loading:
         )
         batches = map(read, loader)
         # Without GPUs, the CPU runtime stands in for Tensor.cuda.
-        on_device = partial(_moved, move=torch.Tensor.cuda)
+        on_device = partial(tree_map_only, torch.Tensor, torch.Tensor.cuda)
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)
         while True:
             started = time.perf_counter()
             batch = next(batches)
             self.waited_s += time.perf_counter() - started
             yield batch
-
-
-def row_cost(packed: bool, tokens: list[int]) -> float:
-    """Return what a row costs the language model beyond what all rows cost alike: its attention.
-
-    Args:
-        packed: whether rows are packed; otherwise all cost the same.
-        tokens: number of tokens of each of the row's samples.
-    """
-    return float(sum(int(length) ** 2 for length in tokens)) if packed else 0.0
 
 
 def read(batch: Microbatch | str) -> Microbatch:
@@ -156,9 +147,10 @@ def read(batch: Microbatch | str) -> Microbatch:
 def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
     """Yield microbatches on this GPU; the next one is copied while one is in use."""
     stream, held = torch.cuda.Stream(), None
+    copy = partial(torch.Tensor.cuda, non_blocking=True)
     for batch in batches:
         with torch.cuda.stream(stream):
-            copied = _moved(batch, lambda tensor: tensor.cuda(non_blocking=True))
+            copied = tree_map_only(torch.Tensor, copy, batch)
             arrived = stream.record_event()
         if held is not None:
             yield _arrived(*held)
@@ -168,20 +160,5 @@ def _copied_ahead(batches: Iterator[Microbatch]) -> Iterator[Microbatch]:
 def _arrived(batch: Microbatch, event: torch.cuda.Event) -> Microbatch:
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
-
-    def used(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(stream)
-        return tensor
-
-    return _moved(batch, used)
-
-
-def _moved(batch: dict, move: Callable[[torch.Tensor], torch.Tensor]) -> dict:
-    """Apply ``move`` to all tensors of a batch."""
-
-    def moved(value):
-        if isinstance(value, dict):
-            return _moved(value, move)
-        return move(value) if isinstance(value, torch.Tensor) else value
-
-    return {name: moved(value) for name, value in batch.items()}
+    tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), batch)
+    return batch

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from examples.mimo.common.steps import Microbatch
 from examples.mimo.nemotron_vlm.data.rows import Packing
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
-from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
@@ -150,10 +150,8 @@ class Reader(Dataset):
         room = length - len(text.input_ids)
         if room < 0:
             raise ValueError(f"{len(text.input_ids)} tokens do not fit {length}")
-        ids, labels = (
-            torch.cat([part, part.new_full((room,), self.source.pad_token)]) for part in text[:2]
-        )
-        return Text(ids, labels, torch.cat([text.loss_mask, torch.zeros(room)]))
+        ids, labels = (F.pad(part, (0, room), value=self.source.pad_token) for part in text[:2])
+        return Text(ids, labels, F.pad(text.loss_mask, (0, room)))
 
     def _stacked(self, rows: list[list[Text]]) -> Microbatch:
         lengths = [[len(text.input_ids) for text in row] for row in rows]

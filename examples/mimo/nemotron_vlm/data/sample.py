@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from examples.mimo.nemotron_vlm.data.text import Text
 
 IMAGES = "images"
 """Name of the encoder of image tiles."""
@@ -20,6 +19,19 @@ FIRST_DIGIT = 10
 
 Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Scores tokens ``read [n]`` against ``labels [n]``: which are right, which count; bool [n]."""
+
+
+class Text(NamedTuple):
+    """Tokens of a sample, without padding unless a `Reader` has added it.
+
+    input_ids: [n] int64, with as many image tokens as the sample's tiles become embeddings.
+    labels: [n] int64, the next token at each position.
+    loss_mask: [n] float32, 1 where the label is part of an answer.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
 
 
 class SampleSource:

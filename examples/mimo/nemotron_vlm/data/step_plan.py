@@ -12,7 +12,7 @@ rows, as upstream's bridge requires.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,9 +24,6 @@ from examples.mimo.nemotron_vlm.data.rows import PLACE, ROWS, SAMPLE, WORK, Rows
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from megatron.core.models.mimo.bridge.topology import atoms_of
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-
-RowCost = Callable[[Sequence[int]], float]
-"""Cost for the language model of a row, from the tokens of each of its samples, in any unit."""
 
 Inputs = list[np.ndarray]
 """An encoder's inputs in each row of a step, as `Rows.inputs` returns them."""
@@ -79,7 +76,7 @@ class StepPlan:
             rank encodes; None if the rank does not have it.
         language_dp: this rank's DP coordinate in the language model's grid; None outside of it.
         width: the language model's hidden size.
-        row_cost: cost of a row, by which rows are balanced; None leaves them in the stream's order.
+        balance: whether rows are balanced by their cost, instead of left in the stream's order.
         schedule: when colocated modules encode.
     """
 
@@ -88,7 +85,7 @@ class StepPlan:
     encoder_parts: Mapping[str, int | None]
     language_dp: int | None
     width: int
-    row_cost: RowCost | None = None
+    balance: bool = False
     schedule: EncoderSchedule = EncoderSchedule()
 
     def takes(self, rows: Rows, first: int, count: int, micro_size: int) -> Iterator[Take]:
@@ -121,9 +118,11 @@ class StepPlan:
         self, rows: Rows, samples: list[list[int]], inputs: dict[str, Inputs], count: int
     ) -> np.ndarray:
         dp = self.layouts.language.dp
-        if self.row_cost is None:
+        if not self.balance:
             return np.arange(len(samples)).reshape(count, dp, -1)
-        language = [self.row_cost(tokens) for tokens in rows.tokens(samples)]
+        language = np.zeros(len(samples))
+        if rows.packing:  # what packed rows cost beyond what all rows cost alike: their attention
+            language = [(tokens.astype(float) ** 2).sum() for tokens in rows.tokens(samples)]
         work = sum(np.array([row[:, WORK].sum() for row in each]) for each in inputs.values())
         return assign_rows(language, work, count, dp)
 

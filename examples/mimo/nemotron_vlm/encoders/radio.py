@@ -26,12 +26,11 @@ from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     check_values,
     interleaved,
 )
-from examples.mimo.nemotron_vlm.encoders.projector import (
+from examples.mimo.nemotron_vlm.encoders.stage import (
     ProjectorPart,
     projector_config,
-    projector_spec,
+    stage_spec,
 )
-from examples.mimo.nemotron_vlm.encoders.stage import stage_spec
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
 from megatron.core.models.vision.radio import RADIOViTModel
@@ -87,7 +86,6 @@ class Radio(Encoder):
         return np.full(len(sizes), self.tokens_per_tile)
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        """See `Encoder`."""
         shape = self.layers, self.hidden, self.ffn, 3 * self.patch**2
         vit = vit_flops(self.patches, self.patches + self.class_tokens, *shape)
         mlp = mlp_flops(self.tokens_per_tile, (self.output_size, self.projector_ffn, width))
@@ -99,7 +97,6 @@ class Radio(Encoder):
         return {"tiles": torch.cat([none, *parts])}
 
     def divided(self) -> dict[str, int]:
-        """See `Encoder`."""
         return {
             "attention heads": self.heads,
             "features": self.hidden,
@@ -108,7 +105,6 @@ class Radio(Encoder):
         }
 
     def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
-        """See `Encoder`."""
         encoder = TransformerConfig(
             num_layers=self.layers,
             hidden_size=self.hidden,
@@ -126,25 +122,21 @@ class Radio(Encoder):
     def spec(
         self, configs: Configs, specs: LayerSpecs, groups: ProcessGroupCollection | None
     ) -> ModuleSpec:
-        """See `Encoder`."""
         radio = dict(config=configs["encoder"], layer_spec=specs.vit_layer, sizes=self)
         encoder = ModuleSpec(module=RADIOEncoderWrapper, params=radio | {"pg_collection": groups})
-        projector = projector_spec(configs["projector"], specs, self.output_size, groups)
-        return stage_spec(self.key, encoder, projector, groups)
+        projector = configs["projector"]
+        return stage_spec(self.key, encoder, self.output_size, projector, specs, groups)
 
     def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
-        """See `Encoder`."""
         layer = 4 * self.hidden + 4 + (4 * self.hidden + 2 * self.ffn + self.heads) / layout.tp
         row = 3 * self.output_size + 1 + 2 * self.projector_ffn / layout.tp
         kept = (self.patches + self.class_tokens) * layer * self.layers / layout.pp
         return kept + 3 * self.tile**2 * first + self.tokens_per_tile * row * last
 
     def reduced(self) -> int:
-        """See `Encoder`."""
         return (self.patches + self.class_tokens) * self.hidden
 
     def parts(self) -> tuple[Part, ...]:
-        """See `Encoder`."""
         module = f"modality_submodules.{self.name}."
         ours = f"{module}encoders.{self.key}.radio."
         encoder = RadioPart("encoder", ours, "vision_model.", "", "vision_config", "radio")
@@ -290,7 +282,6 @@ class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
 
     def outer(self, files: Files, prefix: str) -> str:
-        """See `Part`."""
         if not files.shapes:
             return prefix + "radio_model."
         names = [n for n in files.shapes if n.startswith(prefix) and n.endswith(EMBEDDER)]
@@ -326,7 +317,6 @@ class RadioPart(Part):
         )
 
     def table(self, sizes: Radio) -> Table:
-        """See `Part`."""
         table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
         for number in range(sizes.layers):
             theirs = f"model.blocks.{number}."

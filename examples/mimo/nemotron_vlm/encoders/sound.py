@@ -34,12 +34,11 @@ from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     TensorRows,
     check_values,
 )
-from examples.mimo.nemotron_vlm.encoders.projector import (
+from examples.mimo.nemotron_vlm.encoders.stage import (
     ProjectorPart,
     projector_config,
-    projector_spec,
+    stage_spec,
 )
-from examples.mimo.nemotron_vlm.encoders.stage import stage_spec
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.models.mimo.forward.flops import mlp_flops
 from megatron.core.models.mimo.setup.initialization import Draw, fan_in_normal
@@ -101,11 +100,9 @@ class Sound(Encoder):
         }
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """See `Encoder`."""
         return sizes // (HOP * self.subsampling_factor) + 1
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        """See `Encoder`."""
         rows, hidden, channels = self.rows(sizes), self.hidden_size, self.subsampling_conv_channels
         weights = 4 * hidden * self.intermediate_size + 9 * hidden**2
         weights += hidden * self.conv_kernel_size
@@ -141,11 +138,9 @@ class Sound(Encoder):
         return made.input_features[0]
 
     def divided(self) -> dict[str, int]:
-        """See `Encoder`."""
         return {"encoder of transformers": 1}
 
     def staged(self) -> dict[str, int]:
-        """See `Encoder`."""
         return self.divided()
 
     def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
@@ -165,25 +160,21 @@ class Sound(Encoder):
     def spec(
         self, configs: Configs, specs: LayerSpecs, groups: ProcessGroupCollection | None
     ) -> ModuleSpec:
-        """See `Encoder`."""
         params = {"config": configs["encoder"], "sizes": self, "groups": groups}
         encoder = ModuleSpec(module=SoundEncoder, params=params)
-        projector = projector_spec(configs["projector"], specs, self.hidden_size, groups)
-        return stage_spec(self.key, encoder, projector, groups)
+        projector = configs["projector"]
+        return stage_spec(self.key, encoder, self.hidden_size, projector, specs, groups)
 
     def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
-        """See `Encoder`."""
         rows, hidden = self.usual_rows(), self.hidden_size
         layer = 24 * hidden + 4 * self.intermediate_size + 4 * self.num_attention_heads * rows
         halved = self.subsampling_conv_channels * self.num_mel_bins * self.subsampling_factor
         return rows * (self.layers * layer + halved + 3 * hidden + 2 * self.projector_ffn)
 
     def reduced(self) -> int:
-        """See `Encoder`."""
         return 0
 
     def parts(self) -> tuple[Part, ...]:
-        """See `Encoder`."""
         module = f"modality_submodules.{self.name}."
         ours = f"{module}encoders.{self.key}.encoder."
         encoder = SoundPart("sound encoder", ours, "sound_encoder.encoder.", config="audio_config")
@@ -320,7 +311,6 @@ class SoundPart(Part):
     """Parakeet, by transformers' names in both models."""
 
     def sizes(self, base: Sound, config: Any, files: Files, outer: str, tile: int | None) -> Sound:
-        """See `Part`."""
         if config is None:
             return base
         check_values("the encoder of sound", config, EXPECTED)
@@ -328,12 +318,10 @@ class SoundPart(Part):
         return replace(base, layers=config.num_hidden_layers, **same)
 
     def table(self, sizes: Sound) -> Table:
-        """See `Part`."""
         with torch.device("meta"):
             names = parakeet(sizes).state_dict()
         return {name: (TensorRows(name),) for name in names}
 
     def not_held(self, files: Files, outer: str) -> list[str]:
-        """See `Part`."""
         patterns = [outer + pattern for pattern in NOT_HELD]
         return [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -22,7 +22,6 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 
 PERCENTILES = (0, 50, 90, 99, 100)
 

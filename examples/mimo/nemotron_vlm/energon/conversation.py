@@ -32,17 +32,6 @@ class Turn(NamedTuple):
     text: str
 
 
-class Encoded(NamedTuple):
-    """A conversation of n tokens, with one token for each image.
-
-    ids: int64 [n]. answer: bool [n], True for tokens of an answer and the end-of-turn token after
-    it.
-    """
-
-    ids: np.ndarray
-    answer: np.ndarray
-
-
 def place_images(turns: list[Turn], images: int) -> list[Turn]:
     """Put one ``<image>`` per image before the first user turn, unless the text has placeholders.
 
@@ -117,8 +106,12 @@ class Chat:
         """Return the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def encode(self, turns: list[Turn]) -> Encoded:
+    def encode(self, turns: list[Turn]) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize a conversation with the chat template; each placeholder becomes one image token.
+
+        Returns:
+            The n tokens, int64 [n]; and which are of an answer or the end of turn after it, bool
+            [n].
 
         Raises:
             BadConversation: the template refuses it or changes its answers, or its text contains
@@ -136,7 +129,7 @@ class Chat:
             answer |= (end > span.start) & (first < span.stop)
         if (ids == self.image_token).sum() != images:
             raise BadConversation(f"its text has the token {self.image_text}")
-        return Encoded(ids, answer)
+        return ids, answer
 
     def _answers(self, turns: list[Turn], text: str) -> list[range]:
         """Return the range of characters of each answer in ``text``, end of turn included.

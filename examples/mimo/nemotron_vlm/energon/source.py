@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
-from examples.mimo.nemotron_vlm.data.text import Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
@@ -139,7 +138,7 @@ class EnergonSource(SampleSource):
             yield dataset, index, survey
         except ValueError as error:
             raise ValueError(
-                f"{dataset.path / dataset.name(index)} has changed since the survey: {error}"
+                f"{self.name(split, number)} has changed since the survey: {error}"
             ) from error
 
     def _stream(self, split: str) -> _Stream:
@@ -156,11 +155,13 @@ class EnergonSource(SampleSource):
             stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
             bad = stream.left_out.total() - stream.left_out[Excluded.kind]
             if bad and self._refuses:
-                more = f"; and {bad - NAMED} more" if bad > NAMED else ""
-                raise ValueError(
-                    f"{self._path}: {bad} bad samples in {split}: "
-                    f"{'; '.join(stream.bad_names(NAMED))}{more}"
-                )
+                named = [
+                    f"{sample.name}: {sample.reason}"
+                    for pair in pairs
+                    for sample in bad_samples(*pair, self._seq_length, NAMED)
+                ][:NAMED]
+                named += [f"and {bad - NAMED} more"] * (bad > NAMED)
+                raise ValueError(f"{self._path}: {bad} bad samples in {split}: {'; '.join(named)}")
             self._streams[split] = stream
         return self._streams[split]
 
@@ -205,7 +206,7 @@ class _Stream:
         seed: tuple[int, str],
     ) -> None:
         self.left_out: Counter[str] = Counter()
-        self._seq_length, self._numbered = seq_length, []
+        self._numbered: list[_Numbered] = []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
             states = survey.states(seq_length)[chosen]
@@ -243,15 +244,6 @@ class _Stream:
             indices = samples[drawn[here]]
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
         return costs
-
-    def bad_names(self, most: int) -> list[str]:
-        """Name ``most`` bad samples as ``shard/key: reason``."""
-        bad = [
-            sample
-            for each in self._numbered
-            for sample in bad_samples(each.dataset, each.survey, self._seq_length, most)
-        ]
-        return [f"{sample.name}: {sample.reason}" for sample in bad[:most]]
 
 
 def _check(found: int, surveyed: int, unit: str) -> None:

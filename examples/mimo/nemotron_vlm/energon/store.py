@@ -151,19 +151,18 @@ class DataSet:
             Excluded: ``split.yaml`` excludes the sample.
         """
         shard, _ = self._locate(index)
-        for pause in () if shard in self._given_up else PAUSES_S:
+        for pause in (0,) if shard in self._given_up else (*PAUSES_S, 0):
             try:
                 return self._read(index, images)
             except Unreadable as error:
+                if not pause:
+                    self._given_up.add(shard)
+                    waited, path = sum(PAUSES_S), self.path / shard
+                    raise Unreadable(
+                        f"{path} cannot be read, also after {waited} s: {error}"
+                    ) from error
                 logger.warning("%s: %s; next try in %d s", self.path / shard, error, pause)
                 time.sleep(pause)
-        try:
-            return self._read(index, images)
-        except Unreadable as error:
-            self._given_up.add(shard)
-            raise Unreadable(
-                f"{self.path / shard} cannot be read, also after {sum(PAUSES_S)} s: {error}"
-            ) from error
 
     def _read(self, index: int, images: bool) -> dict[str, Any]:
         self._unread = None if images else {}

@@ -111,13 +111,10 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
 
 def _newest(args: Namespace) -> str | None:
     """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
-    for source in filter(None, (args.load, args.pretrained_checkpoint)):
-        tracker = checkpointing.get_checkpoint_tracker_filename(source)
-        if os.path.isfile(tracker):
-            iteration, release = checkpointing.read_metadata(tracker)
-            return checkpointing.get_checkpoint_name(
-                source, args.ckpt_step or iteration, release, return_base_dir=True
-            )
+    for name in ("load", "pretrained_checkpoint"):
+        source = getattr(args, name)
+        if source and os.path.isfile(checkpointing.get_checkpoint_tracker_filename(source)):
+            return checkpointing.get_load_checkpoint_path_by_args(args, name)
     return None
 
 

@@ -11,7 +11,6 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import (
     BUBBLES,
     COLOCATED,
-    NON_COLOCATED,
     THREE_PHASES,
     Layout,
     Layouts,
@@ -63,7 +62,7 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
         and all(encoder.tp == 1 for encoder in layouts.encoders)
         and _kernels_run_beside_waiting_ones()
         and FASTEST <= at_once <= layouts.num_microbatches // 2
-        and bubbles_may_run(layouts)
+        and not in_several_stages(layouts)
     )
 
 
@@ -83,14 +82,21 @@ def _kernels_run_beside_waiting_ones() -> bool:
     )
 
 
-def check_encoder_schedule(args: Namespace, language: Layout) -> None:
-    """Refuse options that need another schedule or placement.
+def in_several_stages(layouts: Layouts) -> Layout | None:
+    """Return an encoder of which a TP group lies in several pipeline stages; bubbles take none."""
+    ranks = layouts.language.size // layouts.language.pp
+    return next((each for each in layouts.encoders if ranks % each.tp), None)
+
+
+def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
+    """Refuse options and layouts that do not go with the encoder's schedule.
 
     Raises:
-        UserError: such an option is set.
+        UserError: they do not.
     """
-    apart, in_bubbles = args.placement == NON_COLOCATED, args.encoder_schedule == BUBBLES
-    if args.encoder_macro_batch > 1 and (apart or schedule_of(args).encodes_all(language.pp)):
+    language, apart, schedule = layouts.language, layouts.non_colocated, schedule_of(args)
+    in_bubbles = schedule.in_bubbles
+    if schedule.macro_batch > 1 and (apart or schedule.encodes_all(language.pp)):
         raise UserError(
             f"--encoder-macro-batch needs --placement {COLOCATED} and a language model with pp=1, "
             f"or --encoder-schedule {BUBBLES}; in three phases, all microbatches of a step are "
@@ -101,34 +107,12 @@ def check_encoder_schedule(args: Namespace, language: Layout) -> None:
             f"--encoder-schedule {BUBBLES} needs --placement {COLOCATED} and a language model "
             "with pp of 2 or more, whose stages wait"
         )
-
-
-def bubbles_may_run(layouts: Layouts) -> bool:
-    """Return whether each TP group of an encoder lies in one pipeline stage, as bubbles need."""
-    return _in_several_stages(layouts) is None
-
-
-def _in_several_stages(layouts: Layouts) -> Layout | None:
-    """Return an encoder whose TP groups do not lie in one pipeline stage each."""
-    ranks = layouts.language.size // layouts.language.pp
-    return next((each for each in layouts.encoders if ranks % each.tp), None)
-
-
-def check_bubbles(args: Namespace, layouts: Layouts) -> None:
-    """Refuse layouts and options with which the encoder cannot run in the pipeline's bubbles.
-
-    Raises:
-        UserError: the layouts or options are such.
-    """
-    if args.encoder_schedule != BUBBLES:
-        return
-    if encoder := _in_several_stages(layouts):
-        ranks = layouts.language.size // layouts.language.pp
+    if in_bubbles and (encoder := in_several_stages(layouts)):
         raise UserError(
             f"--encoder-schedule {BUBBLES}: a TP group of --encoder {encoder} must lie in "
-            f"one stage of --language {layouts.language}, which has {ranks} ranks"
+            f"one stage of --language {language}, which has {language.size // language.pp} ranks"
         )
-    if layouts.language.vpp > 1 and not args.overlap_p2p_comm:
+    if in_bubbles and language.vpp > 1 and not args.overlap_p2p_comm:
         raise UserError(
             "--no-overlap-p2p-communication does not go with virtual stages and "
             f"--encoder-schedule {BUBBLES}"

@@ -17,6 +17,7 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.training import get_args
 
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
@@ -131,7 +132,7 @@ def read_answers(
     """
     read, loss = [labels[:0]], torch.zeros((), dtype=torch.float64, device=labels.device)
     for part, wanted in zip(logits.split(AT_A_TIME), labels.split(AT_A_TIME), strict=True):
-        whole = gather_logits(part, tp_group)
+        whole = gather_from_tensor_model_parallel_region(part.float(), tp_group)
         read.append(whole.argmax(-1))
         loss += F.cross_entropy(whole, wanted, reduction="sum")
     return torch.cat(read), loss
@@ -156,11 +157,3 @@ def count_exact(
     wrong, asked = found
     counts = torch.stack([((wrong == 0) & (asked > 0)).sum(), (asked > 0).sum()]).double()
     return counts if cp_group.rank() == 0 else torch.zeros_like(counts)
-
-
-def gather_logits(part: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather whole-vocabulary logits, float32 [n, V], from each rank's [n, V/tp]."""
-    part = part.float().contiguous()
-    parts = [torch.empty_like(part) for _ in range(tp_group.size())]
-    dist.all_gather(parts, part, group=tp_group)
-    return torch.cat(parts, dim=-1)

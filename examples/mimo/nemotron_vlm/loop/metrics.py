@@ -190,34 +190,24 @@ class MetricsWriter:
         run continues: the file's records from that step on are dropped. None stands for a number
         that is not finite.
         """
+        step = record["step"]
         if self._bar is None:
-            self._open(record["step"] - 1)
-        is_new = record["step"] != self._step
+            self._file = self._path and _reopen(self._path, step - 1)
+            how = {"disable": None, "unit": "step", "mininterval": 1}
+            self._bar = tqdm(total=self._total_steps, initial=step - 1, **how)
+        is_new, self._step = step != self._step, step
         if self._file:
-            if is_new:
-                self._begin = self._file.tell()
-            else:
-                self._file.seek(self._begin)
-                self._file.truncate()
+            self._begin = self._file.tell() if is_new else self._begin
+            self._file.seek(self._begin)
+            self._file.truncate()
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-        self._step = record["step"]
         shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(is_new)
-        if self._bar.disable and is_new:
-            self._print_line(record["step"], shown)
-
-    def _open(self, steps_before: int) -> None:
-        if self._path:
-            self._file = _reopen(self._path, steps_before)
-        self._bar = tqdm(
-            total=self._total_steps, initial=steps_before, disable=None, unit="step", mininterval=1
-        )
-
-    def _print_line(self, step: int, shown: dict[str, str]) -> None:
         now = time.monotonic()
-        if step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S:
+        is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
+        if self._bar.disable and is_new and is_due:
             self._last_line = now
             numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
             print(f"step {step} of {self._total_steps}: {numbers}", file=sys.stderr, flush=True)

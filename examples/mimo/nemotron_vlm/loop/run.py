@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from argparse import Namespace
@@ -28,7 +29,6 @@ from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
-from examples.mimo.nemotron_vlm.loop.checkpoint_writer import start_checkpoint_writer
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
@@ -48,6 +48,7 @@ from megatron.core.models.mimo.setup.module_groups import (
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training import async_utils
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
@@ -151,6 +152,21 @@ def open_session(options: Options, source: SampleSource) -> Session:
     stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)
     return Session(options, modules, loading, cfg, communicator, stages, writer)
+
+
+def start_checkpoint_writer(args: Namespace) -> object:
+    """Start the writer, ignoring the signal that asks ranks to save and exit; Megatron uses it.
+
+    The signal may go to all processes of a job. It would end the writer, and the last save would
+    wait for it for ever. A process passes the signals that it ignores on to those that it starts.
+
+    Returns:
+        A handle to keep until training ends: NVRx ends the process when it is deleted.
+    """
+    handler = signal.signal(args.exit_signal, signal.SIG_IGN)
+    async_utils.init_persistent_async_worker(args.rank, "forkserver")
+    signal.signal(args.exit_signal, handler)
+    return async_utils._async_calls_queue
 
 
 def store_of_attempt() -> dist.Store | None:

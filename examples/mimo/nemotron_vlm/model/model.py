@@ -73,14 +73,11 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
         "disable_parameter_transpose_cache": True,
     }
 
-    def sizes(layout: Layout) -> dict[str, int]:
-        return {
-            "tensor_model_parallel_size": layout.tp,
-            "pipeline_model_parallel_size": layout.pp,
-        }
-
-    both = zip(preset.encoders, layouts.encoders, strict=True)
-    encoders = (each.configs(shared | sizes(layout), args.hidden_size) for each, layout in both)
+    encoders = []
+    for each, layout in zip(preset.encoders, layouts.encoders, strict=True):
+        shared["tensor_model_parallel_size"] = layout.tp
+        shared["pipeline_model_parallel_size"] = layout.pp
+        encoders.append(each.configs(shared, args.hidden_size))
     return VLMConfigs(tuple(encoders), language)
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
@@ -94,6 +93,27 @@ def _rate(option: str, text: str) -> float:
     if not value >= 0.0:
         raise UserError(f"{option} must be 0 or more, not {text}")
     return value
+
+
+def by_encoder(option: str, given: Sequence[str] | None, names: Sequence[str]) -> dict[str, str]:
+    """Return what an option says for each encoder; of several values for all, the last counts.
+
+    Raises:
+        UserError: an encoder is unknown, or given twice.
+    """
+    common: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for word in given or ():
+        name, colon, value = word.rpartition(":")
+        if not colon:
+            common = dict.fromkeys(names, value)
+        elif name not in names:
+            raise UserError(f"{option} {word}: no such encoder; choose from {', '.join(names)}")
+        elif name in found:
+            raise UserError(f"{option} {word}: {name} is given twice; give each encoder once")
+        else:
+            found[name] = value
+    return common | found
 
 
 def part_of(name: str) -> Part:

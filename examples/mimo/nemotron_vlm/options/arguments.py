@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
@@ -29,17 +29,19 @@ from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
-    check_bubbles,
     check_encoder_schedule,
     set_encoder_schedule,
 )
 from examples.mimo.nemotron_vlm.model.model import VLMConfigs, make_configs
-from examples.mimo.nemotron_vlm.model.part_settings import PartSettings, part_settings
+from examples.mimo.nemotron_vlm.model.part_settings import (
+    PartSettings,
+    by_encoder,
+    part_settings,
+)
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.options.named_values import by_encoder
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
@@ -61,19 +63,22 @@ class Options:
     parts: PartSettings
 
 
-def parse(argv: list[str], world_size: int | None = None) -> Options:
+def parse(
+    argv: list[str], world_size: int | None = None, preset: VLMPreset | None = None
+) -> Options:
     """Read and check the command line.
 
     Args:
         argv: the command line without the program's name.
         world_size: ranks of the run; torchrun's by default.
+        preset: the model; that of ``--model`` by default.
 
     Raises:
         UserError: the options cannot work; the message names the fact and the fix.
     """
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
-    preset = find_preset(own.model)
+    preset = preset or find_preset(own.model)
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)
@@ -191,14 +196,14 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
 
 def _layouts(args: argparse.Namespace, preset: VLMPreset) -> Layouts:
     asked = _asked_encoders(args, preset.names), asked_layout(args, "language")
+    rest = args.world_size, preset, args.placement, args.linear_cp_mode
     for size in reversed(_batch_sizes(args)):
-        layouts = _resolve(args, preset, *asked, size, args.micro_batch_size)
+        layouts = resolve(*asked, Batch(size, args.micro_batch_size, args.seq_length), *rest)
     language = layouts.language
     if layouts.non_colocated and args.recompute_encoder:
         raise UserError(f"--recompute-encoder needs --placement {COLOCATED}")
     set_encoder_schedule(args, layouts)
-    check_encoder_schedule(args, language)
-    check_bubbles(args, layouts)
+    check_encoder_schedule(args, layouts)
     if args.pack and args.sample_multiple % language.token_multiple:
         raise UserError(
             f"--sample-multiple {args.sample_multiple}: --language {language} needs a multiple of "
@@ -212,19 +217,6 @@ def _asked_encoders(args: argparse.Namespace, names: list[str]) -> list[Layout]:
     if asked and (missing := [name for name in names if name not in asked]):
         raise UserError(f"--encoder: {missing[0]} is missing; add --encoder {missing[0]}:AXIS=SIZE")
     return [asked_layout(args, "encoder", asked.get(name, "")) for name in names]
-
-
-def _resolve(
-    args: argparse.Namespace,
-    preset: VLMPreset,
-    encoders: Sequence[Layout],
-    language: Layout,
-    size: int,
-    micro_size: int,
-) -> Layouts:
-    batch = Batch(size, micro_size, args.seq_length)
-    rest = (args.world_size, preset, args.placement, args.linear_cp_mode)
-    return resolve(encoders, language, batch, *rest)
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
@@ -243,8 +235,9 @@ def _check_evaluation(args: argparse.Namespace, preset: VLMPreset, layouts: Layo
         raise UserError("--pack makes one row a microbatch: --eval-micro-batch-size must be 1")
     if args.cuda_graph_impl == "local" and sizes != (args.global_batch_size, args.micro_batch_size):
         raise UserError("--cuda-graph-impl local needs evaluation's batch sizes to be training's")
+    batch, rest = Batch(*sizes, args.seq_length), (args.placement, args.linear_cp_mode)
     try:
-        _resolve(args, preset, layouts.encoders, layouts.language, *sizes)
+        resolve(layouts.encoders, layouts.language, batch, args.world_size, preset, *rest)
     except UserError as error:
         options = "--eval-global-batch-size {}, --eval-micro-batch-size {}".format(*sizes)
         raise UserError(f"{options}: {error}") from error

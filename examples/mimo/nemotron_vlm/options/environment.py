@@ -36,7 +36,10 @@ def at_start(argv: list[str]) -> dict[str, str]:
     # Megatron asks for one connection with tensor or context parallelism; on a single one, a
     # kernel that waits for another rank holds back those behind it.
     single = language.tp > 1 or language.cp > 1 or not ahead
-    kernels = _kernels()
+    # Compiled kernels are kept for the next run, for each host apart: on a network file system,
+    # replacing a file that another host reads leaves that host a stale handle, which ends the run.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    kernels = home / "megatron-mimo" / os.uname().nodename
     found = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if single else "8",
         "NVTE_FRAMEWORK": "pytorch",  # else Transformer Engine imports JAX if it is installed
@@ -48,16 +51,6 @@ def at_start(argv: list[str]) -> dict[str, str]:
         # Loading a kernel later may wait for another rank, see loads_kernels.
         found["CUDA_MODULE_LOADING"] = "EAGER"
     return {name: value for name, value in found.items() if name not in os.environ}
-
-
-def _kernels() -> Path:
-    """Return the folder that keeps compiled kernels and autotuning results for the next run.
-
-    Each host has its own: on a network file system, replacing a file that another host reads leaves
-    that host a stale handle, which ends the run.
-    """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return home / "megatron-mimo" / os.uname().nodename
 
 
 def _seen(argv: list[str]) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 
 from examples.mimo.common.errors import UserError
@@ -159,25 +159,23 @@ def pair_violation(encoder: Layout, layouts: Layouts) -> str | None:
     return None
 
 
-def _candidates(world_size: int, axes: list[str]) -> list[Layout]:
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    sizes = itertools.product(divisors, repeat=len(axes))
-    found = [_derive(Layout(**dict(zip(axes, s, strict=True))), world_size) for s in sizes]
-    return [layout for layout in found if layout.size == world_size]
-
-
-def _distance(a: Layout, b: Layout) -> float:
-    axes = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
-    return sum(abs(math.log2(getattr(a, axis) / getattr(b, axis))) for axis in axes)
-
-
 def _nearest(wanted: Layout, world_size: int, rule: Rule, what: str) -> str:
     axes = ["tp"] + [axis for axis in ("cp", "pp", "ep") if getattr(wanted, axis) > 1]
-    plain = _candidates(world_size, axes)
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    tried = (
+        _derive(Layout(**dict(zip(axes, sizes, strict=True))), world_size)
+        for sizes in itertools.product(divisors, repeat=len(axes))
+    )
+    plain = [layout for layout in tried if layout.size == world_size]
     etp = None if wanted.etp == wanted.tp else wanted.etp
     same = [replace(c, etp=etp or c.etp, vpp=wanted.vpp) for c in plain]
     fitting = {c for c in (*same, *plain) if not rule(c)}
     if not fitting:
         return "No layout of these ranks fits; change the batch, the sequence length or the ranks"
-    near = sorted(fitting, key=lambda lay: (_distance(lay, wanted), str(lay)))[:3]
+
+    def distance(layout: Layout) -> tuple[float, str]:
+        pairs = zip(astuple(layout), astuple(wanted), strict=True)
+        return sum(abs(math.log2(a / b)) for a, b in pairs), str(layout)
+
+    near = sorted(fitting, key=distance)[:3]
     return f"Nearest {what}that fit: " + "  ".join(map(str, near))

@@ -7,8 +7,7 @@ planner enumerates plans, asks the program's own rules whether they may run, and
 
 - ``layers`` counts the work of a layer and what it keeps, ``parameters`` what ranks hold;
   ``memory`` adds up the bytes of every pipeline stage.
-- ``machine`` says how long a machine takes for work and for collectives, over the links between
-  the ranks of ``groups``.
+- ``machine`` says how long a machine takes for work, and for collectives of groups of ranks.
 - ``schedule`` puts costs into Megatron's own order of microbatches; ``step_time`` computes the
   costs of a plan, and the time of its step.
 - ``search`` ranks the plans, ``report`` shows them.

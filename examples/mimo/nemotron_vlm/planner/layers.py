@@ -15,11 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-import numpy as np
-
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
-from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 
 BACKWARD = 2.0
@@ -56,8 +53,7 @@ class Part:
 class Layer:
     """One layer's share of a microbatch on one rank."""
 
-    # Operations of the forward: gemm, attention, scan (Mamba-2), delta (gated delta net), experts,
-    # vit.
+    # Operations of the forward: gemm, attention, scan (Mamba-2), delta (gated delta net), experts.
     work: dict[str, float]
     kept: float  # elements kept from the forward for the backward
     largest: float = 0.0  # elements of the largest tensor
@@ -175,22 +171,6 @@ def head(part: Part) -> Layer:
     p, tokens = part.p, part.tokens
     work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}
     return Layer(work, tokens * (_norm(part) + p.vocab_size))
-
-
-@cache
-def encoder_input(
-    encoder: Encoder, width: int, lay: Layout, first: bool = True, last: bool = True
-) -> Layer:
-    """Return one stage of an encoder and its projector on one usual input.
-
-    Its work is an even share of all stages' work.
-
-    Args:
-        width: the language model's hidden size.
-    """
-    share, sizes = (1 + BACKWARD) * lay.tp * lay.pp, np.array([encoder.usual])
-    work = {kind: counts[0] / share for kind, counts in encoder.work(sizes, width).items()}
-    return Layer(work, encoder.kept(lay, first, last))
 
 
 def inputs_of_sample(encoder: str, tiles: float) -> float:

@@ -1,6 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine: its peaks, links, and the share of the peak that each kind of work reaches.
+"""A machine: its peaks, links, the groups of ranks that communicate over them, and the share of the
+peak that each kind of work reaches.
+
+The first group of an axis stands for all.
 
 Collectives take the time of the alpha-beta model. A ring takes the latency of every hop, and each
 rank sends its bytes at the bandwidth of the slowest link: NVLink within a node, or between nodes
@@ -13,10 +16,12 @@ import json
 import math
 import tomllib
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Layout, Layouts
 
 TABLE = Path(__file__).with_name("gpus.toml")
 
@@ -31,6 +36,39 @@ class Group(NamedTuple):
     def per_node(self) -> float:
         """Mean number of ranks that share a node."""
         return self.size / self.nodes
+
+
+@cache
+def group_of(size: int, step: int, first: int, gpus_per_node: int) -> Group:
+    """Return the group of ``size`` ranks from ``first`` on, ``step`` apart."""
+    ranks = range(first, first + size * step, step)
+    return Group(size, len({rank // gpus_per_node for rank in ranks}))
+
+
+@cache
+def groups_of(lay: Layout, gpus_per_node: int, first: int = 0) -> dict[str, Group]:
+    """Return the groups of a module's first rank by axis; ranks are ordered tp, cp, dp, pp.
+
+    Experts factor the ranks of a stage in the order expt_tp, ep, expt_dp.
+    """
+    shapes = {
+        "tp": (lay.tp, 1),
+        "cp": (lay.cp, lay.tp),
+        "dp_cp": (lay.dp * lay.cp, lay.tp),
+        "pp": (lay.pp, lay.tp * lay.cp * lay.dp),
+        "expt_tp": (lay.etp, 1),
+        "ep": (lay.ep, lay.etp),
+        "expt_dp": (lay.expt_dp, lay.etp * lay.ep),
+    }
+    return {axis: group_of(*shape, first, gpus_per_node) for axis, shape in shapes.items()}
+
+
+def replicas_of(layouts: Layouts, gpus_per_node: int) -> list[Group]:
+    """Return the groups over which encoders, language model and experts are replicated."""
+    both = zip(layouts.encoders, layouts.offsets, strict=False)
+    encoders = [groups_of(layout, gpus_per_node, first)["dp_cp"] for layout, first in both]
+    language = groups_of(layouts.language, gpus_per_node, layouts.language_offset)
+    return [*encoders, language["dp_cp"], language["expt_dp"]]
 
 
 @dataclass(frozen=True, eq=False)  # two machines are the same if they are one object, as in caches

@@ -8,20 +8,15 @@ are freed before.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts
-from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Part
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.parameters import (
-    Held,
-    chunks_of_stage,
-    padded,
-    stages_of,
-)
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of_stage, held, padded
 from examples.mimo.nemotron_vlm.planner.plan import Plan
+from examples.mimo.nemotron_vlm.planner.schedule import Stage, stages_of_pipeline
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 Parts = dict[str, float]
@@ -30,19 +25,11 @@ Parts = dict[str, float]
 
 def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
     """Return the bytes of a rank of each pipeline stage, by part."""
-    layouts = plan.layouts
-    makes = [partial(_language_stage, stage=stage) for stage in range(layouts.language.pp)]
-    if layouts.non_colocated:
-        makes = [
-            partial(_encoder_stage, encoder=each, lay=own, stage=stage)
-            for each, own in plan.encoders
-            for stage in range(own.pp)
-        ] + makes
     parts = []
-    for make, held in zip(makes, stages_of(plan.preset, layouts), strict=True):
-        kept = make(plan, machine)
-        state = _state(held, layouts, machine.precision)
-        parts.append(state | kept | {"reserved": machine.reserved_bytes})
+    for stage in stages_of_pipeline(plan.layouts):
+        kept = _encoder_stage if stage.module == "encoder" else _language_stage
+        state = _state(held(plan.preset, plan.layouts, stage), plan.layouts, machine.precision)
+        parts.append(state | kept(plan, machine, stage) | {"reserved": machine.reserved_bytes})
     return parts
 
 
@@ -51,13 +38,13 @@ def peak(parts: list[Parts]) -> float:
     return max(sum(part.values()) for part in parts)
 
 
-def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
+def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Parts:
     """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
     lay = layouts.language
     replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
     numbers = sharded = 0.0
-    for elements, copies in zip(held.modules, replicas, strict=True):
-        size = padded(elements, copies)
+    for number, copies in zip(elements, replicas, strict=True):
+        size = padded(number, copies)
         numbers += size
         sharded += size / copies
     return {
@@ -67,26 +54,25 @@ def _state(held: Held, layouts: Layouts, precision: int) -> Parts:
     }
 
 
-def _encoder_stage(
-    plan: Plan, machine: Machine, encoder: Encoder, lay: Layout, stage: int
-) -> Parts:
-    in_flight = min(lay.pp + plan.layouts.language.pp - stage, plan.layouts.num_microbatches)
-    kept = plan.most_inputs(encoder, lay) * encoder.kept(lay, stage == 0, stage == lay.pp - 1)
+def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
+    (encoder, lay), n = plan.encoders[stage.encoder], stage.number
+    in_flight = min(lay.pp + plan.layouts.language.pp - n, plan.layouts.num_microbatches)
+    kept = plan.most_inputs(encoder, lay) * encoder.kept(lay, n == 0, n == lay.pp - 1)
     return {"encoder activations": in_flight * machine.precision * kept}
 
 
-def _language_stage(plan: Plan, machine: Machine, stage: int) -> Parts:
+def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
     part, width, number = plan.part(machine), machine.precision, plan.layouts.num_microbatches
-    parts = dict(_language_kept(part, plan.recompute, number, width, stage))
+    parts = dict(_language_kept(part, plan.recompute, number, width, stage.number))
     if plan.layouts.non_colocated:
         return parts
     at_once = plan.encoded_and_kept
     kept = min(plan.schedule.recompute or at_once, at_once)
-    encoder = bridge = 0.0
+    encoder, bridge, is_first = 0.0, 0.0, stage.number == 0
     for each, own in plan.encoders:
         encoder += width * plan.most_inputs(each, own, kept) * each.kept(own)
-        consumed = at_once * plan.inputs_of_sample(each) * part.samples if stage == 0 else 0.0
+        consumed = at_once * plan.inputs_of_sample(each) * part.samples * is_first
         row = part.p.hidden_size * each.usual_rows()
         bridge += width * (plan.most_inputs(each, own, at_once) + 2 * consumed) * row
     if plan.schedule.recompute:  # recomputed when the language model's are freed

@@ -10,13 +10,11 @@ parallelism divides them, so what a rank of any layout holds follows from them.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,8 +27,9 @@ from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import part_of
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.planner.schedule import Stage
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
@@ -55,23 +54,6 @@ class Parameter(NamedTuple):
     is_divided: bool
 
 
-class Held(NamedTuple):
-    """Elements of a rank's parameters, aligned as in Megatron's buffers.
-
-    encoders: of each encoder with its projector, replicated over the encoder's dp. dense, experts:
-    the language model's, replicated over its dp·cp and over its ``expt_dp``.
-    """
-
-    encoders: tuple[int, ...]
-    dense: int
-    experts: int
-
-    @property
-    def modules(self) -> tuple[int, ...]:
-        """Elements that each encoder, the language model, and its experts have."""
-        return (*self.encoders, self.dense, self.experts)
-
-
 def aligned(sizes: list[int]) -> int:
     """Return the elements of parameters of these sizes in Megatron's buffers, without the end."""
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
@@ -83,23 +65,23 @@ def padded(elements: int, replicas: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def stages_of(preset: VLMPreset, layouts: Layouts) -> list[Held]:
-    """Return the parameters of a rank of each pipeline stage; separate encoders' come first."""
-    lay, none = layouts.language, (0,) * len(layouts.encoders)
+def held(preset: VLMPreset, layouts: Layouts, stage: Stage) -> tuple[int, ...]:
+    """Return the elements that a rank of a stage holds, aligned as in Megatron's buffers.
+
+    They are those of each encoder with its projector, replicated over the encoder's dp; the
+    language model's, replicated over its dp·cp; and its experts', replicated over ``expt_dp``.
+    """
+    lay, is_encoder = layouts.language, stage.module == "encoder"
     encoders = [
-        [_encoder_stage(preset, each, own.tp, own.pp, stage) for stage in range(own.pp)]
-        for each, own in zip(preset.encoders, layouts.encoders, strict=True)
+        _encoder_stage(preset, each, own.tp, own.pp, stage.number if is_encoder else 0)
+        if not layouts.non_colocated or (is_encoder and place == stage.encoder)
+        else 0
+        for place, (each, own) in enumerate(zip(preset.encoders, layouts.encoders, strict=True))
     ]
+    if is_encoder:
+        return *encoders, 0, 0
     axes = lay.tp, lay.ep, lay.etp, lay.pp, lay.vpp
-    language = [_language_stage(preset, *axes, stage) for stage in range(lay.pp)]
-    if layouts.non_colocated:
-        apart = [
-            Held((*none[:place], elements, *none[place + 1 :]), 0, 0)
-            for place, stages in enumerate(encoders)
-            for elements in stages
-        ]
-        return apart + [Held(none, *held) for held in language]
-    return [Held(tuple(stages[0] for stages in encoders), *held) for held in language]
+    return *encoders, *_language_stage(preset, *axes, stage.number)
 
 
 @cache
@@ -149,12 +131,8 @@ def _one_of_each(preset: VLMPreset) -> dict[Place, list[Parameter]]:
     language = replace(preset.language, hybrid_layer_pattern=pattern)
     encoders = tuple(replace(each, layers=1) for each in preset.encoders)
     preset = replace(preset, language=language, encoders=encoders)
-    with tempfile.TemporaryDirectory() as directory, redirect_stdout(None):
-        file = Path(directory) / "model.json"
-        write_preset(preset, file)
-        options = parse(["--model", str(file), "--data", "mock"], 1)
-        with stages_on_meta(options, 0) as stages:
-            found = by_place(stages)
+    with redirect_stdout(None), stages_on_meta(parse(["--data", "mock"], 1, preset), 0) as stages:
+        found = by_place(stages)
     found[EXPERT] = found.get(EXPERT, [])[:2]  # both matrices of the first
     return found
 

@@ -10,6 +10,7 @@ Non-colocated modules form one pipeline.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,15 @@ from typing import NamedTuple
 from examples.mimo.common.layout import Layouts
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD
 from megatron.core.models.mimo.schedule.bubble_plan import BACKWARD as BACKWARD_PIECE
-from megatron.core.models.mimo.schedule.bubble_plan import ENCODE, RETURN, Costs, Piece, bubble_plan
+from megatron.core.models.mimo.schedule.bubble_plan import (
+    ENCODE,
+    RETURN,
+    Costs,
+    StagePieces,
+    bubble_plan,
+    pieces_around_the_pipeline,
+    pieces_in_turn,
+)
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
 Span = tuple[str, float, float]
@@ -66,25 +75,28 @@ class Cost:
 
 
 class Stage(NamedTuple):
-    """A stage of the pipeline: its module, its name, and the number of ranks that share it."""
+    """A stage of the pipeline.
+
+    module: 'encoder' or 'language'. ranks: number of ranks that share it. number: its place in its
+    module's own pipeline. encoder: which of several encoders it is of.
+    """
 
     module: str
     name: str
     ranks: int
+    number: int = 0
+    encoder: int = 0
 
 
 @cache
 def stages_of_pipeline(layouts: Layouts) -> list[Stage]:
     """Return the pipeline's stages; those of a separate encoder come first."""
-    stages, modules = [], [("language", "stage", layouts.language)]
-    if layouts.non_colocated:
-        several = len(layouts.encoders) > 1
-        modules = [
-            ("encoder", f"encoder {number}," if several else "encoder", layout)
-            for number, layout in enumerate(layouts.encoders)
-        ] + modules
-    for module, name, lay in modules:
-        stages += [Stage(module, f"{name} {n}", lay.size // lay.pp) for n in range(lay.pp)]
+    apart, stages = layouts.encoders if layouts.non_colocated else (), []
+    for place, lay in enumerate(apart):
+        name, ranks = f"encoder {place}," if len(apart) > 1 else "encoder", lay.size // lay.pp
+        stages += [Stage("encoder", f"{name} {n}", ranks, n, place) for n in range(lay.pp)]
+    lay = layouts.language
+    stages += [Stage("language", f"stage {n}", lay.size // lay.pp, n) for n in range(lay.pp)]
     return stages if len(stages) > 1 else [stages[0]._replace(name="all ranks")]
 
 
@@ -128,18 +140,13 @@ class Work:
         return getattr(self.chunks[virtual], way) + self.overhead / 2 / self.vpp
 
 
-Pieces = Sequence[Sequence[Sequence[Piece]]]
-"""Pieces of encoder work before each operation of each stage and after the last, as in
-``BubblePlan``."""
-
-
 def timeline(work: Work) -> list[list[Span]]:
     """Simulate a step up to the end of its backward; return the spans of each stage."""
     return simulate(work, _pieces(work))
 
 
-def _pieces(work: Work) -> Pieces:
-    """Return the pieces where training would put them at these costs."""
+def _pieces(work: Work) -> Sequence[StagePieces]:
+    """Return each stage's pieces where training would put them at these costs."""
     size, number = len(work.stages), work.microbatches
     if work.in_bubbles:
         language = sum(cost.total for cost in work.by_stage) / size * number
@@ -147,13 +154,12 @@ def _pieces(work: Work) -> Pieces:
         costs = Costs.of_share(encoder / (encoder + language), work.vpp)
         return bubble_plan(size, number, work.at_once, work.vpp, costs=costs).before
     operations = 2 * number * work.vpp
-    before: list[list[Piece]] = [[] for _ in range(operations + 1)]
-    if work.stages[0].module != "encoder":
-        each = 2 * work.at_once * work.vpp
-        for k, first in enumerate(range(0, operations, each)):
-            before[first].append(Piece(ENCODE, k))
-            after = before[min(first + each, operations)]
-            after += [Piece(RETURN, k), Piece(BACKWARD_PIECE, k)]
+    if work.stages[0].module == "encoder":
+        before = ((),) * (operations + 1)
+    elif size == 1:
+        before = pieces_in_turn(number, work.at_once, trained=True)
+    else:
+        before = pieces_around_the_pipeline(operations, math.ceil(work.macro_batches), trained=True)
     return [before] * size
 
 
@@ -161,7 +167,7 @@ _Action = tuple[str, int, int]
 """An operation, its virtual stage and microbatch; or the encoder's, a stage and macro-batch."""
 
 
-def simulate(work: Work, pieces: Pieces) -> list[list[Span]]:
+def simulate(work: Work, pieces: Sequence[StagePieces]) -> list[list[Span]]:
     """Simulate 1F1B, interleaved with virtual stages, in Megatron's order of microbatches."""
     stages = range(len(work.stages))
     orders = [deque(_actions(stage, work, pieces[stage])) for stage in stages]
@@ -204,7 +210,7 @@ def _name_and_time(work: Work, stage: int, way: str, place: int, number: int) ->
     return f"{work.stages[stage].module} {way}", work.operation(way, place)
 
 
-def _actions(stage: int, work: Work, pieces: Sequence[Sequence[Piece]]) -> Iterator[_Action]:
+def _actions(stage: int, work: Work, pieces: StagePieces) -> Iterator[_Action]:
     """Yield all actions of a stage, in order."""
     order = order_of_stage(stage, len(work.stages), work.microbatches, work.vpp)
     operations = [(way, chunk * len(work.stages) + stage, number) for way, chunk, number in order]

@@ -28,8 +28,8 @@ from examples.mimo.common.layout import (
 from examples.mimo.common.layout_rules import CHUNKWISE, language_violation
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     FASTEST,
-    bubbles_may_run,
     fastest_macro_batch,
+    in_several_stages,
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
@@ -92,7 +92,7 @@ def search(task: Task, keep: int = 10) -> Found:
     for layouts in candidates(task):
         pipelined = layouts.language.pp > 1 and not layouts.non_colocated
         in_bubbles = task.in_bubbles and pipelined
-        if in_bubbles and not bubbles_may_run(layouts):
+        if in_bubbles and in_several_stages(layouts):
             continue
         for macro_batch in _macro_batches(layouts, in_bubbles):
             allowed += 1

@@ -14,13 +14,20 @@ from dataclasses import dataclass
 from functools import cache
 from operator import add
 
+import numpy as np
+
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.groups import group_of, groups_of, replicas_of
 from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
-from examples.mimo.nemotron_vlm.planner.machine import Group, Machine
-from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, stages_of
+from examples.mimo.nemotron_vlm.planner.machine import (
+    Group,
+    Machine,
+    group_of,
+    groups_of,
+    replicas_of,
+)
+from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
@@ -97,16 +104,13 @@ def _context(layer: Layer, machine: Machine, group: Group) -> float:
     return moved + machine.ring(group, layer.gathered * machine.precision)
 
 
-def encoder_cost(plan: Plan, machine: Machine) -> Cost:
+def encoder_cost(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
     """Return the cost of encoding a macro-batch, on the ranks with the most inputs."""
-    return sum((_cost_of(plan, machine, *each) for each in plan.encoders), Cost())
-
-
-def _cost_of(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) -> Cost:
     at_once, count = plan.encoded_at_once, encoder.layers / lay.pp
     inputs = plan.most_inputs(encoder, lay, at_once)
-    layer = layers.encoder_input(encoder, plan.preset.language.hidden_size, lay)
-    compute = inputs * (1 + BACKWARD) * machine.seconds(layer.work)
+    work = encoder.work(np.array([encoder.usual]), plan.preset.language.hidden_size)
+    of_input = machine.seconds({kind: counts[0] for kind, counts in work.items()})
+    compute = inputs * of_input / (lay.tp * lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
     reduced = machine.all_reduce(group, inputs * encoder.reduced() * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
@@ -152,7 +156,8 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
     includes the `STEP_REDUCTIONS`.
     """
     layouts, per_node = plan.layouts, machine.gpus_per_node
-    most = max((held.modules for held in stages_of(plan.preset, layouts)), key=sum)
+    stages = stages_of_pipeline(layouts)
+    most = max((held(plan.preset, layouts, stage) for stage in stages), key=sum)
     world = group_of(layouts.language_offset + layouts.language.size, 1, 0, per_node)
     reduced, adam = STEP_REDUCTIONS * machine.all_reduce(world), 0.0
     for group, numbers in zip(replicas_of(layouts, per_node), most, strict=True):
@@ -215,15 +220,16 @@ def estimate(plan: Plan, machine: Machine) -> float:
 def work_of(plan: Plan, machine: Machine) -> Work:
     """Return the work of a plan's step, in seconds of a machine."""
     layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
-    encoder, part = encoder_cost(plan, machine), plan.part(machine)
+    part = plan.part(machine)
+    encoders = [encoder_cost(plan, machine, *each) for each in plan.encoders]
     chunks = language_chunks(part, plan.recompute, machine, layouts.language_offset)
     bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
     size = part.tokens * plan.preset.language.hidden_size * machine.precision
     hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:
-        of_encoders = [(_cost_of(plan, machine, *each),) * each[1].pp for each in plan.encoders]
-        chunks = sum((*of_encoders, chunks), ())
+        both = zip(encoders, layouts.encoders, strict=True)
+        chunks = *(cost for cost, own in both for _ in range(own.pp)), *chunks
         return Work(stages, chunks, number, hop=max(hop, bridge / number / 2), **shared)
-    encoded = encoder, plan.encoded_at_once, plan.schedule.in_bubbles
+    encoded = sum(encoders, Cost()), plan.encoded_at_once, plan.schedule.in_bubbles
     return Work(stages, chunks, number, *encoded, hop, bridge, **shared)

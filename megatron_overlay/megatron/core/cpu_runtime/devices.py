@@ -33,6 +33,29 @@ def to_cpu(device: Any) -> Any:
     return device
 
 
+def _with(
+    original: Callable, place: int, name: str, change: Callable[[Any], Any], default: Any = ...
+) -> Callable:
+    """Wrap a function so that ``change`` is applied to one of its arguments.
+
+    Args:
+        place, name: index and keyword of the argument.
+        default: value that is changed and passed where the argument is left out, if given.
+    """
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        if len(args) > place:
+            args = (*args[:place], change(args[place]), *args[place + 1 :])
+        elif name not in kwargs and default is not ...:
+            kwargs[name] = default
+        if name in kwargs:
+            kwargs[name] = change(kwargs[name])
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
 def _with_cpu_device(factory: Callable) -> Callable:
     @functools.wraps(factory)
     def wrapper(*args, **kwargs):
@@ -60,20 +83,6 @@ def _factories() -> Iterator[tuple[Any, str]]:
         yield torch.Tensor, name
 
 
-def _to(original: Callable) -> Callable:
-    """Wrap `to(device, …)`, `to(dtype)` and `to(other)` of tensors and modules."""
-
-    @functools.wraps(original)
-    def to(self, *args, **kwargs):
-        if args:
-            args = (to_cpu(args[0]), *args[1:])
-        if kwargs.get("device") is not None:
-            kwargs["device"] = to_cpu(kwargs["device"])
-        return original(self, *args, **kwargs)
-
-    return to
-
-
 def _tensor_methods() -> dict[str, Callable]:
     original_to, original_type = torch.Tensor.to, torch.Tensor.type
 
@@ -91,75 +100,23 @@ def _tensor_methods() -> dict[str, Callable]:
         name = original_type(self)
         return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
 
-    @functools.wraps(torch.Tensor.pin_memory)
-    def pin_memory(self, device=None):
-        return self
-
-    @functools.wraps(torch.Tensor.record_stream)
-    def record_stream(self, stream):
-        return None
-
     return {
-        "to": _to(original_to),
+        "to": _with(original_to, 1, "device", to_cpu),
         "cuda": cuda,
         "type": type_,
-        "pin_memory": pin_memory,
-        "record_stream": record_stream,
+        "pin_memory": lambda self, device=None: self,
+        "record_stream": lambda self, stream: None,
     }
 
 
-def _device_context_init() -> Callable:
-    original = DeviceContext.__init__
-
-    @functools.wraps(original)
-    def init(self, device):
-        original(self, to_cpu(device))
-
-    return init
-
-
-def _autocast_init() -> Callable:
-    original = torch.autocast.__init__
-
-    @functools.wraps(original)
-    def init(self, device_type, *args, **kwargs):
-        original(self, _cpu_type(device_type), *args, **kwargs)
-
-    return init
-
-
-def _profile_init() -> Callable:
-    original = torch.autograd.profiler.profile.__init__
-
-    @functools.wraps(original)
-    def init(self, *args, **kwargs):
-        if kwargs.get("use_device") == "cuda":
-            kwargs["use_device"] = None
-        original(self, *args, **kwargs)
-
-    return init
-
-
-def _cpu_type(device_type: str) -> str:
+def _cpu_type(device_type: str | None) -> str | None:
     return "cpu" if device_type == "cuda" else device_type
 
 
-def _autocast_query(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def query(device_type: str = "cuda"):
-        return original(_cpu_type(device_type))
-
-    return query
-
-
-def _load(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def load(f, map_location=None, *args, **kwargs):
-        if map_location is None or isinstance(map_location, (str, torch.device)):
-            map_location = to_cpu(map_location) or _CPU
-        return original(f, map_location, *args, **kwargs)
-
-    return load
+def _map_to_cpu(map_location: Any) -> Any:
+    if map_location is None or isinstance(map_location, (str, torch.device)):
+        return to_cpu(map_location) or _CPU
+    return map_location
 
 
 def replacements() -> list[Replacement]:
@@ -169,17 +126,18 @@ def replacements() -> list[Replacement]:
         for owner, name in _factories()
     ]
     plan += [Replacement(torch.Tensor, name, fn) for name, fn in _tensor_methods().items()]
-    plan += [
-        Replacement(torch, name, _autocast_query(getattr(torch, name)))
-        for name in ("is_autocast_enabled", "get_autocast_dtype")
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        query = _with(getattr(torch, name), 0, "device_type", _cpu_type, default="cuda")
+        plan.append(Replacement(torch, name, query))
+    load = _with(torch.load, 1, "map_location", _map_to_cpu, default=None)
+    plan += [Replacement(owner, "load", load) for owner in (torch, torch.serialization)]
+    plan.append(Replacement(torch.nn.Module, "to", _with(torch.nn.Module.to, 1, "device", to_cpu)))
+    profile = torch.autograd.profiler.profile
+    return plan + [
+        Replacement(owner, "__init__", _with(owner.__init__, place, name, change))
+        for owner, place, name, change in (
+            (DeviceContext, 1, "device", to_cpu),
+            (torch.autocast, 1, "device_type", _cpu_type),
+            (profile, 2, "use_device", lambda device: None if device == "cuda" else device),
+        )
     ]
-    load = _load(torch.load)
-    plan += [
-        Replacement(torch, "load", load),
-        Replacement(torch.serialization, "load", load),
-        Replacement(torch.nn.Module, "to", _to(torch.nn.Module.to)),
-        Replacement(DeviceContext, "__init__", _device_context_init()),
-        Replacement(torch.autograd.profiler.profile, "__init__", _profile_init()),
-        Replacement(torch.autocast, "__init__", _autocast_init()),
-    ]
-    return plan

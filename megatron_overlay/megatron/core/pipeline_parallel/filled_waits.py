@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -67,25 +69,21 @@ class FilledWaits(P2PCommunicator):
         self._sent.extend((requests.pop(name), tensor) for name, tensor in sent.items())
         while self._sent and (len(self._sent) > self._most or self._sent[0][0].is_completed()):
             self._sent.popleft()[0].wait()
-        waits = {name: _Wait(request, name, self._work) for name, request in requests.items()}
+        waits = {
+            name: SimpleNamespace(wait=partial(self._wait, name, request))
+            for name, request in requests.items()
+        }
         if not wait_on_reqs:
             return from_prev, from_next, waits
         for wait in waits.values():
             wait.wait()
         return from_prev, from_next, None
 
+    def _wait(self, name: str, request: dist.Work) -> None:
+        self._work(name)
+        request.wait()
+
     def finish(self) -> None:
         """Wait for the sends that are still under way."""
         while self._sent:
             self._sent.popleft()[0].wait()
-
-
-class _Wait:
-    """Handle of a receive for the schedule; ``wait`` runs other work first."""
-
-    def __init__(self, request: dist.Work, name: str, work: Callable[[str], None]) -> None:
-        self._request, self._name, self._work = request, name, work
-
-    def wait(self) -> None:
-        self._work(self._name)
-        self._request.wait()

@@ -88,7 +88,10 @@ class Moving:
         tensor, route = self._tensor, self._route
         if self._work is not None:
             self._work.wait()
-        moved = tensor.new_empty((route.addends * route.size, *tensor.shape[1:]))
+        places = route.addends * route.size
+        is_full = len(route.kept_to) + len(route.recv_places) == places
+        new = tensor.new_empty if is_full else tensor.new_zeros
+        moved = new((places, *tensor.shape[1:]))
         if not route.is_local:
             moved.index_copy_(0, route.recv_places, self._received)
         moved.index_copy_(0, route.kept_to, tensor.index_select(0, route.kept_from))

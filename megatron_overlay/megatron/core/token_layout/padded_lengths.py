@@ -83,18 +83,10 @@ class PaddedLengths:
         return torch.searchsorted(ends, tokens, right=True, out_int32=True)
 
     @cached_property
-    def positions(self) -> Tensor:
-        """Position of each padded token within its sample, int64 [total]."""
-        starts = self.cu_seqlens_padded[:-1].long()
-        lengths = torch.tensor(self.padded, dtype=torch.int64)
-        return torch.arange(self.total) - starts.repeat_interleave(lengths)
-
-    @cached_property
     def valid(self) -> Tensor:
         """True where a padded token is a real one, bool [total]."""
-        real = torch.tensor(self.real, dtype=torch.int64)
-        padded = torch.tensor(self.padded, dtype=torch.int64)
-        return self.positions < real.repeat_interleave(padded)
+        ends = self.cu_seqlens_padded[:-1] + torch.tensor(self.real, dtype=torch.int32)
+        return torch.arange(self.total) < ends.index_select(0, self.samples)
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
         """Insert padding ``value``: ``[..., sum(real), ...]`` to ``[..., total, ...]``."""

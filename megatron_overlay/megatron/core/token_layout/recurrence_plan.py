@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,33 +17,22 @@ from torch import Tensor
 
 from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.padded_lengths import PaddedLengths
+from megatron.core.token_layout.route import Route
 
 
-@dataclass(frozen=True, eq=False)
-class Halo:
+class Halo(NamedTuple):
     """The ``reach`` tokens before a rank's first, seen by a causal window of ``reach`` + 1 tokens.
 
-    Every rank offers its last ``kept`` tokens (``reach``, or its whole shard if that is less); the
-    gathered tensor ``[cp · kept, ...]`` has them rank by rank.
-
     Attributes:
-        take: row of the gathered tensor for each halo token, int64 [reach]; 0 if there is none.
-        valid: 1 where the row is a token of the rank's first sample, else 0, int64 [reach].
-        used_at: places, in the ranks' halos laid end to end ``[cp · reach]``, that hold a token
-            of this rank, int64.
-        token: index of each of these tokens among this rank's last ``kept`` tokens, int64.
-        is_empty: whether no rank needs any token, so that all ranks skip the collective.
-        is_whole: whether all rows that this rank takes are valid.
+        kept: number of a rank's last tokens that halos are made of: ``reach``, or its whole shard
+            if that is less.
+        route: from these tokens to the halo, with zeros where the rank's first sample has no token.
+        adjoint: route of the halo's gradient back to these tokens.
     """
 
-    reach: int
     kept: int
-    take: Tensor
-    valid: Tensor
-    used_at: Tensor
-    token: Tensor
-    is_empty: bool
-    is_whole: bool
+    route: Route
+    adjoint: Route
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,26 +138,30 @@ class RecurrencePlan:
         return halos[reach]
 
     def _make_halo(self, reach: int) -> Halo:
-        size = self.shard_size
+        size, ranks = self.shard_size, range(self.cp_size)
         kept = min(reach, size)
-        take, valid, used_at, token = [0] * reach, [0] * reach, [], []
-        for rank in range(self.cp_size):
-            first = rank * size
-            for place, seen in enumerate(range(first - reach, first)):
-                if seen < 0 or self._sample(seen) != self._sample(first):
-                    continue
-                owner, kept_place = seen // size, seen % size - (size - kept)
-                if rank == self.rank:
-                    take[place], valid[place] = owner * kept + kept_place, 1
-                if owner == self.rank:
-                    used_at.append(rank * reach + place)
-                    token.append(kept_place)
-        is_whole = all(valid)
-        indices = (
-            copied_to(self.device, torch.tensor(values, dtype=torch.int64))
-            for values in (take, valid, used_at, token)
+        seen = [
+            [
+                t
+                for t in range(max(0, first - reach), first)
+                if self._sample(t) == self._sample(first)
+            ]
+            for first in (rank * size for rank in ranks)
+        ]
+        own, last = self.rank * size - reach, (self.rank + 1) * size - kept
+        taken = [[t - own for t in seen[self.rank] if t // size == giver] for giver in ranks]
+        given = [[t - last for t in seen[taker] if t // size == self.rank] for taker in ranks]
+        copies: Counter[int] = Counter()
+        returned = []  # places of gradients; those of a token that several ranks take add up
+        for tokens in given:
+            returned.append([copies[token] * kept + token for token in tokens])
+            copies.update(tokens)
+        is_local, addends = not any(seen), max(copies.values(), default=1)
+        route = Route.of(self.rank, given, taken, size=reach, is_local=is_local)
+        adjoint = Route.of(
+            self.rank, taken, returned, size=kept, is_local=is_local, addends=addends
         )
-        return Halo(reach, kept, *indices, reach == 0 or self.is_local, is_whole)
+        return Halo(kept, route.to(self.device), adjoint.to(self.device))
 
     def head_seq_idx(self, reach: int) -> Tensor | None:
         """Sample of each token of a halo of ``reach`` tokens and of this rank's first ``reach``.

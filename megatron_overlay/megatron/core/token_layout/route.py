@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class Route:
         size: number of rows that the rank ends with.
         is_local: whether no rank sends anything, so that all ranks skip the collective.
         addends: number of addends of each resulting row; addend a of row r has the place
-            ``a * size + r``.
+            ``a * size + r``. A place that is neither received nor kept is zero.
     """
 
     send_places: Tensor
@@ -42,6 +44,36 @@ class Route:
     size: int
     is_local: bool
     addends: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        group_rank: int,
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        **others: int | bool,
+    ) -> Route:
+        """Route from the places of the rows that go to each group rank, and come from each.
+
+        Args:
+            group_rank: this rank; its own entries are the rows that stay.
+            sent, received: places, in the order of a message.
+            others: ``size``, ``is_local`` and ``addends``.
+        """
+        out, into = (
+            [np.asarray(rows, dtype=np.int64) for rows in places] for places in (sent, received)
+        )
+        kept_from, kept_to = out[group_rank], into[group_rank]
+        out[group_rank] = into[group_rank] = np.zeros(0, dtype=np.int64)
+        return cls(
+            send_places=torch.from_numpy(np.concatenate(out)),
+            send_splits=tuple(map(len, out)),
+            recv_places=torch.from_numpy(np.concatenate(into)),
+            recv_splits=tuple(map(len, into)),
+            kept_from=torch.from_numpy(kept_from),
+            kept_to=torch.from_numpy(kept_to),
+            **others,
+        )
 
     def reversed(self) -> Route:
         """The inverse, and so the adjoint, of a route that permutes equal shards."""
@@ -71,31 +103,21 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
     Args:
         source, destination: layouts of one batch on the same ranks.
     """
-    size, ranks = source.shard_size, source.cp_size
-    goes_to = destination.places[source.tokens[group_rank]]
+    size, ranks = source.shard_size, torch.arange(source.cp_size)
     origins = source.places[destination.tokens]  # places before, of all ranks' tokens
-    stay = origins // max(size, 1) == torch.arange(ranks).unsqueeze(1)
-    comes_from = origins[group_rank]
-    to_rank, from_rank = goes_to // max(size, 1), comes_from // max(size, 1)
-
-    send_places = to_rank.argsort(stable=True)
-    recv_places = comes_from.argsort()
-    stays = to_rank[send_places] == group_rank
-    arrives = from_rank[recv_places] != group_rank
-    kept_from = send_places[stays]
-    return Route(
-        send_places=send_places[~stays],
-        send_splits=_splits(to_rank, ranks, group_rank),
-        recv_places=recv_places[arrives],
-        recv_splits=_splits(from_rank, ranks, group_rank),
-        kept_from=kept_from,
-        kept_to=goes_to[kept_from] - group_rank * size,
+    goes_to, comes_from = destination.places[source.tokens[group_rank]], origins[group_rank]
+    return Route.of(
+        group_rank,
+        by_rank(goes_to.numpy() // max(size, 1), len(ranks)),
+        by_rank(comes_from.numpy() // max(size, 1), len(ranks), comes_from.numpy().argsort()),
         size=size,
-        is_local=bool(stay.all()),
+        is_local=bool((origins // max(size, 1) == ranks.unsqueeze(1)).all()),
     )
 
 
-def _splits(peer: Tensor, ranks: int, group_rank: int) -> tuple[int, ...]:
-    counts = peer.bincount(minlength=ranks)
-    counts[group_rank] = 0
-    return tuple(counts.tolist())
+def by_rank(
+    rank_of_row: np.ndarray, ranks: int, order: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Rows of each rank, ascending, or in an ``order`` that already has the ranks in turn."""
+    order = rank_of_row.argsort(kind="stable") if order is None else order
+    return np.split(order, np.bincount(rank_of_row, minlength=ranks).cumsum()[:-1])

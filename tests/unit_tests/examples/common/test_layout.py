@@ -66,30 +66,20 @@ class TestRules:
             ("tp=1", "pp=3", 3, "must divide the 8 layers"),
             ("tp=1", "dp=3", 3, "global batch 32 must be a multiple of micro batch × dp"),
             ("tp=1", "cp=32", 32, "sequence length 32 must be a multiple of 64"),
+            # modules with ranks of their own
+            ("dp=8", "tp=1", 0, "--encoder takes 8 of 8 ranks and leaves none for the language"),
+            ("tp=1", "dp=8", 0, "--language takes 8 of 8 ranks and leaves none for the encoder"),
+            ("dp=2", "dp=4", 0, "= 4 must equal the 6 ranks"),
+            ("pp=4,dp=1", "dp=4", 0, "pp=4 must divide the 2 layers"),
+            ("cp=2", "dp=4", 0, "takes tp and dp only (and pp with --placement non-colocated)"),
+            ("dp=4", "pp=2,vpp=2,dp=2", 0, "vpp=2 needs --placement colocated"),
+            ("pp=2", "cp=2", 0, "multiple of micro batch × dp = 4·3"),
         ],
     )
     def test_names_the_numbers_and_the_rule(self, encoder, language, world, text):
-        self._assert_refused(encoder, language, world, COLOCATED, text)
-
-    @pytest.mark.parametrize(
-        ("encoder", "language", "text"),
-        [
-            ("dp=8", "tp=1", "--encoder takes 8 of 8 ranks and leaves none for the language model"),
-            ("tp=1", "dp=8", "--language takes 8 of 8 ranks and leaves none for the encoder"),
-            ("dp=2", "dp=4", "= 4 must equal the 6 ranks"),
-            ("pp=4,dp=1", "dp=4", "pp=4 must divide the 2 layers"),
-            ("cp=2", "dp=4", "takes tp and dp only (and pp with --placement non-colocated)"),
-            ("dp=4", "pp=2,vpp=2,dp=2", "vpp=2 needs --placement colocated"),
-            ("pp=2", "cp=2", "multiple of micro batch × dp = 4·3"),
-        ],
-    )
-    def test_names_them_for_modules_with_ranks_of_their_own(self, encoder, language, text):
-        self._assert_refused(encoder, language, 8, NON_COLOCATED, text)
-
-    @staticmethod
-    def _assert_refused(encoder, language, world, placement, text):
+        placement = COLOCATED if world else NON_COLOCATED
         with pytest.raises(UserError) as refusal:
-            resolved(encoder, language, world, placement=placement)
+            resolved(encoder, language, world or 8, placement=placement)
         assert text in str(refusal.value)
         assert "\n" not in str(refusal.value)
 
@@ -118,31 +108,29 @@ class TestRules:
         assert "state passing takes any" in str(refusal.value)
         resolve(*arguments, linear_cp_mode=CHUNKWISE)
 
-    def test_dp_sizes_that_do_not_divide_need_colocated_modules(self):
-        layouts = [Layout(tp=4, dp=3)], Layout(cp=3, dp=4)
-        resolve(*layouts, Batch(12, 3, 36), 12, tiny())
-        with pytest.raises(UserError, match="must divide the other.*Nearest encoders that fit"):
-            resolve(*layouts, Batch(12, 3, 36), 24, tiny(), NON_COLOCATED)
+    @pytest.mark.parametrize(
+        ("layouts", "batch", "text"),
+        [
+            ((Layout(tp=4, dp=3), Layout(cp=3, dp=4)), (12, 3, 36), "must divide the other.*Near"),
+            ((Layout(dp=8), Layout(tp=4, dp=2)), (32, 2, 32), "dp=8 must divide the 4 samples"),
+        ],
+    )
+    def test_dp_sizes_that_need_colocated_modules(self, layouts, batch, text):
+        encoder, language = layouts
+        resolve([encoder], language, Batch(*batch), language.size, tiny())
+        with pytest.raises(UserError, match=text):
+            resolve([encoder], language, Batch(*batch), 2 * language.size, tiny(), NON_COLOCATED)
 
-    def test_an_encoder_slice_of_part_of_a_sample_needs_colocated_modules(self):
-        layouts, batch = ([Layout(dp=8)], Layout(tp=4, dp=2)), Batch(32, 2, 32)
-        resolve(*layouts, batch, 8, tiny())
-        with pytest.raises(UserError, match="encoder dp=8 must divide the 4 samples"):
-            resolve(*layouts, batch, 16, tiny(), NON_COLOCATED)
-
-    def test_proposes_layouts_that_fit(self):
+    @pytest.mark.parametrize("asked", ["tp=8", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2"])
+    def test_proposes_layouts_that_fit_with_the_expert_and_virtual_sizes(self, asked):
         with pytest.raises(UserError) as refusal:
-            resolved("tp=1", "tp=8", 8)
+            resolved("tp=1", asked, 8)
         proposals = str(refusal.value).split("Nearest that fit: ")[1].split()
         assert proposals
         for proposal in proposals:
             resolved("tp=1", proposal, 8)
-
-    def test_proposes_the_same_expert_and_virtual_sizes_where_they_fit(self):
-        with pytest.raises(UserError) as refusal:
-            resolved("tp=1", "tp=2,pp=2,dp=3,ep=4,etp=1,vpp=2", 8)
-        nearest = parse_layout(str(refusal.value).split("Nearest that fit: ")[1].split()[0], "x")
-        assert (nearest.etp, nearest.vpp) == (1, 2)
+        nearest, wanted = parse_layout(proposals[0], "x"), parse_layout(asked, "x")
+        assert (nearest.etp, nearest.vpp) == (wanted.etp, wanted.vpp)
 
     @pytest.mark.parametrize(
         "text", ["tp=2,dp=4,ep=2", "tp=2,dp=4,ep=2,etp=1", "tp=1,dp=8,ep=2,etp=2", "tp=2,dp=4"]
@@ -153,22 +141,7 @@ class TestRules:
         assert resolved("tp=1", str(layout), 8).language == layout
 
 
-class TestPresets:
-    @pytest.mark.parametrize("name", PRESETS)
-    def test_world_of_one_fits(self, name):
-        one, preset = Batch(1, 1, 1024), PRESETS[name]()
-        resolve([Layout()] * len(preset.encoders), Layout(), one, 1, preset)
-
-    @pytest.mark.parametrize(
-        ("encoder", "language", "world"),
-        [
-            ("tp=8", "tp=1", 8),
-            ("tp=1", "tp=4", 8),
-            ("tp=1", "cp=8", 8),
-            ("tp=1", "pp=4,vpp=2", 8),
-            ("tp=1", "ep=8", 8),
-            ("tp=1", "tp=4,cp=8,pp=4,vpp=2,ep=8", 128),
-        ],
-    )
-    def test_tiny_divides_by_every_promised_axis(self, encoder, language, world):
-        resolved(encoder, language, world, Batch(1024, 128, 64))
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_fits_one_rank(name):
+    one, preset = Batch(1, 1, 1024), PRESETS[name]()
+    resolve([Layout()] * len(preset.encoders), Layout(), one, 1, preset)

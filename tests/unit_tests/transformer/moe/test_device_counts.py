@@ -1,11 +1,13 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""MoE layers that keep token counts on the device, against upstream's all-to-all dispatcher."""
+"""MoE layers that keep token counts on the device, against upstream's all-to-all dispatcher, and
+the grouped GEMMs of their experts."""
 
 import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +17,15 @@ from megatron.core.activations import squared_relu
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.device_counts import (
     DeviceCountDispatcher,
     counts_stay_on_device,
 )
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
+from megatron.core.transformer.moe.grouped_experts import GroupedExperts, with_grouped_experts
 from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
@@ -184,3 +188,56 @@ def test_all_is_as_with_the_all_to_all_dispatcher(groups_of, ep, etp, engine, op
 def test_what_grouped_gemms_do_not_compute_has_upstreams_dispatchers(options):
     assert counts_stay_on_device(config_of(**ON_DEVICE))
     assert not counts_stay_on_device(config_of(**ON_DEVICE | options))
+
+
+def experts_of(groups: ProcessGroupCollection, **options) -> GroupedExperts:
+    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = GroupedExperts(
+        EXPERTS, config_of(**ON_DEVICE | options), layers, pg_collection=groups
+    )
+    draw = torch.Generator().manual_seed(1)
+    for parameter in experts.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw) / 6)
+    return experts.to(Utils.device)
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("counts", [(3, 0, 4, 1), (0, 0, 0, 0)])
+def test_rows_after_those_of_the_last_expert_mean_nothing(groups_of, counts):
+    """With expert parallelism; the grouped GEMM leaves whatever was in memory there."""
+    groups, total, draw = groups_of(1, 1), sum(counts), torch.Generator().manual_seed(2)
+    hidden, probs = torch.randn(14, HIDDEN, generator=draw), torch.rand(14, generator=draw)
+    hidden[total:] = probs[total:] = torch.nan
+    found = []
+    for rows, ep in ((total, 1), (14, 2)):
+        experts = experts_of(groups)
+        experts.ep_group = SimpleNamespace(size=lambda ep=ep: ep)
+        inputs = [t[:rows].to(Utils.device).requires_grad_() for t in (hidden, probs)]
+        output, _ = experts(inputs[0], torch.tensor(counts).to(Utils.device), inputs[1])
+        output.sin().sum().backward()
+        for tensor in (output, inputs[0].grad):
+            assert not tensor[total:].any()
+        parts = [tensor[:total] for tensor in (output, inputs[0].grad, inputs[1].grad)]
+        found.append([*parts, *(parameter.grad for parameter in experts.parameters())])
+    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("option", ["add_bias_linear", "gated_linear_unit"])
+def test_what_grouped_gemms_do_not_compute_is_refused(groups_of, option):
+    with pytest.raises(ValueError, match="takes no biases and no gated units"):
+        experts_of(groups_of(1, 1), **{option: True})
+
+
+@requires_world_size(1)
+def test_weights_are_waited_for_as_before_a_call(groups_of):
+    """DDP gathers parameters beside the forward, and waits for them before a layer is called."""
+    experts, waited = experts_of(groups_of(1, 1)), []
+    layers = [
+        m for m in experts.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)
+    ]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: waited.append(module))
+    hidden = torch.ones(4, HIDDEN, device=Utils.device)
+    experts(hidden, torch.tensor([1, 1, 1, 1]), torch.ones(4, device=Utils.device))
+    assert set(waited) == set(layers)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Balancing losses with per-token loss, in layouts of four ranks against one rank."""
+"""Balancing losses with per-token loss: in layouts of four ranks as on one rank, and frozen."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.frozen_routers import freeze_routers
 from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,8 +60,16 @@ def balance(
     return router.weight.grad, router.local_tokens_per_expert
 
 
+@pytest.fixture
+def alone():
+    """Groups of one rank."""
+    Utils.initialize_distributed()
+    with Utils.group_of_first_ranks(1) as group:
+        yield ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), group))
+
+
 @requires_world_size(1)
-def test_padding_is_left_out_where_upstream_leaves_it_out_too(monkeypatch):
+def test_padding_is_left_out_where_upstream_leaves_it_out_too(alone, monkeypatch):
     """Later versions of upstream leave it out: the mask must not be widened twice."""
 
     def upstreams(router, routing_map, padding_mask=None):
@@ -69,11 +78,29 @@ def test_padding_is_left_out_where_upstream_leaves_it_out_too(monkeypatch):
         router.local_tokens_per_expert += routing_map.sum(0)
 
     monkeypatch.setattr(TopKRouter, "_apply_expert_bias", upstreams)
-    Utils.initialize_distributed()
-    with Utils.group_of_first_ranks(1) as group:
-        alone = ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), group))
-        _, counts = balance(router_of(alone, "aux_loss"), *whole_batch())
+    _, counts = balance(router_of(alone, "aux_loss"), *whole_batch())
     assert counts.sum() == 2 * sum(REAL_TOKENS)
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize("losses", ["aux_loss", ["seq_aux_loss", "aux_loss"], "z_loss"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_inputs_get_gradients_of_balancing_losses_from_trained_routers_only(alone, losses, frozen):
+    router = router_of(alone, "aux_loss")
+    config = router.config
+    config.moe_aux_loss_coeff = [1.0] * len(losses) if isinstance(losses, list) else 1.0
+    if losses == "z_loss":
+        config.moe_aux_loss_coeff, config.moe_z_loss_coeff = 0.0, 1.0
+    else:
+        router.routing_type = losses
+    router.requires_grad_(False)
+    if frozen:
+        freeze_routers(router)
+    hidden, _ = whole_batch()
+    probs, _ = router(hidden.requires_grad_())
+    (probs * 0).sum().backward()
+    assert bool(hidden.grad.any()) == (not frozen)
+    assert router.frozen_expert_bias == frozen
 
 
 @requires_world_size(WORLD)

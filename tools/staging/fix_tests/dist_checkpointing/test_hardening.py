@@ -24,18 +24,13 @@ from megatron.core.dist_checkpointing.validation import verify_integrity_manifes
 
 
 @pytest.fixture
-def one_rank():
+def checkpoint(tmp_path):
     if dist.is_initialized():
         pytest.skip("needs a process without groups")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def checkpoint(one_rank, tmp_path):
     save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path))
-    return tmp_path
+    yield tmp_path
+    dist.destroy_process_group()
 
 
 def test_the_manifest_is_the_one_that_a_single_rank_makes_and_names_a_changed_file(checkpoint):
@@ -67,9 +62,7 @@ def test_the_hashes_of_an_asynchronous_save_are_its_writers(checkpoint):
     file.write_bytes(written)
     verify_integrity_manifest(str(checkpoint))
 
-
-def test_what_a_writer_could_not_hash_the_ranks_do(checkpoint):
-    results = Queue()
+    results = Queue()  # what a writer could not hash, the ranks do
     write = hash_in_writer(AsyncRequest(lambda *_: None, (0, None, results), []), "/nowhere")
     write.async_fn(*write.async_fn_args)
     save_manifest(str(checkpoint), results)

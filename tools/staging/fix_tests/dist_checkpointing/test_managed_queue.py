@@ -47,11 +47,7 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-@pytest.mark.parametrize(
-    ("start", "killed"),
-    [(QUEUE, True), (WRITER, True), (DEAF, False)],
-    ids=["queue", "writer", "deaf"],
-)
+@pytest.mark.parametrize(("start", "killed"), [(QUEUE, True), (WRITER, True), (DEAF, False)])
 def test_a_process_of_a_save_ends_with_its_rank_and_by_no_signal_that_the_rank_handles(
     start, killed
 ):
@@ -59,10 +55,7 @@ def test_a_process_of_a_save_ends_with_its_rank_and_by_no_signal_that_the_rank_h
     rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = int(rank.stdout.readline())
     assert lives(child)
-    if killed:
-        rank.kill()
-    else:
-        os.kill(child, signal.SIGUSR1)
+    os.kill(rank.pid if killed else child, signal.SIGKILL if killed else signal.SIGUSR1)
     end = time.monotonic() + (10 if killed else 1)
     while lives(child) and time.monotonic() < end:
         time.sleep(0.2)

@@ -20,15 +20,10 @@ class _Tracker(MoEMetricsTracker):
 
 
 def test_a_stage_without_experts_has_a_number_for_every_layer(monkeypatch):
-    known = {
-        "num_experts": 4,
-        "num_layers": 6,
-        "hybrid_layer_pattern": "M*EM*E",
-        "log_interval": 10,
-    }
-    known |= {"moe_router_load_balancing_type": ["aux_loss"], "seq_length": 8}
-    known |= dict.fromkeys(("micro_batch_size", "data_parallel_size", "world_size"), 1)
-    known |= {"gtp_weight_remat_size": 1}
+    known = {"num_experts": 4, "num_layers": 6, "hybrid_layer_pattern": "M*EM*E"}
+    known |= {"moe_router_load_balancing_type": ["aux_loss"], "log_interval": 10}
+    sizes = "seq_length micro_batch_size data_parallel_size world_size gtp_weight_remat_size"
+    known |= dict.fromkeys(sizes.split(), 1)
     args = type("Args", (), {**known, "__getattr__": lambda args, name: 0})()
     tracker = _Tracker()
     values = {

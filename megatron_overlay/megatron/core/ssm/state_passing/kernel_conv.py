@@ -9,8 +9,6 @@ depend on the halo, are then recomputed from a window of 2 (W - 1) tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,8 +16,7 @@ from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ssm.state_passing.conv_halo import HaloGather, HaloGradient
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout import Moving, RecurrencePlan
 
 
 class HaloConv(torch.autograd.Function):
@@ -56,9 +53,9 @@ def conv_forward(
         last two are None. A shard of fewer than W - 1 tokens counts as a whole.
     """
     halo = plan.halo(weight.shape[1] - 1)
-    coming = None if halo.is_empty else HaloGather(x, halo, group)
+    coming = Moving(x[:, x.shape[1] - halo.kept :].transpose(0, 1), halo.route, group)
     out = conv_without_halo(x, weight, bias, plan.seq_idx)
-    past = None if coming is None else coming.wait()
+    past = coming.finish().transpose(0, 1)
     if not plan.continues[plan.rank]:
         return out, None, None
     reach = past.shape[1]
@@ -87,21 +84,24 @@ def conv_backward(
     Returns:
         Gradients of weight and bias.
     """
-    halo, head, going = plan.halo(weight.shape[1] - 1), None, None
+    reach = weight.shape[1] - 1
+    halo, window_grad, of_head = plan.halo(reach), x[:, :0], None
     if window is not None:
-        head = _head_backward(grad, window, weight, bias, plan)
-    if not halo.is_empty:
-        past_grad = x.new_zeros(x.shape[0], halo.reach, x.shape[2]) if head is None else head.past
-        going = HaloGradient(past_grad, halo, group)
-    weight_grad, bias_grad = _backward_without_halo(grad, x, weight, bias, plan.seq_idx, x_grad)
-    if head is not None:
-        x_grad[:, : head.tokens.shape[1]] += head.tokens
-        weight_grad += head.weight
-        if bias_grad is not None:
-            bias_grad += head.bias
-    if going is not None:
-        going.add_to(x_grad)
-    return weight_grad, bias_grad
+        head = grad[:, : window.shape[1] - reach]
+        padded, window_grad = F.pad(head, (0, 0, reach, 0)), torch.empty_like(window)
+        head.zero_()
+        seq_idx = plan.head_seq_idx(reach)
+        of_head = _backward_without_halo(padded, window, weight, bias, seq_idx, window_grad)
+    going = Moving(window_grad[:, :reach].transpose(0, 1), halo.adjoint, group)
+    of_parameters = _backward_without_halo(grad, x, weight, bias, plan.seq_idx, x_grad)
+    if of_head is not None:
+        x_grad[:, : head.shape[1]] += window_grad[:, reach:]
+        for whole, part in zip(of_parameters, of_head, strict=True):
+            if whole is not None:
+                whole += part
+    if not halo.adjoint.is_local:
+        x_grad[:, x.shape[1] - halo.kept :] += going.finish().transpose(0, 1)
+    return of_parameters
 
 
 def conv_without_halo(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx) -> Tensor:
@@ -121,29 +121,6 @@ def _backward_without_halo(
     if given is None:
         x_grad.copy_(found.transpose(1, 2))
     return weight_grad, bias_grad
-
-
-class _HeadGradients(NamedTuple):
-    """Gradients of halo, first tokens, weight and bias through the first W - 1 outputs."""
-
-    past: Tensor
-    tokens: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-def _head_backward(
-    grad: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan
-) -> _HeadGradients:
-    """Backward of the first W - 1 outputs, whose part of ``grad [B, S, D]`` is set to zero."""
-    reach = weight.shape[1] - 1
-    head = grad[:, : window.shape[1] - reach]
-    from_head = F.pad(head, (0, 0, reach, 0))
-    head.zero_()
-    found = torch.empty_like(window)
-    seq_idx = plan.head_seq_idx(reach)
-    of_parameters = _backward_without_halo(from_head, window, weight, bias, seq_idx, found)
-    return _HeadGradients(found[:, :reach], found[:, reach:], *of_parameters)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -7,13 +7,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.state_passing.options import passes_states
 from megatron.core.token_layout import (
+    Halo,
     PaddedLengths,
     RecurrencePlan,
     Route,
@@ -105,7 +108,7 @@ def groups_and_tokens(pg_collection, config) -> tuple[object, LayerTokens | None
     if not passes_states(config) or pg_collection.cp.size() == 1:
         return pg_collection, None
     groups = copy.copy(pg_collection)
-    groups.cp = _OneRank()
+    groups.cp = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     return groups, LayerTokens(config, pg_collection)
 
 
@@ -116,16 +119,12 @@ def tokens_are_contiguous(layers: nn.Module) -> None:
             tokens.is_zigzag = False
 
 
-class _OneRank:
-    """Stand-in of one rank for the CP group of a layer that does not split its heads over CP."""
-
-    def size(self) -> int:
-        """Number of ranks, which is 1."""
-        return 1
-
-    def rank(self) -> int:
-        """Group rank, which is 0."""
-        return 0
+def exchange_halo(x: Tensor, halo: Halo, group: dist.ProcessGroup) -> Tensor:
+    """The halo ``[B, reach, D]`` of tokens ``x [B, S/cp, D]``; a collective over ``group``."""
+    if halo.route.is_local:
+        return x.new_zeros(x.shape[0], halo.route.size, x.shape[2])
+    last = x[:, x.shape[1] - halo.kept :].transpose(0, 1)
+    return exchange(last, halo.route, group, halo.adjoint).transpose(0, 1)
 
 
 @lru_cache(maxsize=64)

@@ -50,26 +50,23 @@ class StateGather:
         return [part.unflatten(1, shape) for part, shape in pairs]
 
 
-def entering_state(states: Tensor, transitions: Tensor, plan: RecurrencePlan) -> Tensor | None:
+def entering_state(
+    states: Tensor, transitions: Tensor, plan: RecurrencePlan
+) -> tuple[Tensor | None, Tensor]:
     """The state that enters this rank, ``[B, H, K, V]``; None if its first sample begins here.
 
     Args:
         states: S of all ranks, ``[cp, B, H, K, V]``.
         transitions: T of all ranks, ``[cp, B, H, K, K]`` or ``[cp, B, H, 1, 1]``.
+
+    Returns:
+        The state, and the transitions that :func:`leaving_gradient` needs: a copy, so that the
+        gathered tensor, as large as cp states, need not outlive the forward.
     """
-    entering = None
+    entering, after = None, plan.ranks_after()
     for rank in plan.ranks_before():
         entering = _leaving(states[rank], transitions[rank], entering)
-    return entering
-
-
-def transitions_after(transitions: Tensor, plan: RecurrencePlan) -> Tensor:
-    """A copy of the part of ``transitions [cp, B, H, …]`` that :func:`leaving_gradient` needs.
-
-    A copy, so that the gathered tensor, as large as cp states, need not outlive the forward.
-    """
-    after = plan.ranks_after()
-    return transitions[after.start : after.stop].clone()
+    return entering, transitions[after.start : after.stop].clone()
 
 
 def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tensor | None:
@@ -78,7 +75,7 @@ def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tens
     Args:
         grads: g of all ranks, ``[cp, B, H, K, V]``: the gradient of the entering state through the
             rank's own outputs alone.
-        after: result of :func:`transitions_after`.
+        after: transitions that :func:`entering_state` returned.
     """
     leaving = None
     for rank, transition in reversed([*zip(plan.ranks_after(), after, strict=True)]):
@@ -107,10 +104,10 @@ class _CarryState(torch.autograd.Function):
     def forward(ctx, state, transition, plan, group):
         own = torch.cat([state.flatten(), transition.flatten()])
         states, transitions = StateGather(own, [state.shape, transition.shape], group).wait()
-        entering = entering_state(states, transitions, plan)
+        entering, after = entering_state(states, transitions, plan)
         if entering is None:
             entering = torch.zeros_like(state)
-        ctx.save_for_backward(transitions_after(transitions, plan), entering)
+        ctx.save_for_backward(after, entering)
         ctx.plan, ctx.group, ctx.transition_shape = plan, group, transition.shape
         return entering
 

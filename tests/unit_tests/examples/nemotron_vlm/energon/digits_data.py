@@ -18,11 +18,10 @@ import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from megatron.energon import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.itar import ITarFile
 from tests.unit_tests.test_utilities import Utils

@@ -2,23 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens: templates, image tokens, and the loss on answers only."""
 
-import io
 import json
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_images
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
 from examples.mimo.nemotron_vlm.energon.records import ImageFile, Record, decode_text, read_record
-from examples.mimo.nemotron_vlm.energon.tiling import Tiling
 from megatron.energon import CrudeSample
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -58,12 +56,6 @@ def answered(chat: Chat, turns: list[Turn]) -> str:
     )
 
 
-def image(width: int, height: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height)).save(file, "PNG")
-    return file.getvalue()
-
-
 class TestAnswers:
     @pytest.mark.parametrize(
         ("template", "turns", "answers"),
@@ -79,7 +71,7 @@ class TestAnswers:
 
     def test_without_a_template_follow_a_plain_one(self, tokenizer):
         chat = Chat(tokenizer(None))
-        assert chat.words(chat.encode(ASKED).ids) == "user: is it 3 ?\nassistant: 3\n"
+        assert chat.words(chat.encode(ASKED)[0]) == "user: is it 3 ?\nassistant: 3\n"
 
     @pytest.mark.parametrize(
         ("template", "text"),
@@ -94,11 +86,9 @@ class TestAnswers:
 
 
 class TestImages:
-    def test_stand_before_the_first_question_where_none_is_named(self):
+    def test_stand_where_the_text_has_them_or_before_the_first_question(self):
         placed = place_images([Turn("system", "s"), *ASKED], 2)
         assert placed[1].text == "<image>\n<image>\nis it 3 ?"
-
-    def test_stay_where_the_text_has_them(self):
         turns = [Turn("user", "this <image> and <image>"), Turn("assistant", "yes")]
         assert place_images(turns, 2) == turns
 
@@ -144,31 +134,23 @@ class TestImages:
             encoder.tiles([image(16, 16), b"nothing"])
 
 
-class TestTokenizers:
-    def test_that_are_not_there_are_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="no such directory"):
-            Chat(tmp_path / "none")
-        with pytest.raises(ValueError, match="^tokenizer .*$"):
-            Chat(tmp_path)
-
-    def test_without_an_image_token_are_refused(self, tokenizer):
-        with pytest.raises(ValueError, match="no token <picture> for images"):
-            Chat(tokenizer(CHATML), "<picture>")
-
-    def test_that_differ_have_another_fingerprint(self, tokenizer):
-        one, same, other = (Chat(tokenizer(t)).fingerprint for t in (CHATML, CHATML, SHOUTING))
-        assert one == same != other
+def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokenizer, tmp_path):
+    for path, text in ((tmp_path / "none", "no such directory"), (tmp_path, "^tokenizer .*$")):
+        with pytest.raises(ValueError, match=text):
+            Chat(path)
+    with pytest.raises(ValueError, match="no token <picture> for images"):
+        Chat(tokenizer(CHATML), "<picture>")
+    one, same, other = (Chat(tokenizer(t)).fingerprint for t in (CHATML, CHATML, SHOUTING))
+    assert one == same != other
 
 
 class TestRecords:
-    def test_files_are_ordered_by_number(self):
+    def test_files_are_ordered_by_number_and_captions_are_answers_to_a_prompt(self):
         files = {name: ImageFile(name) for name in ("10.png", "2.jpg")}
-        sample = CrudeSample(files | {"json": {"caption": "c"}})
-        assert read_record(sample, "?").images == ["2.jpg", "10.png"]
-
-    def test_captions_are_answers_to_a_prompt(self):
-        asked = read_record(CrudeSample({"json": {"caption": " a cat ", "prompt": "name it"}}), "?")
-        assert asked.turns == [Turn("user", "name it"), Turn("assistant", "a cat")]
+        caption = {"json": {"caption": " a cat ", "prompt": "ask"}}
+        asked = read_record(CrudeSample(files | caption), "?")
+        assert asked.images == ["2.jpg", "10.png"]
+        assert asked.turns == [Turn("user", "ask"), Turn("assistant", "a cat")]
         asked = read_record(CrudeSample({"txt": "a dog"}), "what?")
         assert asked.turns == [Turn("user", "what?"), Turn("assistant", "a dog")]
 

@@ -26,21 +26,12 @@ def test_the_tool_does_not_write_over_data(digits, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
-def test_the_tools_tokenizer_has_a_token_for_each_digit(digits):
-    chat = Chat(digits / "tokenizer")
-    ids, answer = chat.encode([Turn("user", "copy 12 ?"), Turn("assistant", "12")])
-    assert chat._tokenizer.convert_ids_to_tokens(ids) == [
-        "<s>", "<user>", "copy", "1", "2", "?", "<assistant>", "1", "2", "</s>",
-    ]  # fmt: skip
-    assert answer.tolist() == [False] * 7 + [True] * 3
-    assert ids[3:5].tolist() == [11, 12]
-
-
-def test_the_answer_follows_the_image(digits):
+def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
     """A tiny model needs this; with words between them, it is at chance after 350 steps."""
     opened = source(digits)
-    turns = [Turn("user", "copy"), Turn("assistant", "1")]
-    asked = Chat(digits / "tokenizer").encode(turns).ids[3]
+    turns = [Turn("user", "copy 12"), Turn("assistant", "1")]
+    *digit_ids, asked = Chat(digits / "tokenizer").encode(turns)[0][3:6].tolist()
+    assert digit_ids == [11, 12]
     for number in range(opened.epoch_size("train")):
         ids = opened.text("train", number).input_ids
         if images := (ids == opened.image_token).nonzero().flatten().tolist():

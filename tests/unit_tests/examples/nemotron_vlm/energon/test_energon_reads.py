@@ -59,7 +59,7 @@ class TestAStepOfOneReplica:
         wanted = Counter()
         for part, dp in ranks_of(encoder_layout, placement):
             schedule = EncoderSchedule(macro_batch=ROWS)
-            plan = step_plan(layouts, part, dp, row_cost=sum, schedule=schedule)
+            plan = step_plan(layouts, part, dp, balance=True, schedule=schedule)
             reading = reader(opened, packing, SEQ_LENGTH)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
@@ -145,17 +145,16 @@ class TestReadsThatFail:
         assert not slept
 
 
-class TestAShardThatCannotBeRead:
-    def test_gives_a_rank_no_batch_but_a_reason(self, shard, monkeypatch, slept):
-        opened = source(shard.parent)
-        ShardReads(monkeypatch).failing[shard.name] = ALWAYS
-        found = reader(opened, None, SEQ_LENGTH)[one_take([[SAMPLE]], [], [0], [4])]
-        assert found.startswith(f"{shard} cannot be read")
-
-    def test_is_left_out_by_a_survey_on_every_rank(self, shard, monkeypatch, slept):
-        ShardReads(monkeypatch).failing[shard.name] = ALWAYS
-        survey(shard.parent)
-        assert slept == PAUSES_S  # for its first sample, not for each of them
-        assert source(shard.parent).left_out("train") == {"unreadable shard": 24}
-        with pytest.raises(ValueError, match="24 bad samples in train: .*Input/output error"):
-            source(shard.parent, bad_samples="refuse")
+def test_a_shard_that_cannot_be_read_gives_no_batch_and_is_left_out_by_a_survey(
+    shard, monkeypatch, slept
+):
+    opened = source(shard.parent)
+    ShardReads(monkeypatch).failing[shard.name] = ALWAYS
+    found = reader(opened, None, SEQ_LENGTH)[one_take([[SAMPLE]], [], [0], [4])]
+    assert found.startswith(f"{shard} cannot be read")
+    slept.clear()
+    survey(shard.parent)
+    assert slept == PAUSES_S  # for its first sample, not for each of them
+    assert source(shard.parent).left_out("train") == {"unreadable shard": 24}
+    with pytest.raises(ValueError, match="24 bad samples in train: .*Input/output error"):
+        source(shard.parent, bad_samples="refuse")

@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from torch.utils.data import DataLoader, Dataset
 
 from examples.mimo.nemotron_vlm.energon.__main__ import main
-from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    SEQ_LENGTH,
     TOKENS_PER_TILE,
     damage_image,
     encoder,
@@ -84,15 +81,11 @@ class TestStore:
             found |= {f"{raw['__key__']}.{name}": content for name, content in parts.items()}
         assert found == files
 
-    @pytest.mark.parametrize(
-        ("path", "text"), [("none", "no such data set"), (".", "run: energon prepare")]
-    )
-    def test_refuses_what_is_not_prepared(self, digits, tmp_path, path, text):
-        with pytest.raises(ValueError, match=text) as refusal:
-            source(tmp_path / path, digits / "tokenizer")
-        assert "\n" not in str(refusal.value)
-
-    def test_refuses_other_kinds_of_samples(self, copied):
+    def test_refuses_what_is_not_prepared_and_other_kinds_of_samples(self, copied, tmp_path):
+        for path, text in (("none", "no such data set"), (".", "run: energon prepare")):
+            with pytest.raises(ValueError, match=text) as refusal:
+                source(tmp_path / path, copied / "tokenizer")
+            assert "\n" not in str(refusal.value)
         kind = {"__module__": "megatron.energon", "__class__": "TextSample"}
         config = {"sample_type": kind, "field_map": {"text": "json"}}
         (copied / ".nv-meta" / "dataset.yaml").write_text(yaml.dump(config))
@@ -155,58 +148,31 @@ class TestSurvey:
         assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
 
 
-class TestEpochs:
-    def test_have_every_sample_once(self, digits):
-        opened = source(digits)
-        assert opened.epoch_size("train") == TRAIN
-        epochs = [names(opened, "train", range(e * TRAIN, (e + 1) * TRAIN)) for e in range(2)]
-        assert len(set(epochs[0])) == TRAIN
-        assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+def test_blends_keep_proportions_or_have_an_epoch(digits, other, tmp_path):
+    """Blends may be nested, and take parts of data sets."""
+    survey(other)
+    inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(other)}]
+    nested = blend(tmp_path, {"blend": inner})
+    (tmp_path / "outer").mkdir()
+    outer = [{"path": str(nested), "weight": 1}, {"path": str(other), "weight": 1}]
+    opened = source(blend(tmp_path / "outer", {"blend": outer}), digits / "tokenizer")
+    assert opened.epoch_size("train") is None
+    drawn = [opened.name("train", number) for number in range(400)]
+    others = np.cumsum([str(other) in name for name in drawn])
+    assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
+    assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
+    wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
+    assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
 
-    def test_of_the_held_out_samples_are_of_other_shards(self, digits):
-        held_out = names(source(digits), "test", range(12))
-        assert sorted(held_out) == [f"val-0000.tar/val-{i:06d}" for i in range(12)]
-
-
-class TestBlends:
-    def test_by_weight_keep_the_proportions_in_any_beginning(self, digits, other, tmp_path):
-        """Blends may be nested, and take parts of data sets."""
-        survey(other)
-        inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(other)}]
-        nested = blend(tmp_path, {"blend": inner})
-        (tmp_path / "outer").mkdir()
-        outer = [{"path": str(nested), "weight": 1}, {"path": str(other), "weight": 1}]
-        opened = source(blend(tmp_path / "outer", {"blend": outer}), digits / "tokenizer")
-        assert opened.epoch_size("train") is None
-        drawn = [opened.name("train", number) for number in range(400)]
-        others = np.cumsum([str(other) in name for name in drawn])
-        assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
-        assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
-        wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
-        assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
-
-    def test_by_repetitions_have_an_epoch(self, digits, other, tmp_path):
-        survey(other)
-        inner = [{"path": str(digits), "repetitions": 1}, {"path": str(other), "repetitions": 3}]
-        opened = source(blend(tmp_path, {"blend_epochized": inner}), digits / "tokenizer")
-        assert opened.epoch_size("train") == TRAIN + 3 * 21
-        drawn = [opened.name("train", number) for number in range(TRAIN + 3 * 21)]
-        repeated = {drawn.count(name) for name in drawn if str(other) in name}
-        assert repeated == {3} and len(set(drawn)) == TRAIN + 21
+    repeated = [{"path": str(digits), "repetitions": 1}, {"path": str(other), "repetitions": 3}]
+    opened = source(blend(tmp_path, {"blend_epochized": repeated}), digits / "tokenizer")
+    assert opened.epoch_size("train") == TRAIN + 3 * 21
+    drawn = [opened.name("train", number) for number in range(TRAIN + 3 * 21)]
+    assert {drawn.count(name) for name in drawn if str(other) in name} == {3}
+    assert len(set(drawn)) == TRAIN + 21
 
 
 class TestBadSamples:
-    def test_images_are_counted_named_and_skipped_or_refused(self, copied):
-        damaged = damage_image(copied, "train-0001.tar")
-        survey(copied)
-        opened = source(copied)
-        assert opened.epoch_size("train") == TRAIN - 1
-        assert opened.left_out("train") == {"bad image": 1}
-        assert damaged not in names(opened, "train", range(TRAIN - 1))
-        with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: ") as refusal:
-            source(copied, bad_samples="refuse")
-        assert "\n" not in str(refusal.value)
-
     def test_of_a_shard_cut_short_or_missing_are_named(self, copied, surveyed):
         shard = copied / "train-0002.tar"
         with tarfile.open(shard) as tar:
@@ -220,9 +186,15 @@ class TestBadSamples:
         assert [Path(name).parent.name for name in found[14:]] == ["train-0003.tar"] * 12
         assert source(copied).left_out("train") == {"unreadable shard": 26}
 
-    def test_are_good_when_they_are_replaced_and_surveyed_again(self, digits, copied, surveyed):
-        damage_image(copied, "train-0001.tar")
+    def test_images_are_left_out_or_refused_until_they_are_surveyed_again(
+        self, digits, copied, surveyed
+    ):
+        damaged = damage_image(copied, "train-0001.tar")
         survey(copied)
+        assert source(copied).left_out("train") == {"bad image": 1}
+        assert damaged not in names(source(copied), "train", range(TRAIN - 1))
+        with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: "):
+            source(copied, bad_samples="refuse")
         (copied / "train-0001.tar").write_bytes((digits / "train-0001.tar").read_bytes())
         assert "bad image: 1" in surveyed()
         assert "bad image" not in surveyed("--again")
@@ -240,8 +212,6 @@ class TestBadSamples:
         )
         with pytest.raises(ValueError, match=refused):
             source(digits, seq_length=20, bad_samples="refuse")
-
-    def test_may_be_all(self, digits):
         with pytest.raises(ValueError, match="none of 84 samples of train can be used"):
             source(digits, seq_length=3)
 
@@ -282,28 +252,11 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
         opened.costs("test", 0, 1)
 
 
-class Whole(Dataset):
-    """The text and the tiles of each sample, as a worker reads them."""
-
-    def __init__(self, opened: EnergonSource) -> None:
-        self.opened = opened
-
-    def __len__(self) -> int:
-        return self.opened.epoch_size("train")
-
-    def __getitem__(self, number: int) -> list[torch.Tensor]:
-        return [*self.opened.text("train", number), self.opened.tiles("train", number)]
-
-
-def test_processes_of_a_data_loader_and_pickles_read_the_same(digits):
-    opened = source(digits, seq_length=SEQ_LENGTH - 4)
-    opened.tiles("train", 0)  # files are open when the workers are forked
+def test_a_pickle_reads_the_same(digits):
+    """Loading processes that are forked are in rows.py."""
+    opened = source(digits)
+    opened.tiles("train", 0)  # files are open when it is pickled
     again = pickle.loads(pickle.dumps(opened))
     assert again.fingerprint == opened.fingerprint
-    alone, forked, spawned = (
-        list(DataLoader(Whole(read), batch_size=None, num_workers=workers))
-        for read, workers in ((opened, 0), (opened, 2), (again, 0))
-    )
-    for ours, *theirs in zip(alone, forked, spawned, strict=True):
-        for other in theirs:
-            assert all(torch.equal(*pair) for pair in zip(ours, other, strict=True))
+    for number in range(TRAIN):
+        assert torch.equal(again.tiles("train", number), opened.tiles("train", number))

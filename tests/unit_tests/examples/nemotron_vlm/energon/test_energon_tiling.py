@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.energon.tiling import BadImage, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.encoding import BadImage, Tiling, open_image
 
 
 def published_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
@@ -59,10 +59,6 @@ class TestGrid:
         assert Tiling(448).count(*size) == tiles
         assert Tiling(448, thumbnail=False).count(*size) == grid[0] * grid[1]
 
-    def test_needs_a_tile(self):
-        with pytest.raises(ValueError, match="0 tiles"):
-            Tiling(16, max_tiles=0)
-
 
 class TestTiles:
     @settings(deadline=None, max_examples=30)
@@ -89,15 +85,12 @@ class TestTiles:
     def test_have_three_channels_of_any_image(self, mode):
         assert Tiling(16).cut(open_image(png(Image.new(mode, (16, 16))))).shape == (1, 3, 16, 16)
 
-
-class TestBadImages:
-    def test_of_another_format(self):
-        file = io.BytesIO()
+    def test_are_not_of_nothing_another_format_or_a_file_cut_short(self):
+        with pytest.raises(ValueError, match="0 tiles"):
+            Tiling(16, max_tiles=0)
+        file, noise = io.BytesIO(), png(Image.effect_noise((64, 64), 90))
         Image.new("RGB", (8, 8)).save(file, "BMP")
         with pytest.raises(BadImage, match="neither of JPEG, PNG"):
             open_image(file.getvalue())
-
-    def test_cut_short(self):
-        data = png(Image.effect_noise((64, 64), 90))
         with pytest.raises(BadImage):
-            Tiling(16).cut(open_image(data[: len(data) // 2]))
+            Tiling(16).cut(open_image(noise[: len(noise) // 2]))

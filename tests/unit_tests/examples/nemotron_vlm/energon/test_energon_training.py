@@ -55,7 +55,7 @@ class TestEpoch:
             for rank in range(dp):
                 # Opened anew, as in another process.
                 stream = Rows(source(data), "train", 64, packing, seed=5)
-                plan = step_plan(layouts, rank, rank, row_cost=sum)
+                plan = step_plan(layouts, rank, rank, balance=True)
                 for take in plan.takes(stream, first, count // dp, 1):
                     read.update(opened.name("train", n) for row in take.rows for n in row)
         assert len(read) == epoch and set(read.values()) == {1}
@@ -90,13 +90,13 @@ class TestResumedEnergon:
     @pytest.mark.parametrize(
         ("given", "text"),
         [
-            (("--seq-length", "24"), "--seq-length 24 in place of 64"),
-            (("--seed", "4"), "--seed 4 in place of 3"),
-            (("--pack", "--micro-batch-size", "1"), "--pack True in place of False"),
+            ("--seq-length 24", "--seq-length 24 in place of 64"),
+            ("--seed 4", "--seed 4 in place of 3"),
+            ("--pack --micro-batch-size 1", "--pack True in place of False"),
         ],
     )
     def test_in_another_order_is_refused(self, data, saved, given, text):
-        load = (*given, "--load", str(saved))
+        load = (*given.split(), "--load", str(saved))
         refused = f"has other samples .*, or another order of them .{text}.*--finetune"
         with pytest.raises(UserError, match=refused), self.trainer(data, *load):
             pass

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from examples.mimo.nemotron_vlm.data import SampleSource
-from tests.unit_tests.examples.nemotron_vlm.loop.partly_text import PartlyText
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
+    PartlyText,
+    SoundAndImages,
+)
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
 
 COMPARED = 3

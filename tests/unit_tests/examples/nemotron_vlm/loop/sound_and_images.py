@@ -17,8 +17,9 @@ from examples.mimo.nemotron_vlm.data.sample import (
     IMAGES,
     READ,
     DigitTask,
+    SampleSource,
+    Text,
 )
-from examples.mimo.nemotron_vlm.data.text import Text
 from examples.mimo.nemotron_vlm.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 
@@ -92,3 +93,20 @@ class SoundAndImages(DigitTask):
         """See `SampleSource`."""
         numbers = range(first, first + count)
         return np.array([(len(self.text(split, n).labels), self._tiles(n)) for n in numbers])
+
+
+class PartlyText(SoundAndImages):
+    """The first eight samples of a step have one to three tiles, the others and every third step
+    have none; no sample has a clip.
+    """
+
+    tiles_per_sample = 0.25
+    fingerprint = "partly text"
+    token_ids, inputs_per_sample = SampleSource.token_ids, SampleSource.inputs_per_sample
+
+    def _clips(self, number: int) -> np.ndarray:
+        return np.zeros(0, dtype=np.int64)
+
+    def _tiles(self, number: int) -> int:
+        has_image = number % STEP < STEP // 4 and number // STEP % 3 != 1
+        return 1 + number % 3 if has_image else 0

@@ -125,15 +125,24 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
 
 class TestMetrics:
     @requires_world_size(1)
-    def test_a_record_has_the_rate_of_its_step_and_the_evaluation(self, tmp_path):
+    def test_a_record_has_its_steps_rate_and_evaluation_and_is_written_before_a_checkpoint(
+        self, tmp_path
+    ):
         """Megatron evaluates once more after the loop, and saves before."""
         Utils.initialize_distributed()
-        path = tmp_path / "metrics.jsonl"
+        path, records, at_saves = tmp_path / "metrics.jsonl", [], []
         run = ("--eval-interval", "2", "--eval-iters", "1", "--train-iters", "3")
         run += ("--save", str(tmp_path / "saved"), "--metrics-out", str(path))
-        with session_of(options_of(*ONE_MICROBATCH, *run)) as session:
-            records = []
-            train(session, records.append)
+        with session_of(options_of(*ONE_MICROBATCH, *run, "--save-interval", "1")) as session:
+
+            def observe_save(*arguments, **named):
+                at_saves.append([record["step"] for record in read_metrics(path)])
+                return save(*arguments, **named)
+
+            save = training.save_checkpoint
+            with replaced(training, save_checkpoint=observe_save):
+                train(session, records.append)
+        assert at_saves == [[1], [1, 2], [1, 2, 3]]
         assert records == [json.loads(line) for line in path.read_text().splitlines()]
         assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
         assert ["eval_accuracy" in record for record in records] == [False, True, True]
@@ -160,24 +169,6 @@ class TestMetrics:
             (3, 3.0, 8),
         ]
         assert seen == read_metrics(args.metrics_out)
-
-    @requires_world_size(1)
-    def test_a_checkpoint_has_no_step_that_is_not_reported(self, tmp_path):
-        Utils.initialize_distributed()
-        path, reported = tmp_path / "metrics.jsonl", []
-        saves = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "1")
-        with session_of(
-            options_of(*ONE_MICROBATCH, *saves, "--train-iters", "2", "--metrics-out", str(path))
-        ) as session:
-
-            def observe_save(*arguments, **named):
-                reported.append([record["step"] for record in read_metrics(path)])
-                return save(*arguments, **named)
-
-            save = training.save_checkpoint
-            with replaced(training, save_checkpoint=observe_save):
-                train(session)
-        assert reported == [[1], [1, 2]]
 
     def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -21,13 +21,10 @@ def router(stack) -> type:
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_routers_balance_alike_in_every_layout(implementation):
-    assert router(layer_specs(implementation).hybrid_stack) is LayoutFreeRouter
-    assert router(hybrid_stack_spec) is TopKRouter
-
-
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_delta_nets_have_their_own_activation(implementation):
+def test_routers_balance_alike_in_every_layout_and_delta_nets_have_their_own_activation(
+    implementation,
+):
     """The MLPs of this model have a squared ReLU; upstream's own spec stays as it is."""
-    assert delta_net(layer_specs(implementation).hybrid_stack) is SiluGatedDeltaNet
-    assert delta_net(hybrid_stack_spec) is GatedDeltaNet
+    stack = layer_specs(implementation).hybrid_stack
+    assert (router(stack), delta_net(stack)) == (LayoutFreeRouter, SiluGatedDeltaNet)
+    assert (router(hybrid_stack_spec), delta_net(hybrid_stack_spec)) == (TopKRouter, GatedDeltaNet)

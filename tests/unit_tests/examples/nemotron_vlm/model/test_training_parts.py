@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.mimo.weights import Weights, gather_weights
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
@@ -34,10 +34,11 @@ def gradients(*arguments: str) -> dict[str, torch.Tensor]:
 
 
 class OneTile(SampleSource):
-    """A source's samples of one tile, which are learned in few steps."""
+    """A source's samples of one tile, which are learned in few steps; ``other`` is added to the
+    number of the sample that gives the tile."""
 
-    def __init__(self, source):
-        self._source, self.score = source, source.score
+    def __init__(self, source, other=0):
+        self._source, self.score, self._other = source, source.score, other
 
     def _number(self, split, number):
         tries = (number + i for i in itertools.count(0, 10**6))
@@ -47,43 +48,10 @@ class OneTile(SampleSource):
         return self._source.text(split, self._number(split, number))
 
     def tiles(self, split, number):
-        return self._source.tiles(split, self._number(split, number))
-
-
-class ShuffledTiles(SampleSource):
-    """The samples of a source with the tiles of others, which have as many."""
-
-    def __init__(self, source):
-        self._source, self.score = source, source.score
-
-    def text(self, split, number):
-        return self._source.text(split, number)
-
-    def tiles(self, split, number):
-        return self._source.tiles(split, number + 10**9)
+        return self._source.tiles(split, self._number(split, number + self._other))
 
 
 class TestGradientFlow:
-    @requires_world_size(1)
-    def test_every_parameter_moves_and_is_finite(self):
-        with trainer(*ONE_MICROBATCH) as run:
-            before = {name: p.detach().clone() for name, p in run.stages[0].named_parameters()}
-            for _ in range(3):
-                run.train_step()
-            for name, parameter in run.stages[0].named_parameters():
-                assert parameter.isfinite().all(), name
-                assert not torch.equal(parameter, before[name]), name
-
-    @requires_world_size(1)
-    def test_gradients_do_not_depend_on_the_micro_batch_size(self):
-        """Upstream's balancing loss did; the tolerance is fp32 sums in another order."""
-        tolerance = 5e-3 if HAVE_CUDA else 2e-5  # GPUs' kernels multiply in TF32: 1.6e-3 found
-        whole, parts = gradients(), gradients("--micro-batch-size", "4")
-        for name, gradient in whole.items():
-            error = (parts[name] - gradient).norm()
-            if "linear_qkv.bias" not in name:  # a key bias has no gradient but rounding
-                assert error <= tolerance * gradient.norm(), name
-
     @requires_world_size(1)
     def test_without_tiles_every_parameter_has_a_gradient_and_no_layer_an_empty_tensor(self):
         """Kernels of norms refuse empty tensors."""
@@ -108,11 +76,12 @@ class TestGradientFlow:
         rates = ("--lr", "3e-3", "--adam-eps", "1e-5", "--lr-warmup-iters", "10")
         arguments = ("--train-iters", "30", *rates, *ONE_MICROBATCH)
         with trainer(*arguments) as run:
-            run.source = OneTile(run.source)
+            digits = run.source
+            run.source = OneTile(digits)
             for _ in range(30):
                 run.train_step()
             read = run.evaluate(batches=4)
-            run.source = ShuffledTiles(run.source)
+            run.source = OneTile(digits, other=10**9)
             chance = run.evaluate(batches=4)
         assert read > 0.5
         assert chance < 0.2
@@ -125,8 +94,8 @@ def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 class TestFreezing:
     @requires_world_size(1)
-    @pytest.mark.parametrize("parts", ["encoder", "encoder,projector", "language"])
-    def test_frozen_parameters_and_buffers_stay(self, parts):
+    @pytest.mark.parametrize("parts", ["", "encoder", "encoder,projector", "language"])
+    def test_all_but_frozen_parameters_and_buffers_move(self, parts):
         with trainer("--freeze", parts, "--micro-batch-size", "32") as run:
             (stage,) = run.stages
             trained = {
@@ -179,16 +148,12 @@ def moves(*options: str) -> dict[str, Weights]:
 
 
 @requires_world_size(1)
-def test_each_part_steps_by_its_own_learning_rate():
+def test_each_part_has_its_own_learning_rate_and_weight_decay():
     common = moves()
     own = moves("--encoder-lr", "0", "--projector-lr", "3e6")
     for part, factor in (("encoder", 0.0), ("projector", 3.0), ("language", 1.0)):
         for name, move in common[part].items():
             torch.testing.assert_close(own[part][name], factor * move, rtol=1e-3, atol=1e-3)
-
-
-@requires_world_size(1)
-def test_weight_decay_of_one_part_leaves_the_others():
     rates = ("--encoder-lr", "1e-3", "--projector-lr", "1e-3", "--lr", "1e-3")
     common, own = moves(*rates), moves(*rates, "--projector-weight-decay", "0.5")
     assert all(torch.equal(move, own["encoder"][name]) for name, move in common["encoder"].items())

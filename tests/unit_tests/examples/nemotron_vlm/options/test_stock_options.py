@@ -3,6 +3,7 @@
 """Megatron's options that are refused by name, and defaults; rows.py has those that are taken."""
 
 import argparse
+import shlex
 
 import pytest
 import torch
@@ -49,22 +50,13 @@ REFUSED = [
 ]
 """Options that are refused under a condition; test_accepted_options.py has the others."""
 
-
-GRAPHS = "--device cuda --transformer-impl transformer_engine --cuda-graph-impl local"
-
-
-class TestRefused:
-    @pytest.mark.parametrize("arguments", REFUSED)
-    def test_names_the_option_and_the_reason(self, arguments):
-        with pytest.raises(UserError) as refusal:
-            parse(arguments.split(), world_size=2)
-        option = arguments.split()[0]
-        assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
-        assert " is not taken here: " in str(refusal.value)
-
-    @pytest.mark.parametrize(
-        "other",
-        [
+ENGINE = "--device cuda --transformer-impl transformer_engine"
+GRAPHS = f"{ENGINE} --cuda-graph-impl local"
+NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
+TOGETHER = [
+    *(
+        (f"{GRAPHS} {other}", "^--cuda-graph-impl local with --.* is not taken here")
+        for other in (
             "--data energon:shards",
             "--data digits",
             "--pack --micro-batch-size 1",
@@ -72,56 +64,60 @@ class TestRefused:
             "--freeze projector",
             "--recompute-encoder 1",
             "--step-batch-size-schedule 0:32",
-        ],
-    )
-    def test_names_what_cuda_graphs_do_not_go_with(self, other):
-        with pytest.raises(UserError, match="^--cuda-graph-impl local with --.* is not taken here"):
-            parse([*GRAPHS.split(), *other.split()], world_size=2)
+        )
+    ),
+    (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
+    (f"{ENGINE} --language cp=2", "or context parallelism.* add --bf16, or choose local"),
+    (
+        f"{ENGINE} --bf16 --pack --micro-batch-size 1 --mamba-num-heads 12",
+        "--mamba-num-heads that leave unaligned rows.*to be a multiple of 8",
+    ),
+    ("--fp16 --bf16", "args.bf16"),
+    ("--global-batch-size 30", "global batch 30.*micro batch × dp = 4·2 = 8"),
+    ("--language vpp=2", "vpp=2 needs pp of 2 or more"),
+    ("--placement non-colocated --encoder dp=2", "takes 2 of 2 ranks and leaves none"),
+    ("--language cp=2 --context-parallel-size 1", "says cp=2, .*--context-parallel-size says 1"),
+    ("--encoder pp=2", "takes tp and dp only.*Nearest that fit: tp=1,dp=2"),
+    (
+        "--placement non-colocated --recompute-encoder 2",
+        "--recompute-encoder needs --placement colocated",
+    ),
+    ("--language pp=2 --encoder-macro-batch 2", "--encoder-macro-batch needs.*pp=1"),
+    ("--language dp=2 --encoder-schedule bubbles", "--encoder-schedule bubbles needs"),
+    (
+        "--language pp=2 --encoder tp=2 --encoder-schedule bubbles",
+        "TP group of --encoder tp=2.*one stage of --language.*has 1 ranks",
+    ),
+    (
+        "--language pp=2,vpp=2 --encoder-schedule bubbles --no-overlap-p2p-communication",
+        "--no-overlap-p2p-communication does not go with",
+    ),
+    ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),
+    *(
+        (f"--step-batch-size-schedule '{schedule}'", "^--step-batch-size-schedule")
+        for schedule in ("8", "0:8 1K", "1K:8", "0:8 1:16", "0:x")
+    ),
+]
+"""Options that do not go together, and what the refusal says."""
 
-    @pytest.mark.parametrize(
-        ("arguments", "texts"),
-        [
-            (
-                "--device cuda --transformer-impl transformer_engine --pack --micro-batch-size 1",
-                ["in fp32 with --pack", "add --bf16, or choose local"],
-            ),
-            (
-                "--device cuda --transformer-impl transformer_engine --language cp=2",
-                ["in fp32 with --pack or context parallelism", "add --bf16, or choose local"],
-            ),
-            (
-                "--device cuda --bf16 --pack --micro-batch-size 1 --mamba-num-heads 12",
-                ["--mamba-num-heads that leave unaligned rows", "to be a multiple of 8"],
-            ),
-            ("--global-batch-size 30", ["global batch 30", "micro batch × dp = 4·2 = 8"]),
-            ("--language vpp=2", ["vpp=2 needs pp of 2 or more"]),
-            ("--placement non-colocated --encoder dp=2", ["takes 2 of 2 ranks and leaves none"]),
-            (
-                "--language cp=2 --context-parallel-size 1",
-                ["--language says cp=2", "--context-parallel-size says 1"],
-            ),
-            ("--encoder pp=2", ["takes tp and dp only", "Nearest that fit: tp=1,dp=2"]),
-            (
-                "--placement non-colocated --recompute-encoder 2",
-                ["--recompute-encoder needs --placement colocated"],
-            ),
-            ("--language pp=2 --encoder-macro-batch 2", ["--encoder-macro-batch needs", "pp=1"]),
-            ("--language dp=2 --encoder-schedule bubbles", ["--encoder-schedule bubbles needs"]),
-            (
-                "--language pp=2 --encoder tp=2 --encoder-schedule bubbles",
-                ["TP group of --encoder tp=2", "one stage of --language", "has 1 ranks"],
-            ),
-            (
-                "--language pp=2,vpp=2 --encoder-schedule bubbles --no-overlap-p2p-communication",
-                ["--no-overlap-p2p-communication does not go with"],
-            ),
-        ],
-    )
-    def test_names_what_does_not_go_together(self, arguments, texts):
+
+def parsed(line: str, world: int = 2):
+    return parse(shlex.split(line), world_size=world)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("arguments", REFUSED)
+    def test_names_the_option_and_the_reason(self, arguments):
         with pytest.raises(UserError) as refusal:
-            parse(arguments.split(), world_size=2)
-        for text in texts:
-            assert text in str(refusal.value)
+            parsed(arguments)
+        option = arguments.split()[0]
+        assert str(refusal.value).startswith(option) and "\n" not in str(refusal.value)
+        assert " is not taken here: " in str(refusal.value)
+
+    @pytest.mark.parametrize(("arguments", "text"), TOGETHER)
+    def test_names_what_does_not_go_together(self, arguments, text):
+        with pytest.raises(UserError, match=text):
+            parsed(arguments)
 
     def test_a_short_size_is_not_that_of_an_axis_whose_name_ends_alike(self):
         options = ["--language", "vpp=2,etp=1", "--pipeline-model-parallel-size", "2"]
@@ -136,25 +132,15 @@ class TestRefused:
         parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
     def test_every_refused_option_is_megatrons(self):
+        """And refusals for other programs read Megatron's options alone."""
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        known = {option for action in parser._actions for option in action.option_strings}
-        assert not [
-            refusal.option
-            for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]
-            if refusal.option.split()[0] not in known
-        ]
-        assert not [
-            refusal.option
-            for refusal in TURNED_BACK
-            if refusal.option.replace("--no-", "--") not in known
-        ]
-
-    def test_refusals_for_other_programs_read_megatrons_options_alone(self):
-        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        known = parser._option_string_actions
+        refused = [refusal.option.split()[0] for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]]
+        refused += [refusal.option.replace("--no-", "--") for refusal in TURNED_BACK]
+        assert not [option for option in refused if option not in known]
         args = parser.parse_args(["--cuda-graph-impl", "local", "--num-experts", "8"])
         args.device = "cuda"
-        applied = {refusal.option for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)}
-        assert NO_GRAPHS.option in applied
+        assert NO_GRAPHS in [refusal for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)]
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):
@@ -165,20 +151,15 @@ class TestRefused:
         with pytest.raises(UserError, match="^--optimizer is not taken here"):
             parse([], world_size=1)
 
-    def test_a_state_that_is_whole_on_each_rank_needs_no_resharding(self):
-        parse(
-            ["--no-dist-ckpt-optim-fully-reshardable", "--no-use-distributed-optimizer"],
-            world_size=1,
-        )
-
     def test_a_flag_that_a_preset_turns_on_has_an_opposite(self):
-        assert parse([], world_size=1).args.untie_embeddings_and_output_weights
-        arguments = ["--no-untie-embeddings-and-output-weights", "--bias-linear"]
-        args = parse(arguments, world_size=1).args
+        assert parsed("").args.untie_embeddings_and_output_weights
+        args = parsed("--no-untie-embeddings-and-output-weights --bias-linear").args
         assert not args.untie_embeddings_and_output_weights and args.add_bias_linear
 
-    def test_asynchronous_saves_need_no_other_option(self):
-        args = parse(["--device", "cuda", "--async-save"], world_size=1).args
+    def test_some_options_need_no_other(self):
+        """A state that is whole on each rank needs no resharding."""
+        parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
+        args = parsed("--device cuda --async-save", 1).args
         assert args.async_save and args.use_persistent_ckpt_worker
 
     @pytest.mark.parametrize(
@@ -222,8 +203,7 @@ class TestRefused:
     def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
         self, options, schedule, at_once
     ):
-        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad {options}"
-        found = parse(line.split(), world_size=4).args
+        found = parsed(f"{GRAPHS} --data mock {NO_CHECK} {options}", 4).args
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
@@ -269,29 +249,21 @@ class TestRefused:
             parse(line.split(), world_size=1)
 
     @pytest.mark.parametrize(
-        ("variable", "value"),
+        ("variable", "value", "option"),
         [
-            ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-            ("CUDA_MODULE_LOADING", "LAZY"),
-            ("LOCAL_WORLD_SIZE", "4"),
+            ("CUDA_DEVICE_MAX_CONNECTIONS", "1", NO_CHECK),
+            ("CUDA_MODULE_LOADING", "LAZY", NO_CHECK),
+            ("LOCAL_WORLD_SIZE", "4", NO_CHECK),
+            ("LOCAL_WORLD_SIZE", "2", ""),
         ],
     )
-    def test_where_kernels_hold_each_other_back_the_encoder_is_not_in_the_bubbles_by_default(
-        self, variable, value, monkeypatch
+    def test_where_kernels_or_checks_hold_back_the_encoder_is_not_in_the_bubbles_by_default(
+        self, variable, value, option, monkeypatch
     ):
         monkeypatch.setenv(variable, value)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        line = f"{GRAPHS} --data mock --no-check-for-nan-in-loss-and-grad --language pp=2"
-        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
-
-    def test_with_the_check_for_nan_the_encoder_is_not_in_the_bubbles_by_default(self):
-        line = f"{GRAPHS} --data mock --language pp=2"
-        assert parse(line.split(), world_size=4).args.encoder_schedule == THREE_PHASES
-
-    def test_a_growing_batch_must_fit_at_every_size(self):
-        schedule = ["--step-batch-size-schedule", "0:8 1K:9"]
-        with pytest.raises(UserError, match="global batch 9"):
-            parse(schedule, world_size=1)
+        found = parsed(f"{GRAPHS} --data mock --language pp=2 {option}", 4)
+        assert found.args.encoder_schedule == THREE_PHASES
 
     def test_a_growing_batch_decays_alike_in_every_layout(self):
         options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]
@@ -304,11 +276,6 @@ class TestRefused:
         given = parse([*options, "--lr-decay-iters", "9"], world_size=1).args
         assert given.lr_decay_iters == 9
         assert parse([*options, "--train-samples", "96"], world_size=1).args.lr_decay_iters is None
-
-    @pytest.mark.parametrize("schedule", ["8", "0:8 1K", "1K:8", "0:8 1:16", "0:x"])
-    def test_names_a_schedule_that_is_none(self, schedule):
-        with pytest.raises(UserError, match="^--step-batch-size-schedule"):
-            parse(["--step-batch-size-schedule", schedule], world_size=1)
 
     def test_the_batches_of_an_evaluation_must_fit_the_encoder(self):
         sizes = ["--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]

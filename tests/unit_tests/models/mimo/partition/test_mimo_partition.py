@@ -3,39 +3,30 @@
 """How a batch is cut over CP and sequence-parallel ranks; every rank is played by one process."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
-from megatron.core.models.mimo.partition.language_batch import packed_parameters, padding_arguments
+from megatron.core.models.mimo.partition.language_batch import padding_arguments, partition_groups
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths, zigzag_owners
-from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils
 
 ROW = (5, 7, 1, 13)
 """Lengths of packed samples: none fits any CP size."""
 
 
-@dataclass(frozen=True)
-class GroupOfOne:
-    """Stands in for a process group: its size, and the rank of one member."""
-
-    ranks: int
-    at: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.at
+def group_of(size: int, rank: int) -> SimpleNamespace:
+    """Stand in for a process group, as one member sees it."""
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 def adapter_of(cp: int, tp: int, cp_rank: int = 0, tp_rank: int = 0, **options) -> PartitionAdapter:
     """The adapter of one rank of cp × tp; sequence parallel where there are several TP ranks."""
-    groups = dict(cp_group=GroupOfOne(cp, cp_rank), tp_group=GroupOfOne(tp, tp_rank))
+    groups = dict(cp_group=group_of(cp, cp_rank), tp_group=group_of(tp, tp_rank))
     settings = dict(tp_comm_overlap=False, max_seq_len=64) | options
     return PartitionAdapter(PartitionConfig(tp > 1, cp > 1, **settings, **groups))
 
@@ -146,13 +137,6 @@ class TestPackedParameters:
         assert lengths == PaddedLengths((4, 8), (4, 8))
         assert zigzag_owners(lengths, 2).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
 
-    def test_known_lengths_of_packed_samples_need_no_look_at_the_boundaries(self):
-        bounds = torch.tensor([0, 5, 12, 13])
-        params = packed_parameters({"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}, (5, 7, 1))
-        with no_host_sync():
-            assert adapter_of(2, 1).lengths(13, params).real == (5, 7, 1)
-        assert packed_parameters(params) is params
-
 
 class TestRefusals:
     def test_padding_without_a_loss_mask(self):
@@ -160,42 +144,27 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"of \(5,\) tokens are padded to \(8,\).*loss_mask"):
             adapter_of(4, 1).shard(batch.embeddings, batch.labels, None)
 
-    def test_samples_that_do_not_cover_the_row(self):
-        with pytest.raises(ValueError, match="have 26 tokens, the sequence 30"):
-            adapter_of(2, 1).lengths(30, packed(ROW))
-
-    def test_another_length_than_tp_overlap_was_set_up_for(self):
-        adapter = adapter_of(1, 2, tp_comm_overlap=True, max_seq_len=64)
-        assert adapter.lengths(64).padded == (64,)
-        with pytest.raises(ValueError, match="needs sequences of 64 tokens, found 32"):
-            adapter.lengths(32)
-
-    def test_a_config_of_another_type(self):
-        with pytest.raises(TypeError, match="must be a ModelParallelConfig"):
-            PartitionConfig.from_mp_config({}, max_seq_len=64)
-
-
-class TestConfig:
-    def test_nothing_is_cut_on_one_rank(self):
-        config = PartitionConfig.from_mp_config(
-            ModelParallelConfig(), max_seq_len=64, cp_group=GroupOfOne(1, 0)
-        )
-        assert not config.is_partitioning_enabled
-        batch = Batch(2, 13)
-        given = (batch.embeddings, batch.labels, None, None)
-        found = PartitionAdapter(config).shard(*given)
-        assert all(a is b for a, b in zip(found, given, strict=True))
-
-    def test_sizes_are_those_of_the_groups(self):
-        parallel = ModelParallelConfig(
-            tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=4
-        )
-        groups = dict(cp_group=GroupOfOne(4, 1), tp_group=GroupOfOne(2, 0))
-        config = PartitionConfig.from_mp_config(parallel, max_seq_len=64, **groups)
-        assert (config.cp_size, config.sp_size) == (4, 2)
+    @pytest.mark.parametrize(
+        ("options", "tokens", "samples", "message"),
+        [
+            ({}, 30, packed(ROW), "have 26 tokens, the sequence 30"),
+            ({"tp_comm_overlap": True}, 32, None, "needs sequences of 64 tokens, found 32"),
+        ],
+    )
+    def test_another_length(self, options, tokens, samples, message):
+        with pytest.raises(ValueError, match=message):
+            adapter_of(2, 2, **options).lengths(tokens, samples)
 
     def test_a_forgotten_group_is_no_silent_whole_batch(self):
         with pytest.raises(AssertionError, match="reads a global group"):
             PartitionConfig.from_mp_config(
                 ModelParallelConfig(context_parallel_size=2), max_seq_len=64
             )
+
+
+def test_a_grid_gives_the_groups_and_one_without_cp_has_none():
+    grid = SimpleNamespace(dim_names=["tp", "dp"], get_pg=lambda dim: f"group of {dim}")
+    config = SimpleNamespace(module_to_grid_map={"language": grid})
+    assert partition_groups(config, None, None) == (None, "group of tp")
+    grid.dim_names.append("cp")
+    assert partition_groups(config, None, None) == ("group of cp", "group of tp")

@@ -2,74 +2,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder work in the pipeline's bubbles: when ranks are late, what is kept, what is refused.
 
-That it changes nothing of what is trained is in the rows of test_mimo_colocated_e2e.py.
+Rows of rows.py with `BUBBLES` compare what is trained with one rank.
 """
 
-import contextlib
 import itertools
 import random
 import time
 import weakref
-from dataclasses import replace
-from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.cpu_runtime import collectives
+from examples.mimo.nemotron_vlm.encoders.stage import EncoderStage
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.schedule import encoder_work
 from megatron.core.models.mimo.schedule.bubble_plan import (
     BACKWARD,
     ENCODE,
     RETURN,
-    Piece,
     bubble_plan,
 )
-from megatron.core.models.mimo.schedule.encoder_work import EncoderWork
-from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, prepare_bubbles
 from megatron.core.pipeline_parallel import schedules
-from tests.unit_tests.models.mimo.mimo_gpt import IMAGES, Module
-from tests.unit_tests.models.mimo.mimo_gpt_training import Job, train
-from tests.unit_tests.models.mimo.whole_steps.test_mimo_colocated_e2e import (
-    CP_2_PP_2,
-    FAN_IN,
-    IN_BUBBLES,
-    PP_2,
-    PP_4,
-    TEXT_ONLY_PART_IN_BUBBLES,
-    VPP_2,
-    check,
-    modules,
-    samples,
-)
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from megatron.core.rerun_state_machine import RerunDataIterator
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import BUBBLES, FLAT, OVERLAP, PIPELINE, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
-EQUAL_LENGTHS = {"variable_lengths": False}
-EQUAL_PP_4 = PP_4 | EQUAL_LENGTHS
+PP_4, PP_2, VPP_2 = "pp=4,dp=1", "pp=2,dp=2,ep=2", "pp=2,vpp=2,dp=2,ep=2"
+TWO_ENCODERS = 4, "sound and images", "images:tp=2,dp=2 sound:dp=4"
+
+pytestmark = requires_world_size(4)
 
 
-@requires_world_size(4)
-def test_a_first_step_in_which_kernels_are_loaded(monkeypatch):
+def run_of(language: str, *options: str, encoder: str = "dp=4", microbatches: int = 8):
+    """A run of four samples a microbatch."""
+    layout = ("--encoder", encoder, "--language", language)
+    size = 4 // int(language.split("dp=")[1][0])
+    batch = ("--global-batch-size", str(4 * microbatches), "--micro-batch-size", str(size))
+    return trainer(*layout, *batch, *options)
+
+
+def test_a_first_step_in_which_kernels_are_loaded(monkeypatch, record_property):
     monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
     around = mock.Mock(wraps=encoder_work.pieces_around_the_pipeline)
     monkeypatch.setattr(encoder_work, "pieces_around_the_pipeline", around)
-    check(replace(TEXT_ONLY_PART_IN_BUBBLES, overlap=True), VPP_2, images=FAN_IN)
+    check(Row(*TWO_ENCODERS, PIPELINE, (*BUBBLES, *OVERLAP)), record_property)
     assert around.call_count == 1
 
 
-@requires_world_size(4)
-def test_an_encoder_that_every_rank_runs_reduces_during_its_last_backward(monkeypatch):
-    monkeypatch.setattr(VisionModalitySubmodules, "runs_on_every_rank", True, raising=False)
-    even = samples(*({IMAGES: 3} for _ in range(16)), length=12)
-    check(replace(IN_BUBBLES, samples=even, microbatches=4, overlap=True), PP_2, images=FAN_IN)
+@pytest.mark.parametrize("language", [PIPELINE, FLAT])
+def test_encoders_that_some_ranks_do_not_run_reduce_after_the_backward(
+    language, monkeypatch, record_property
+):
+    monkeypatch.setattr(EncoderStage, "runs_on_every_rank", False)
+    options = (*BUBBLES, *OVERLAP) if language is PIPELINE else OVERLAP
+    check(Row(*TWO_ENCODERS, language, options), record_property)
 
 
-@requires_world_size(4)
-@pytest.mark.parametrize("language", [PP_4, VPP_2], ids=str)
-def test_ranks_that_are_late_at_random(language, monkeypatch):
+@pytest.mark.parametrize("language", [PP_4, VPP_2])
+def test_ranks_that_are_late_at_random(language, monkeypatch, record_property):
     """Each piece and each operation of the pipeline is late by itself, on each rank alone."""
     rng = random.Random(Utils.rank)
 
@@ -83,38 +78,32 @@ def test_ranks_that_are_late_at_random(language, monkeypatch):
     pieces = [(EncoderWork, name) for name in ("_encode", "_return", "_backward")]
     for owner, name in ((schedules, "forward_step"), (schedules, "backward_step"), *pieces):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
-    check(replace(IN_BUBBLES, microbatches=4), language, images=FAN_IN)
+    check(Row(4, "tiny", "dp=4", language, BUBBLES), record_property)
 
 
-@requires_world_size(4)
-@pytest.mark.parametrize("language", [CP_2_PP_2, VPP_2, PP_4], ids=str)
+@pytest.mark.parametrize("language", [PIPELINE, VPP_2, PP_4])
 def test_set_up_uses_all_links_and_groups_once(language, monkeypatch):
     """With NCCL, a first use makes hosts wait for each other; within a step, in a circle."""
-    used, new = set(), set()
-    training = False
+    used = []
 
     def noted(name, key):
         function = getattr(dist, name)
 
         def call(*args, **kwargs):
-            of = name, *key(kwargs)
-            new.add(of) if training and of not in used else used.add(of)
+            used.append((name, *key(kwargs)))
             return function(*args, **kwargs)
 
         monkeypatch.setattr(dist, name, call)
 
-    noted("isend", lambda given: (given["dst"], given["group"]))
-    noted("irecv", lambda given: (given["src"], given["group"]))
+    noted("isend", lambda given: (given["group"], given["dst"]))
+    noted("irecv", lambda given: (given["group"], given["src"]))
     noted("all_to_all_single", lambda given: (given["group"],))
-
-    def around(_):
-        nonlocal training
-        training = True
-        return contextlib.nullcontext()
-
-    with modules(images=FAN_IN, language=language | EQUAL_LENGTHS) as made:
-        train(IN_BUBBLES, made, 1, around=around)
-    assert used and not new
+    with run_of(language, *BUBBLES) as run:
+        before = set(used)
+        run.train_step()
+        (bridge,) = run.stages[0].colocated_comms.values()
+        groups = (bridge.block_pg, bridge.return_pg, run.collection["language"].pp)
+        assert before and not {use for use in used if use[1] in groups} - before
 
 
 class _Call:
@@ -133,16 +122,13 @@ def most_kept_in_a_step(microbatches: int, monkeypatch) -> int:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (call, t), lambda kept: kept[1]):
             return encode(*arguments)
 
-    patches = [{IMAGES: 3}] * (4 * microbatches)
-    job = Job(samples(*patches, length=12), microbatches=microbatches, in_bubbles=True)
-    with monkeypatch.context() as patch, modules(images=FAN_IN, language=EQUAL_PP_4) as made:
+    with monkeypatch.context() as patch, run_of(PP_4, *BUBBLES, microbatches=microbatches) as run:
         patch.setattr(macro_batches, "encode", counted)
-        train(job, made, 1)
-    assert not alive
+        run.train_step()
+        assert not alive
     return most
 
 
-@requires_world_size(4)
 def test_activations_do_not_grow_with_the_batch(monkeypatch):
     """A rank keeps what the plan says, 2p + 1 macro-batches at most."""
     kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
@@ -157,42 +143,32 @@ def _most_kept(plan, stage: int) -> int:
     return max(itertools.accumulate(changes))
 
 
-def _too_early(*arguments):
-    """A plan whose second stage waits for gradients before the operation that they come from."""
-    plan = bubble_plan(*arguments)
-    moved = [Piece(RETURN, 0), Piece(BACKWARD, 0)]
-    stage = [[piece for piece in place if piece not in moved] for place in plan.before[1]]
-    stage[1] += moved
-    return plan._replace(before=(plan.before[0], stage, *plan.before[2:]))
-
-
-@requires_world_size(4)
-@pytest.mark.skipif(HAVE_CUDA, reason="NCCL ends the process")
-def test_two_pieces_swapped_end_in_a_message(monkeypatch):
-    limit = timedelta(seconds=4)
-    monkeypatch.setattr(collectives, "_time_limit_of_world", lambda: limit)
-    monkeypatch.setattr(encoder_work, "bubble_plan", _too_early)
-    with modules(images=FAN_IN, language=EQUAL_PP_4) as made:
-        with pytest.raises(RuntimeError, match="(?i)timed out|connection"):
-            train(IN_BUBBLES, made, 1)
-
-
-@requires_world_size(4)
 @pytest.mark.parametrize(
-    ("encoder", "language", "planned", "text"),
+    ("encoder", "language", "setting", "text"),
     [
-        (FAN_IN, dict(dp=4), True, "needs a pipeline"),
-        (dict(tp=4), PP_2 | EQUAL_LENGTHS, True, "TP group of images in one"),
-        (FAN_IN, PP_2, True, "variable_seq_lengths"),
-        (FAN_IN, VPP_2 | EQUAL_LENGTHS, True, "needs overlap_p2p_comm with virtual stages"),
-        (FAN_IN, PP_2 | EQUAL_LENGTHS, False, "batch_plan"),
+        ("dp=4", "dp=4", {}, "needs a pipeline"),
+        ("tp=4", PP_2, {}, "TP group of images in one"),
+        ("dp=4", PP_2, {"variable_seq_lengths": True}, "with variable_seq_lengths"),
+        ("dp=4", VPP_2, {"overlap_p2p_comm": False}, "needs overlap_p2p_comm with virtual stages"),
     ],
 )
-def test_what_cannot_be_is_refused_on_every_rank(encoder, language, planned, text, monkeypatch):
-    config = Module.config
-    monkeypatch.setattr(
-        Module, "config", lambda module: replace(config(module), overlap_p2p_comm=False)
-    )
-    with modules(images=encoder, language=language) as made:
+def test_what_cannot_be_is_refused_on_every_rank(encoder, language, setting, text):
+    with run_of(language, encoder=encoder) as run:
+        vars(run.config).update(setting)
         with pytest.raises(ValueError, match=text):
-            train(IN_BUBBLES, made, 1, planned=planned)
+            prepare_bubbles(run.stages)
+
+
+def without_plan(batch: dict) -> dict:
+    return {name: value for name, value in batch.items() if name != "batch_plan"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [(BUBBLES, "needs microbatches with a batch_plan"), ((), "equal parts of a batch must have")],
+)
+def test_unequal_samples_without_a_plan_are_refused_on_every_rank(options, text):
+    with run_of(PIPELINE, *options, microbatches=1) as run:
+        run._batches = RerunDataIterator(map(without_plan, run.loading.training()))
+        with pytest.raises(ValueError, match=text):
+            run.train_step()

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import BUBBLES
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import arguments
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -31,27 +32,37 @@ def make_manager(function=None) -> CudaGraphManager:
 
 class TestRecording:
     @requires_world_size(2)
-    def test_in_bubbles_begins_with_the_second_step_on_gpus(self, monkeypatch):
+    @pytest.mark.parametrize("options", [BUBBLES, ()], ids=["bubbles", "phases"])
+    def test_begins_with_the_first_step_in_the_order_of_later_ones(self, options, monkeypatch):
+        """Which in bubbles is the second on GPUs. Graphs are captured once in a step, when all
+        gradients are final."""
         record, found = CudaGraphManager.__call__, []
-        monkeypatch.setattr(schedules, "create_cudagraphs", lambda: found.append("captured"))
+        monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
 
         def note(*_):
             found.append(CudaGraphManager.__call__ is record)
 
-        job = *arguments("dp=2", "pp=2,dp=1"), "--encoder-schedule", "bubbles"
+        job = *arguments("dp=2", "pp=2,dp=1"), *options
         with trainer(*job, "--train-iters", "2", "--lr", "1e-3") as run:
             stage = run.stages[0]
             stage.config.cuda_graph_impl = "local"
-            monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)
+            finalize = stage.config.finalize_model_grads_func
+
+            def finalized(*args, **kwargs):
+                found.append("final")
+                finalize(*args, **kwargs)
+
+            monkeypatch.setattr(stage.config, "finalize_model_grads_func", finalized)
+            monkeypatch.setattr(schedules, "create_cudagraphs", lambda: found.append("captured"))
             stage.language_model.register_forward_pre_hook(note)
             for encoders in stage.modality_submodules.values():
                 encoders.register_forward_pre_hook(note)
                 encoders.register_full_backward_pre_hook(note)
             run.train_step()
-            first, found[:] = set(found), []
+            first, found[:] = found[:], []
             run.train_step()
-        assert first == {False}
-        assert found[-1] == "captured" and set(found[:-1]) == {True}
+        assert set(first) == ({False, "final"} if options else {True, "final", "captured"})
+        assert found[-2:] == ["final", "captured"] and set(found[:-2]) == {True}
 
     def test_is_not_done_where_the_order_will_be_another(self):
         class Doubling(MegatronModule):
@@ -67,31 +78,6 @@ class TestRecording:
         encoder = torch.nn.Sequential(make_manager(), torch.nn.Linear(1, 1))
         capture_each_use(encoder)
         assert not encoder[0].reuse_cudagraphs
-
-
-class TestCapture:
-    @requires_world_size(2)
-    @pytest.mark.parametrize("language", ["dp=2", "pp=2,dp=1"])
-    def test_comes_once_in_a_step_after_all_gradients_are_final(self, language, monkeypatch):
-        found = []
-        with trainer(*arguments("dp=2", language)) as run:
-            config = run.stages[0].config
-            config.cuda_graph_impl = "local"
-            finalize = config.finalize_model_grads_func
-
-            def finalized(*args, **kwargs):
-                found.append("final")
-                if finalize is not None:
-                    finalize(*args, **kwargs)
-
-            def captured():
-                encoder = run.stages[0].modality_submodules.parameters()
-                found.append([bool(weight.main_grad.any()) for weight in encoder])
-
-            monkeypatch.setattr(schedules, "create_cudagraphs", captured)
-            monkeypatch.setattr(config, "finalize_model_grads_func", finalized)
-            run.train_step()
-        assert found[0] == "final" and len(found) == 2 and all(found[1])
 
 
 class TestTeardown:

@@ -29,7 +29,6 @@ from tests.unit_tests.examples.nemotron_vlm.loop.models import FEW_EXPERTS, TOLE
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import (
     APART_ON_CP,
     APART_ON_PP,
-    APART_ON_TP,
     ON_DP,
     ON_PP,
     ON_TP_ETP,
@@ -62,11 +61,9 @@ class TestLayouts:
     @pytest.mark.parametrize(
         ("layout", "options"),
         [
-            (ON_PP, ("--hidden-dropout", "0.2")),
+            (ON_PP, ("--hidden-dropout", "0.2", "--bf16")),
             (ON_TP_ETP, ("--hidden-dropout", "0.2")),
             (APART_ON_PP, ("--hidden-dropout", "0.2")),
-            (APART_ON_TP, ()),
-            (ON_PP, ("--bf16",)),
         ],
         ids=str,
     )
@@ -95,14 +92,13 @@ class TestLayouts:
         with run_of(ON_DP, load=shared_path) as run:
             assert losses(run, AFTER) == pytest.approx(uninterrupted, rel=TOLERANCE)
 
-    @pytest.mark.parametrize("target", [ON_DP, APART_ON_CP], ids=str)
-    def test_a_later_run_trains_other_parts_with_a_new_optimizer(self, target, shared_path):
+    def test_a_later_run_trains_other_parts_with_a_new_optimizer(self, shared_path):
         """First the projector, then all: weights are the saved ones, and steps count anew."""
         with run_of(ON_PP, "--freeze", "encoder,language") as run:
             losses(run, BEFORE)
             run.save(shared_path)
             saved = gather_weights(run.stages)
-        with run_of(target, "--finetune", "--seed", "7", load=shared_path) as run:
+        with run_of(APART_ON_CP, "--finetune", "--seed", "7", load=shared_path) as run:
             assert_shards_equal(run.stages, saved)
             assert run.step == 0
             losses(run, 1)
@@ -134,7 +130,6 @@ DAMAGES = {
     "missing shard": (lambda d: largest(d).unlink(), "missing"),
     "flipped bit in the metadata": (lambda d: flip(d / ".metadata"), "damaged"),
     "missing manifest": (lambda d: (d / "integrity.json").unlink(), "has no integrity.json"),
-    "damaged manifest": (lambda d: (d / "integrity.json").write_text("{"), "is damaged"),
     "manifest of nothing": (lambda d: (d / "integrity.json").write_text("[]"), "is damaged"),
 }
 

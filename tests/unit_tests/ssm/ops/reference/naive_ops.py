@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrences themselves, token by token: slow, short, and the oracle of the reference ops.
+"""The recurrences token by token, and a convolution: slow, short, and the oracle of the ops.
 
 All compute in the dtype they are given. `seq_idx [B, S]` restarts the recurrence wherever the index
 differs from that of the token before.
@@ -88,51 +88,28 @@ def naive_gated_delta_rule(
     return torch.stack(outputs, dim=1), state
 
 
-def naive_causal_conv1d(
+def conv_of_each_sample(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Depthwise convolution over a sliding window of the last W inputs, without activation.
+) -> Tensor:
+    """PyTorch's depthwise convolution over each sample alone, `[B, D, S]`.
 
     Args:
-        x: `[B, D, S]`. weight: `[D, W]`, the last column meets the current token. bias: `[D]`.
+        weight: `[D, W]`, the last column meets the current token.
         initial_states: the W - 1 inputs before the first token, `[B, D, W - 1]`.
-
-    Returns:
-        `y [B, D, S]` and the last W - 1 inputs of the last sequence, `[B, D, W - 1]`.
     """
-    width = weight.shape[1]
-    history = x.new_zeros(*x.shape[:2], width - 1)
-    if initial_states is not None:
-        history = history + initial_states
-    outputs = []
-    for t in range(x.shape[2]):
-        if seq_idx is not None and t > 0:
-            history = history * (seq_idx[:, t] == seq_idx[:, t - 1])[:, None, None]
-        window = torch.cat([history, x[:, :, t : t + 1]], dim=-1)
-        outputs.append((window * weight).sum(-1))
-        history = window[..., 1:]
-    y = torch.stack(outputs, dim=-1)
-    return (y if bias is None else y + bias[:, None]), history
-
-
-def naive_rms_norm_gated(
-    x: Tensor,
-    weight: Tensor,
-    z: Tensor | None = None,
-    eps: float = 1e-5,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """Root-mean-square norm group by group, times silu(z) after or before it. x, z: `[..., D]`."""
-    if z is not None and not norm_before_gate:
-        x = x * F.silu(z)
-    groups = x.split(group_size or x.shape[-1], dim=-1)
-    y = torch.cat([g / (g.pow(2).mean(-1, keepdim=True) + eps).sqrt() for g in groups], dim=-1)
-    y = y * weight
-    if z is not None and norm_before_gate:
-        y = y * F.silu(z)
-    return y
+    rows = []
+    for number, row in enumerate(x):
+        lengths, found = [row.shape[1]], []
+        if seq_idx is not None:
+            lengths = seq_idx[number].unique_consecutive(return_counts=True)[1].tolist()
+        before = row.new_zeros(len(row), weight.shape[1] - 1)
+        for sample, inputs in enumerate(row.split(lengths, dim=1)):
+            given = before if sample or initial_states is None else initial_states[number]
+            window = torch.cat([given, inputs], dim=1)
+            found.append(F.conv1d(window, weight[:, None], bias, groups=len(row)))
+        rows.append(torch.cat(found, dim=1))
+    return torch.stack(rows)

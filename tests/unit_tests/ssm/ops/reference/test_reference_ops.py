@@ -1,11 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution, norm and their fusions against `naive_ops`. No process group, no GPU.
+"""The reference ops of recurrent layers against their recurrences, and against PyTorch.
 
-The tolerance is fp64 1e-10 absolute on values of order 1: rounding of 100 terms is below 1e-12.
+Tolerances: fp64 1e-10 absolute on values of order 1 (rounding of 100 terms is below 1e-12);
+fp32 1e-5 relative to the largest value, the rounding of the running sum of log decays, whose size
+stays below 100 at the step sizes that Mamba layers start from.
 """
 
 import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,120 +18,268 @@ import torch.nn.functional as F
 from megatron.core.ssm.ops.reference import (
     RMSNormGated,
     causal_conv1d_fn,
+    chunk_gated_delta_rule,
+    mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
     seq_idx_from_cu_seqlens,
 )
 from megatron.core.ssm.ops.reference.stand_in import stand_in_for
 from tests.unit_tests.ssm.ops.reference.naive_ops import (
-    naive_causal_conv1d,
-    naive_rms_norm_gated,
+    conv_of_each_sample,
+    naive_gated_delta_rule,
     naive_ssd,
 )
-from tests.unit_tests.ssm.ops.reference.test_reference_ops_chunked import numbers, packed_rows
 
-FP64_ATOL = 1e-10
-BATCH, LENGTH, HEADS, HEADDIM, GROUPS, STATE = 2, 37, 6, 3, 2, 5
+FP64_ATOL, FP32_RTOL = 1e-10, 1e-5
+BATCH, LENGTH, HEADS, WIDTH, GROUPS, STATE = 2, 37, 6, 3, 2, 5
+LENGTHS = [3, 5, 1, 20, 8]
+"""Sequences that end inside a chunk, on a chunk boundary, after one token, and span several."""
+
+Inputs = dict[str, torch.Tensor]
 
 
-def conv_inputs() -> dict[str, torch.Tensor]:
-    shapes = {"x": (2, 5, LENGTH), "weight": (5, 4), "bias": (5,), "initial_states": (2, 5, 3)}
+def numbers() -> Callable[..., torch.Tensor]:
+    """Draws normal numbers in fp64, the same ones each time."""
+    generator = torch.Generator().manual_seed(1234)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def scan_inputs(length=LENGTH) -> Inputs:
+    """Inputs of order 1; decays as in a newly made Mamba-2 layer: dt 0.001 to 0.1, A -16 to -1."""
     normal = numbers()
-    return {name: normal(*shape) for name, shape in shapes.items()}
+    return {
+        "x": normal(BATCH, length, HEADS, WIDTH),
+        "dt": (normal(BATCH, length, HEADS) * 1.5 - 4.5).clamp(-7, -2.2),
+        "A": -1 - 15 * torch.special.ndtr(normal(HEADS)),
+        "B": normal(BATCH, length, GROUPS, STATE),
+        "C": normal(BATCH, length, GROUPS, STATE),
+        "D": normal(HEADS),
+        "initial_states": normal(BATCH, HEADS, WIDTH, STATE),
+    }
+
+
+def rule_inputs(length=LENGTH, batch=BATCH) -> Inputs:
+    """Unit keys, as after the norm of the layer; decays of 0.5 to 1 a token; beta 0 to 1."""
+    normal, heads, width, state = numbers(), 3, 5, 4
+    return {
+        "q": F.normalize(normal(batch, length, heads, state), dim=-1),
+        "k": F.normalize(normal(batch, length, heads, state), dim=-1),
+        "v": normal(batch, length, heads, width),
+        "g": -0.7 * torch.special.ndtr(normal(batch, length, heads)),
+        "beta": normal(batch, length, heads).sigmoid(),
+        "initial_state": normal(batch, heads, state, width),
+    }
+
+
+def scan(inputs: Inputs, chunk_size: int, seq_idx=None, **options):
+    """Outputs and the last state."""
+    return mamba_chunk_scan_combined(
+        **inputs,
+        chunk_size=chunk_size,
+        dt_softplus=True,
+        return_final_states=True,
+        seq_idx=seq_idx,
+        **options,
+    )
+
+
+def rule(inputs: Inputs, chunk_size: int, seq_idx=None):
+    return chunk_gated_delta_rule(
+        **inputs, seq_idx=seq_idx, chunk_size=chunk_size, output_final_state=True
+    )
+
+
+def naive_scan(inputs: Inputs, seq_idx=None):
+    return naive_ssd(**(inputs | {"dt": F.softplus(inputs["dt"])}), seq_idx=seq_idx)
+
+
+def naive_rule(inputs: Inputs, seq_idx=None):
+    return naive_gated_delta_rule(**inputs, scale=inputs["q"].shape[-1] ** -0.5, seq_idx=seq_idx)
+
+
+class Op(NamedTuple):
+    """A chunked op, its recurrence, its inputs, and the name of the state among them."""
+
+    run: Callable
+    recurrence: Callable
+    inputs: Callable
+    state: str
+
+
+OPS = {
+    "mamba": Op(scan, naive_scan, scan_inputs, "initial_states"),
+    "delta": Op(rule, naive_rule, rule_inputs, "initial_state"),
+}
+
+
+def packed_rows() -> torch.Tensor:
+    """Two rows packed differently, `[BATCH, LENGTH]`."""
+    row = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return torch.stack([row, row // 2])
+
+
+def assert_equal(found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=FP64_ATOL)
+
+
+@pytest.fixture(params=OPS)
+def op(request) -> Op:
+    return OPS[request.param]
+
+
+class TestChunkedOps:
+    @pytest.mark.parametrize("chunk_size", [1, 8, 16, 37, 64])
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("with_state", [False, True])
+    def test_fp64_equals_the_recurrence(self, op, chunk_size, packed, with_state):
+        inputs, seq_idx = op.inputs(), packed_rows() if packed else None
+        if not with_state:
+            inputs[op.state] = None
+        assert_equal(op.run(inputs, chunk_size, seq_idx), op.recurrence(inputs, seq_idx))
+
+    @pytest.mark.parametrize("chunk_size", [16, 64, 128])
+    def test_fp32_is_close_to_the_fp64_recurrence(self, op, chunk_size):
+        inputs = op.inputs(length=300)
+        found = op.run({k: v.float() for k, v in inputs.items()}, chunk_size)
+        for a, b in zip(found, op.recurrence(inputs), strict=True):
+            assert a.dtype == torch.float32
+            assert (a.double() - b).abs().max() / b.abs().max() <= FP32_RTOL
+
+    def test_gradients_equal_those_of_the_recurrence_across_chunks(self, op):
+        found = []
+        for run in (
+            lambda i: op.run(i, 8, packed_rows()),
+            lambda i: op.recurrence(i, packed_rows()),
+        ):
+            inputs = {k: v.requires_grad_() for k, v in op.inputs().items()}
+            y, state = run(inputs)
+            (y.sin().sum() + state.cos().sum()).backward()
+            found.append([v.grad for v in inputs.values()])
+        assert_equal(*found)
+
+
+class TestChunkScan:
+    def test_bf16_inputs_are_computed_in_fp32(self):
+        inputs = {k: v.bfloat16() for k, v in scan_inputs().items()}
+        y, state = scan(inputs, 16)
+        expected, _ = scan({k: v.float() for k, v in inputs.items()}, 16)
+        assert state.dtype == torch.float32
+        assert torch.equal(y, expected.bfloat16())
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_long_steep_decay_stays_finite(self, dtype):
+        """A running sum of -2000 a token: its exponential overflows one way, vanishes the other."""
+        inputs = {k: v.to(dtype) for k, v in scan_inputs(length=64).items()}
+        inputs["dt"] = torch.full_like(inputs["dt"], 125.0).requires_grad_()
+        inputs["A"] = torch.full_like(inputs["A"], -16.0).requires_grad_()
+        y, _ = mamba_chunk_scan_combined(**inputs, chunk_size=16, return_final_states=True)
+        y.sum().backward()
+        for value in (y, inputs["dt"].grad, inputs["A"].grad):
+            assert value.isfinite().all()
+
+
+class TestChunkGatedDeltaRule:
+    def test_boundaries_say_what_an_index_says(self):
+        inputs = rule_inputs(batch=1)
+        del inputs["initial_state"]
+        boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+        o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, chunk_size=8)
+        assert state is None
+        assert_equal([o], naive_rule(inputs, packed_rows()[:1])[:1])
+
+    def test_normalises_queries_and_keys_when_asked(self):
+        inputs = rule_inputs()
+        scaled = inputs | {"q": inputs["q"] * 3, "k": inputs["k"] * 5}
+        o, _ = chunk_gated_delta_rule(**scaled, use_qk_l2norm_in_kernel=True, scale=1.0)
+        expected, _ = naive_gated_delta_rule(**inputs, scale=1.0)
+        # The norm adds 1e-6 to the squared length, here 9 and 25.
+        torch.testing.assert_close(o, expected, rtol=0, atol=1e-6)
+
+    def test_states_of_packed_boundaries_are_refused(self):
+        inputs = rule_inputs(batch=1)
+        with pytest.raises(ValueError, match="seq_idx"):
+            chunk_gated_delta_rule(**inputs, cu_seqlens=torch.tensor([0, LENGTH]))
 
 
 class TestCausalConv1d:
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize("left_out", [(), ("bias", "initial_states")])
-    def test_equals_sliding_window(self, packed, left_out):
-        inputs = {k: v for k, v in conv_inputs().items() if k not in left_out}
-        seq_idx = packed_rows() if packed else None
-        y = causal_conv1d_fn(**inputs, seq_idx=seq_idx, activation="silu")
-        expected_y, _ = naive_causal_conv1d(**inputs, seq_idx=seq_idx)
-        torch.testing.assert_close(y, F.silu(expected_y), rtol=0, atol=FP64_ATOL)
-
-    def test_memory_order_of_the_input_is_kept(self):
-        inputs = conv_inputs()
-        inputs["x"] = inputs["x"].transpose(1, 2).contiguous().transpose(1, 2)
-        del inputs["initial_states"]
-        assert causal_conv1d_fn(**inputs).transpose(1, 2).is_contiguous()
-
-    def test_unknown_activation_is_refused(self):
+    def test_equals_a_convolution_of_each_sample(self, packed, left_out):
+        """The memory order of the input is kept."""
+        shapes = {"x": (2, LENGTH, 5), "weight": (5, 4), "bias": (5,), "initial_states": (2, 5, 3)}
+        normal = numbers()
+        inputs = {name: normal(*s) for name, s in shapes.items() if name not in left_out}
+        inputs["x"] = inputs["x"].transpose(1, 2)
+        inputs["seq_idx"] = packed_rows() if packed else None
+        y = causal_conv1d_fn(**inputs, activation="silu")
+        assert_equal([y], [F.silu(conv_of_each_sample(**inputs))])
+        assert left_out == () or y.transpose(1, 2).is_contiguous()
         with pytest.raises(ValueError, match="gelu"):
-            causal_conv1d_fn(**conv_inputs(), activation="gelu")
+            causal_conv1d_fn(**inputs, activation="gelu")
 
 
 class TestGatedRMSNorm:
-    @pytest.mark.parametrize("group_size", [None, 4])
+    @pytest.mark.parametrize("size", [12, 4])
     @pytest.mark.parametrize("norm_before_gate", [False, True])
     @pytest.mark.parametrize("gated", [False, True])
-    def test_equals_group_by_group(self, group_size, norm_before_gate, gated):
+    def test_equals_group_by_group(self, size, norm_before_gate, gated):
         x, z = torch.randn(2, 3, 5, 12, dtype=torch.float64)
-        norm = RMSNormGated(12, 1e-5, group_size, norm_before_gate, dtype=torch.float64)
+        norm = RMSNormGated(12, 1e-5, size, norm_before_gate, dtype=torch.float64)
         torch.nn.init.normal_(norm.weight)
-        z = z if gated else None
-        expected = naive_rms_norm_gated(x, norm.weight, z, 1e-5, group_size, norm_before_gate)
-        torch.testing.assert_close(norm(x, z), expected, rtol=0, atol=FP64_ATOL)
+        before, after = (1, F.silu(z)) if norm_before_gate else (F.silu(z), 1)
+        if not gated:
+            z, before, after = None, 1, 1
+        grouped = F.rms_norm((x * before).unflatten(-1, (-1, size)), (size,), eps=1e-5)
+        assert_equal([norm(x, z)], [grouped.flatten(-2) * norm.weight * after])
 
     def test_group_size_that_does_not_divide_is_refused(self):
         with pytest.raises(ValueError, match="group_size 5"):
             RMSNormGated(12, group_size=5)
 
 
-class TestSplitConvScan:
-    @pytest.mark.parametrize("packed", [False, True])
-    def test_equals_convolution_recurrence_and_gate_in_turn(self, packed):
-        inner, states, normal = HEADS * HEADDIM, GROUPS * STATE, numbers()
-        projected = normal(BATCH, LENGTH, 2 * inner + 2 * states + HEADS)
-        weight, bias = normal(inner + 2 * states, 4), normal(inner + 2 * states)
-        dt_bias, A, D = normal(HEADS), -normal(HEADS).abs() - 1, normal(HEADS)
-        seq_idx = packed_rows() if packed else None
-        y = mamba_split_conv1d_scan_combined(
-            projected, weight, bias, dt_bias, A, D, 16,
-            seq_idx=seq_idx, headdim=HEADDIM, ngroups=GROUPS,
-        )  # fmt: skip
-
-        z, xBC, dt = projected.split([inner, inner + 2 * states, HEADS], dim=-1)
-        xBC, _ = naive_causal_conv1d(xBC.transpose(1, 2), weight, bias, seq_idx)
-        x, B, C = F.silu(xBC).transpose(1, 2).split([inner, states, states], dim=-1)
-        expected, _ = naive_ssd(
-            x.unflatten(-1, (HEADS, HEADDIM)),
-            F.softplus(dt + dt_bias),
-            A,
-            B.unflatten(-1, (GROUPS, STATE)),
-            C.unflatten(-1, (GROUPS, STATE)),
-            D,
-            seq_idx=seq_idx,
-        )
-        torch.testing.assert_close(y, expected.flatten(-2) * F.silu(z), rtol=0, atol=FP64_ATOL)
-
-
-class TestPacking:
-    @pytest.mark.parametrize(
-        "cu_seqlens, total, expected",
-        [
-            ([0, 3, 5], 5, [0, 0, 0, 1, 1]),
-            ([0, 3, 5], 7, [0, 0, 0, 1, 1, 2, 2]),
-            ([0, 2, 2, 3], 3, [0, 0, 2]),
-        ],
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("per_feature", [False, True])
+def test_the_split_scan_equals_convolution_recurrence_and_gate_in_turn(packed, per_feature):
+    inner, states, normal = HEADS * WIDTH, GROUPS * STATE, numbers()
+    projected = normal(BATCH, LENGTH, 2 * inner + 2 * states + HEADS)
+    weight, bias = normal(inner + 2 * states, 4), normal(inner + 2 * states)
+    dt_bias, A = normal(HEADS), -normal(HEADS).abs() - 1
+    D = normal(HEADS, WIDTH) if per_feature else normal(HEADS)
+    seq_idx = packed_rows() if packed else None
+    y = mamba_split_conv1d_scan_combined(
+        projected, weight, bias, dt_bias, A, D, 16, seq_idx=seq_idx, headdim=WIDTH, ngroups=GROUPS
     )
-    def test_index_of_each_token(self, cu_seqlens, total, expected):
-        got = seq_idx_from_cu_seqlens(torch.tensor(cu_seqlens, dtype=torch.int32), total)
-        assert got.dtype == torch.int32
-        assert got.tolist() == [expected]
+    z, xBC, dt = projected.split([inner, inner + 2 * states, HEADS], dim=-1)
+    xBC = F.silu(conv_of_each_sample(xBC.transpose(1, 2), weight, bias, seq_idx)).transpose(1, 2)
+    x, B, C = xBC.split([inner, states, states], dim=-1)
+    B, C = (part.unflatten(-1, (GROUPS, STATE)) for part in (B, C))
+    x, dt = x.unflatten(-1, (HEADS, WIDTH)), F.softplus(dt + dt_bias)
+    expected, _ = naive_ssd(x, dt, A, B, C, D, seq_idx=seq_idx)
+    assert_equal([y], [expected.flatten(-2) * F.silu(z)])
 
 
-class TestStandIn:
-    @pytest.fixture(autouse=True)
-    def nothing_said(self):
-        stand_in_for.cache_clear()
+@pytest.mark.parametrize(
+    "cu_seqlens, total, expected",
+    [
+        ([0, 3, 5], 5, [0, 0, 0, 1, 1]),
+        ([0, 3, 5], 7, [0, 0, 0, 1, 1, 2, 2]),
+        ([0, 2, 2, 3], 3, [0, 0, 2]),
+    ],
+)
+def test_index_of_each_packed_token(cu_seqlens, total, expected):
+    got = seq_idx_from_cu_seqlens(torch.tensor(cu_seqlens, dtype=torch.int32), total)
+    assert got.dtype == torch.int32
+    assert got.tolist() == [expected]
 
-    def test_broken_installation_is_refused(self, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        with pytest.raises(ImportError, match="mamba_ssm is installed"):
-            stand_in_for("mamba_ssm", "Mamba layers")
 
-    def test_is_said_once(self, caplog, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_a_stand_in_is_said_once_and_no_broken_installation_is_replaced(caplog, monkeypatch):
+    stand_in_for.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    stand_in_for("mamba_ssm", "Mamba layers")
+    stand_in_for("mamba_ssm", "Mamba layers")
+    assert len(caplog.records) == 1
+    stand_in_for.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ImportError, match="mamba_ssm is installed"):
         stand_in_for("mamba_ssm", "Mamba layers")
-        stand_in_for("mamba_ssm", "Mamba layers")
-        assert len(caplog.records) == 1

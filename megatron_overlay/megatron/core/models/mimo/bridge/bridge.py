@@ -163,16 +163,11 @@ class Bridge:
         Raises:
             ValueError: they have not; on all ranks alike.
         """
-        if self.block_pg is None:
-            if num_rows != tokens:
-                raise ValueError(
-                    f"the samples have {tokens} rows, but {self.src_module_name} has {num_rows}"
-                )
-            return
         makes, uses = self._atoms
         each = num_rows / makes, tokens / uses
         most = torch.tensor([max(each), -min(each)], dtype=torch.float64, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.all_pg)
+        if self.all_pg is not None:  # else each rank consumes what it encodes
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.all_pg)
         high, low = most.tolist()
         if high + low or high % 1:
             raise ValueError(

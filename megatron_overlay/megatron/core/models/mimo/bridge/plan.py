@@ -15,14 +15,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from megatron.core.models.mimo.bridge.topology import BridgeTopology
-from megatron.core.token_layout import Route
+from megatron.core.token_layout.route import Route, by_rank
 
 NOBODY = -1
 
@@ -90,32 +89,15 @@ class Crossing:
             member: index of the rank within the block.
             before, after: rows of the atoms with which the member starts and ends.
         """
-        had, wanted = self.before[member], self.after[member]
-        atom = _atom_of_rows(wanted, after.counts)
+        atom, members = _atom_of_rows(self.after[member], after.counts), len(self.before)
         if after.owners is None:
             givers = self.giver[member][atom].T  # [copies, rows]
         else:
             givers = self.giver[member][atom, after.owners][None]
-        order = givers.flatten().argsort(kind="stable")
-        sorted_givers = givers.flatten()[order]
-        kept = sorted_givers == member
-        kept_to, recv_places = order[kept], order[~kept]
-        recv_splits = np.bincount(sorted_givers[~kept], minlength=len(self.before))
-
-        row = kept_to % max(len(atom), 1)
-        starts_before = np.array([0, *accumulate(before.counts)])
-        starts_after = np.array([0, *accumulate(after.counts)])
-        kept_from = (
-            row - starts_after[atom[row] - wanted.start] + starts_before[atom[row] - had.start]
-        )
-        send = self._sent(member, before)
-        return Route(
-            send_places=torch.from_numpy(np.concatenate(send)),
-            send_splits=tuple(map(len, send)),
-            recv_places=torch.from_numpy(recv_places),
-            recv_splits=tuple(recv_splits.tolist()),
-            kept_from=torch.from_numpy(kept_from),
-            kept_to=torch.from_numpy(kept_to),
+        return Route.of(
+            member,
+            self._sent(member, before),
+            by_rank(givers.flatten(), members),
             size=len(atom),
             addends=len(givers),
             is_local=not self.crosses,
@@ -123,15 +105,12 @@ class Crossing:
 
     def _sent(self, member: int, before: AtomRows) -> list[np.ndarray]:
         """Places of the rows that each member takes from ``member``, ascending."""
-        sent = [np.zeros(0, dtype=np.int64)] * len(self.before)
-        if not self.before[member]:
-            return sent
         atom = _atom_of_rows(self.before[member], before.counts)
         mine = np.ones(len(atom), dtype=bool)
         if self.owners > 1 and before.owners is not None:
             mine = before.owners == self.copy[member]
         takes = self.giver[:, :, self.copy[member]] == member
-        takes[member] = False
+        sent = [np.zeros(0, dtype=np.int64)] * len(self.before)
         for taker in np.flatnonzero(takes.any(axis=1)):
             sent[taker] = np.flatnonzero(takes[taker][atom] & mine)
         return sent

@@ -87,27 +87,22 @@ class BridgeTopology:
 
         No traffic leaves a block. Every rank encodes, so it lies in exactly one block.
         """
-        block = list(range(self.atoms))  # a union-find forest: each atom points to one of its block
-
-        def root(atom: int) -> int:
-            while block[atom] != atom:
-                block[atom] = atom = block[block[atom]]
-            return atom
-
-        def join(atoms: range | set[int]) -> None:
-            first, *others = atoms
-            for atom in others:
-                block[root(atom)] = root(first)
+        # Imported here: upstream's scripts, which import this module, need not have SciPy.
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
 
         runs = {run for rank in self.src for run in (self.encodes(rank), self.consumes(rank))}
-        for atoms in runs:
-            join(atoms)
-        for rank, at in self.dest.items():
-            if at.pp == 0:
-                join({self.encodes(rank).start, self.consumes(rank).start})
+        joined = [(run.start, atom) for run in runs for atom in run]
+        joined += [
+            (self.encodes(rank).start, self.consumes(rank).start)
+            for rank, at in self.dest.items()
+            if at.pp == 0
+        ]
+        edges = coo_array((np.ones(len(joined)), np.transpose(joined)), (self.atoms, self.atoms))
+        _, block = connected_components(edges, directed=False)
         members = defaultdict(list)
         for rank in sorted(self.src):
-            members[root(self.encodes(rank).start)].append(rank)
+            members[block[self.encodes(rank).start]].append(rank)
         return sorted(members.values())
 
 

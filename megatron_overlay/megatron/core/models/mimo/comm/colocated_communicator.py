@@ -10,7 +10,6 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.bridge import Bridge
 from megatron.core.models.mimo.bridge.topology import BridgeTopology
 
@@ -49,15 +48,8 @@ class ColocatedBridgeCommunicator(Bridge):
             index's batch, and this rank's process group; kept for upstream's callers, unused here.
     """
 
-    def __init__(
-        self,
-        src_grid: HyperCommGrid,
-        dest_grid: HyperCommGrid,
-        src_module_name: str = "src",
-        dest_module_name: str = "dest",
-        dim_mapping: dict[str, int] | None = None,
-    ) -> None:
-        super().__init__(src_grid, dest_grid, src_module_name, dest_module_name, dim_mapping)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
         src, dest = self.topology.src, self.topology.dest
         self.rank_to_src_pos = {r: (at.dp, at.tp) for r, at in src.items()}
         self.rank_to_dest_pos = {r: (at.dp, at.tp) for r, at in dest.items() if at.cp == at.pp == 0}

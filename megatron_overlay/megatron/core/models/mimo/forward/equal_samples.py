@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from megatron.core.models.mimo.bridge.topology import BridgeTopology
 
@@ -48,8 +51,8 @@ def shared_out(
     ]
     if all(part is not None for part in inputs):
         place = (encoded.start - whole.start) // len(encoded)
-        share = _joined(inputs, pieces, place, len(whole) // len(encoded))
-        microbatches[0]["modality_inputs"] = {encoder_name: share}
+        join = partial(_joined, pieces=pieces, place=place, places=len(whole) // len(encoded))
+        microbatches[0]["modality_inputs"] = {encoder_name: tree_map(join, *inputs)}
     elif any(part is not None for part in inputs):
         raise ValueError(f"all microbatches must have inputs of {encoder_name}, or none")
     return [_cut(batch, own, pieces) for batch in microbatches]
@@ -66,17 +69,14 @@ def _cut(batch: Microbatch, own: int, pieces: int) -> Microbatch:
     return batch | cut
 
 
-def _joined(values: list, pieces: int, place: int, places: int):
+def _joined(*values: object, pieces: int, place: int, places: int) -> object:
     """Join inputs in the order in which the language model consumes them, and take a part of them.
 
     Each DP index of the language model consumes one of ``pieces`` pieces of every microbatch.
     """
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _joined([v[key] for v in values], pieces, place, places) for key in first}
-    if not isinstance(first, Tensor):
-        return first
-    dim = 1 if first.dim() == 3 else 0
+    if not isinstance(values[0], Tensor):
+        return values[0]
+    dim = 1 if values[0].dim() == 3 else 0
     size = sum(value.size(dim) for value in values)
     if size % places or any(value.size(dim) % pieces for value in values):
         raise ValueError(f"{size} samples in {len(values)} microbatches are not divisible")

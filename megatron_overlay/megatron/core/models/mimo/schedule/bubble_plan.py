@@ -75,26 +75,15 @@ EQUAL_SHARES = Costs.of_share(0.5)
 """Costs of encoders with as much work as the language model, without virtual stages."""
 
 
-class Span(NamedTuple):
-    """Simulated interval of an operation (on a microbatch) or a piece (of a macro-batch)."""
-
-    name: str
-    number: int
-    begin: float
-    end: float
-
-
 class BubblePlan(NamedTuple):
-    """Placement of all pieces in one step, and its simulated timeline.
+    """Placement of all pieces in one step.
 
     Args:
         before: pieces of each stage.
-        spans: simulated timeline of each stage.
         seconds: simulated duration of the step, in the unit of the costs.
     """
 
     before: tuple[StagePieces, ...]
-    spans: tuple[tuple[Span, ...], ...]
     seconds: float
 
 
@@ -194,11 +183,7 @@ class _Simulation:
         self.place = [0 for _ in stages]
         self.next = [dict.fromkeys((ENCODE, RETURN, BACKWARD), 0) for _ in stages]
         self.done: dict[tuple[str, int, int], float] = {}
-        self.encoded = [[math.inf] * self.count for _ in stages]
-        self.returning = [[math.inf] * self.count for _ in stages]
-        self.whole = [math.inf] * self.count
         self.before = [[[] for _ in range(len(order) + 1)] for order in orders]
-        self.spans: list[list[Span]] = [[] for _ in stages]
 
     def run(self, lead: int, fit: float) -> BubblePlan:
         events = [(0.0, stage) for stage in range(self.size)]
@@ -213,11 +198,8 @@ class _Simulation:
             elif self.place[stage] < len(self.orders[stage]):
                 if time < (arrival := self._arrival(stage)) < math.inf:
                     heapq.heappush(events, (arrival, stage))
-        return BubblePlan(
-            tuple(tuple(map(tuple, places)) for places in self.before),
-            tuple(map(tuple, self.spans)),
-            max(self.now),
-        )
+        before = tuple(tuple(map(tuple, places)) for places in self.before)
+        return BubblePlan(before, max(self.now))
 
     def _act(self, stage: int, time: float, lead: int, fit: float) -> bool:
         """Start one operation or piece on a free stage; False if it can only wait."""
@@ -250,7 +232,7 @@ class _Simulation:
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         if way == "forward" and virtual == 0:
-            return max(encoded[number // self.macro_batch] for encoded in self.encoded)
+            return self._done_by_all(ENCODE, number // self.macro_batch)
         if way == "backward" and virtual == self.size * self.vpp - 1:
             return self.done["forward", virtual, number]
         neighbour = virtual - 1 if way == "forward" else virtual + 1
@@ -260,48 +242,46 @@ class _Simulation:
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         length = self.costs.forward if way == "forward" else self.costs.backward
-        self._spend(stage, f"language {way}", number, time, length)
+        self.now[stage] = time + length
         self.done[way, virtual, number] = self.now[stage]
         self.place[stage] += 1
-        k = number // self.macro_batch
-        if way == "backward" and virtual == 0 and number == self._end(k) - 1 and self.trained:
-            self.whole[k] = self.now[stage]
         return True
 
     def _encode(self, stage: int, time: float) -> bool:
         k = self._take(stage, ENCODE)
-        self._spend(stage, "encoder forward", k, time, self._length(k) * self.costs.encode)
-        self.encoded[stage][k] = self.now[stage]
+        self.now[stage] = time + self._length(k) * self.costs.encode
+        self.done[ENCODE, stage, k] = self.now[stage]
         return True
 
     def _begin_return(self, stage: int, time: float) -> bool:
         following = self.next[stage][RETURN]
-        if following == self.count or self.whole[following] > time:
+        last = self._end(following) - 1
+        is_whole = self.done.get(("backward", 0, last), math.inf) <= time
+        if not self.trained or following == self.count or not is_whole:
             return False
         self.now[stage] = time  # it may have waited for the others
-        self.returning[stage][self._take(stage, RETURN)] = time
+        self.done[RETURN, stage, self._take(stage, RETURN)] = time
         return True
 
     def _backward(self, stage: int, time: float, gap: float, fit: float) -> bool:
         following = self.next[stage][BACKWARD]
-        if following == self.count or any(begun[following] > time for begun in self.returning):
+        if following == self.count or self._done_by_all(RETURN, following) > time:
             return False
         length = self._length(following) * self.costs.encoder_backward
         if gap < fit * length:
             return False
-        k = self._take(stage, BACKWARD)
-        self._spend(stage, "encoder backward", k, time, length)
+        self._take(stage, BACKWARD)
+        self.now[stage] = time + length
         return True
+
+    def _done_by_all(self, kind: str, k: int) -> float:
+        return max(self.done.get((kind, stage, k), math.inf) for stage in range(self.size))
 
     def _take(self, stage: int, kind: str) -> int:
         k = self.next[stage][kind]
         self.next[stage][kind] += 1
         self.before[stage][self.place[stage]].append(Piece(kind, k))
         return k
-
-    def _spend(self, stage: int, name: str, number: int, begin: float, length: float) -> None:
-        self.now[stage] = begin + length
-        self.spans[stage].append(Span(name, number, begin, begin + length))
 
     def _kept(self, stage: int) -> int:
         """Number of macro-batches whose activations (or rows, if untrained) the stage holds."""

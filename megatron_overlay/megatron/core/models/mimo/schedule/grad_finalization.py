@@ -22,17 +22,12 @@ from megatron.core.process_groups_config import (
 from megatron.core.utils import unwrap_model
 
 
-def ddp_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
-    """The DDP-wrapped modules that this rank holds, each as its list of virtual pipeline stages.
+def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
+    """DDP-wrapped stages of each module on this rank, perhaps none; the language model comes last.
 
     Args:
         model: one MimoModel for each virtual stage; the first holds the modalities.
     """
-    return [stages for stages in _held_modules(model) if stages]
-
-
-def _held_modules(model: Sequence[MimoModel]) -> list[list[DistributedDataParallel]]:
-    """Each module's list of DDP-wrapped stages, possibly empty; the language model comes last."""
     modalities = [[module] for stage in model for module in stage.modality_submodules.values()]
     held = [*modalities, [stage.language_model for stage in model]]
     return [[s for s in stages if isinstance(s, DistributedDataParallel)] for stages in held]
@@ -127,7 +122,7 @@ def finalize_mimo_grads(
     if num_tokens is not None:
         on_device = num_tokens.to(torch.cuda.current_device())
         total = language_total(on_device, model[0], _language_groups(pg_collection))
-        for stage in itertools.chain(*ddp_modules(model)):
+        for stage in itertools.chain(*_held_modules(model)):
             stage.scale_gradients(1.0 / total.clamp(min=1))
 
 
@@ -146,7 +141,7 @@ def reduce_module_grads(model: list[MimoModel], force_all_reduce: bool = False) 
     language model's DP and CP ranks, which have the loss; DDP divides by the module's own number.
     """
     grids = model[0].mimo_config.module_to_grid_map
-    for stages in ddp_modules(model):
+    for stages in filter(None, _held_modules(model)):
         finalize_model_grads(
             stages,
             None,

@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights as a function of (seed, parameter name, global index), whatever the layout.
 
-A parameter is divided into tiles. Each tile is drawn from a generator seeded by the parameter's
-name and the tile's place; a rank draws the tiles that its shard touches, several at a time. The
-model's sharded state dict tells which part of a parameter the rank holds, so tensor, expert and
-pipeline sharding need no rules of their own. Weights are drawn on the CPU for GPUs too, as a GPU's
-generator draws other numbers. Distributions: matrices N(0, 1/fan in) (LeCun et al., "Efficient
-BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers) (GPT-2);
-Mamba-2's own parameters as in its paper (arXiv 2405.21060).
+A parameter is divided into blocks of rows. Each block is drawn from a generator seeded by the
+parameter's name and the block's place; a rank draws those that its shard touches, several at a
+time. The model's sharded state dict tells which part of a parameter the rank holds, so tensor,
+expert and pipeline sharding need no rules of their own. Weights are drawn on the CPU for GPUs too,
+as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in) (LeCun et al.,
+"Efficient BackProp", 1998), those that write to the residual stream scaled by 1/sqrt(2 · layers)
+(GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -28,17 +27,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.models.mimo.model.base import MimoModel
 
 Draw = Callable[[torch.Tensor, torch.Generator, int], torch.Tensor]
-"""Function ``(out, rng, inputs)`` that fills a tile; ``inputs`` is the parameter's last dim."""
+"""Function ``(out, rng, inputs)`` that fills a block; ``inputs`` is the parameter's last dim."""
 
 DT_RANGE = (1e-3, 1e-1)
 A_RANGE = (1.0, 16.0)
 
-TILE = 2**16
-"""Elements of a tile, about: enough to outweigh the start of a thread, few enough that a rank draws
-little beyond its shard."""
-
-TILE_SIDE = 2**8
-"""Longest side of a tile along each dim but the first."""
+BLOCK = 2**16
+"""Elements of a block of rows, about: enough to outweigh the start of a thread, few enough that a
+rank draws few rows beyond its shard's."""
 
 
 def _ones(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
@@ -172,16 +168,6 @@ def _rules_of(
     return [*(own or {}).items(), *_rules(_depth(model, key), std)]
 
 
-def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a parameter's tiles: about ``TILE`` elements, whole rows where rows are short."""
-    sides, left = [], TILE
-    for dim, size in reversed(list(enumerate(shape))):
-        side = max(1, min(size, TILE_SIDE if dim else left))
-        sides.append(side)
-        left //= side
-    return tuple(reversed(sides))
-
-
 def _drawn(
     part: ShardedTensor, seed: int, rules: list[tuple[str, Draw]], pool: ThreadPoolExecutor
 ) -> torch.Tensor:
@@ -189,25 +175,19 @@ def _drawn(
     if draw is None:
         raise ValueError(f"no initialization rule names the parameter {part.key}")
     axes = part.prepend_axis_num
-    shape, starts = part.global_shape[axes:], part.global_offset[axes:]
-    tile = tile_shape(shape)
+    shape, offset = part.global_shape[axes:], part.global_offset[axes:]
+    start, held = offset[0], part.local_shape[0]
+    rows = max(1, BLOCK // math.prod(shape[1:]))
+    columns = [slice(a, a + n) for a, n in zip(offset[1:], part.local_shape[1:], strict=True)]
     own = torch.empty(part.local_shape)
 
-    def fill(place: tuple[int, ...]) -> None:
-        begin = [at * side for at, side in zip(place, tile, strict=True)]
-        size = [min(b + t, n) - b for b, t, n in zip(begin, tile, shape, strict=True)]
-        rng = _generator(seed, part.key, (*part.global_offset[:axes], *place))
-        drawn = draw(torch.empty(size), rng, shape[-1])
-        theirs, mine = [], []
-        for b, length, start, held in zip(begin, size, starts, part.local_shape, strict=True):
-            first, end = max(b, start), min(b + length, start + held)
-            theirs.append(slice(first - b, end - b))
-            mine.append(slice(first - start, end - start))
-        own[tuple(mine)] = drawn[tuple(theirs)]
+    def fill(block: int) -> None:
+        begin = block * rows
+        place = (*part.global_offset[:axes], block, *[0] * len(columns))
+        out = torch.empty(min(rows, shape[0] - begin), *shape[1:])
+        drawn = draw(out, _generator(seed, part.key, place), shape[-1])
+        first, end = max(begin, start), min(begin + rows, start + held)
+        own[first - start : end - start] = drawn[(slice(first - begin, end - begin), *columns)]
 
-    touched = (
-        range(start // side, -(-(start + held) // side))
-        for start, held, side in zip(starts, part.local_shape, tile, strict=True)
-    )
-    list(pool.map(fill, itertools.product(*touched)))
+    list(pool.map(fill, range(start // rows, -(-(start + held) // rows))))
     return own

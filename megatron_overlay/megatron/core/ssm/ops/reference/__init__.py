@@ -8,11 +8,10 @@ kernels.
 """
 
 from .causal_conv1d import causal_conv1d_fn
-from .chunking import seq_idx_from_cu_seqlens
+from .chunked_scan import seq_idx_from_cu_seqlens
 from .gated_delta_rule import chunk_gated_delta_rule
 from .gated_rmsnorm import RMSNormGated, rms_norm_gated
-from .mamba_split import mamba_split_conv1d_scan_combined
-from .ssd import mamba_chunk_scan_combined
+from .ssd import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
 __all__ = [
     "RMSNormGated",

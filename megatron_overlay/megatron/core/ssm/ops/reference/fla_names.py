@@ -5,7 +5,7 @@
 from torch import Tensor
 
 from .causal_conv1d import causal_conv1d_fn
-from .chunking import seq_idx_from_cu_seqlens
+from .chunked_scan import seq_idx_from_cu_seqlens
 from .gated_delta_rule import chunk_gated_delta_rule, l2norm
 
 __all__ = ["causal_conv1d", "chunk_gated_delta_rule", "l2norm"]

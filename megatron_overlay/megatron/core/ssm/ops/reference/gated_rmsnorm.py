@@ -34,9 +34,8 @@ def rms_norm_gated(
     gate = None if z is None else F.silu(z.to(dtype))
     if gate is not None and not norm_before_gate:
         y = y * gate
-    grouped = y.unflatten(-1, (-1, group_size or y.shape[-1]))
-    scale = torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
-    y = (grouped * scale).flatten(-2) * weight.to(dtype)
+    size = group_size or y.shape[-1]
+    y = F.rms_norm(y.unflatten(-1, (-1, size)), [size], eps=eps).flatten(-2) * weight.to(dtype)
     if gate is not None and norm_before_gate:
         y = y * gate
     return y.to(x.dtype)

@@ -32,7 +32,6 @@ from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
     entering_state,
     leaving_gradient,
-    transitions_after,
 )
 from megatron.core.token_layout import RecurrencePlan
 
@@ -72,8 +71,7 @@ class _Rule(torch.autograd.Function):
         if not plan.is_local:
             both, *own = gated_delta_states.leaving_state(key, w, u, decay, plan.bounds[-2])
             states, transitions = StateGather(both, [t.shape for t in own], group).wait()
-            entering = entering_state(states, transitions, plan)
-            after = transitions_after(transitions, plan)
+            entering, after = entering_state(states, transitions, plan)
         states, written, _ = chunk_gated_delta_rule_fwd_h(
             k=key, w=w, u=u, g=decay, initial_state=_of_samples(entering, plan, 0), **packed
         )

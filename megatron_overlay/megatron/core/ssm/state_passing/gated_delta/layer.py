@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import causal_conv1d_fn, chunk_gated_delta_rule
-from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.layer_tokens import exchange_halo
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.token_layout import RecurrencePlan

@@ -39,37 +39,24 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
+from megatron.core.ssm.state_passing.mamba.layer import Sizes, Weights
 from megatron.core.ssm.state_passing.scan_over_ranks import (
     StateGather,
     entering_state,
     leaving_gradient,
-    transitions_after,
 )
 from megatron.core.token_layout import RecurrencePlan
 
 
 def kernel_scan(
     projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    headdim: int,
-    ngroups: int,
+    weights: Weights,
+    sizes: Sizes,
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
     """``mamba.reference_scan`` by GPU kernels; D is in fp32 or in the dtype of ``projected``."""
-    sizes = _Sizes(chunk_size, headdim, ngroups)
-    return _Scan.apply(projected, conv_weight, conv_bias, dt_bias, A, D, sizes, plan, group)
-
-
-class _Sizes(NamedTuple):
-    chunk: int
-    headdim: int
-    ngroups: int
+    return _Scan.apply(projected, *weights, sizes, plan, group)
 
 
 class _Tokens(NamedTuple):
@@ -80,7 +67,7 @@ class _Tokens(NamedTuple):
     C: Tensor
 
     @classmethod
-    def of(cls, convolved: Tensor, heads: int, sizes: _Sizes) -> _Tokens:
+    def of(cls, convolved: Tensor, heads: int, sizes: Sizes) -> _Tokens:
         inner = heads * sizes.headdim
         states = (convolved.shape[-1] - inner) // 2
         x, B, C = convolved.split([inner, states, states], dim=-1)
@@ -101,14 +88,13 @@ class _Scan(torch.autograd.Function):
         states = _chunk_state_fwd(B, x, steps, decay, seq_idx=seq_idx, states_in_fp32=True)
         coming = None
         if not plan.is_local:
-            own = mamba_states.leaving_state(states, decay, seq_idx)
-            coming = StateGather(own, _shapes_per_rank(states), group)
+            both, *own = mamba_states.leaving_state(states, decay, seq_idx)
+            coming = StateGather(both, [t.shape for t in own], group)
         scores = _bmm_chunk_fwd(C, B, sizes.chunk, seq_idx=seq_idx, output_dtype=torch.float32)
         entering = after = None
         if coming is not None:
             every_state, transitions = coming.wait()
-            entering = entering_state(every_state, transitions, plan)
-            after = transitions_after(transitions, plan)
+            entering, after = entering_state(every_state, transitions, plan)
         states = _pass_states(states, decay, entering, seq_idx, sizes.chunk, C.dtype)
         z = z.unflatten(-1, (heads, -1))
         out, ungated = _chunk_scan_fwd(
@@ -216,9 +202,3 @@ def _pass_states(states, decay, entering, seq_idx, chunk_size: int, dtype) -> Te
         out_dtype=dtype,
     )
     return passed.unflatten(-1, states.shape[-2:])
-
-
-def _shapes_per_rank(states: Tensor) -> list[torch.Size]:
-    """Shapes of a rank's state and its decay, from the states of its chunks ``[B, c, H, P, N]``."""
-    batch, _, heads, *state = states.shape
-    return [torch.Size([batch, heads, *state]), torch.Size([batch, heads, 1, 1])]

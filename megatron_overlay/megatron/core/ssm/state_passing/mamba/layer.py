@@ -4,16 +4,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
-from megatron.core.ssm.state_passing.conv_halo import exchange_halo
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
+from megatron.core.ssm.state_passing.layer_tokens import exchange_halo
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 from megatron.core.token_layout import RecurrencePlan
+
+
+class Weights(NamedTuple):
+    """Convolution ``[H·P + 2·G·N, W]`` and its bias, time-step bias and A (negative) ``[H]``, and D
+    ``[H]`` or ``[H, P]``."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A: Tensor
+    D: Tensor
+
+
+class Sizes(NamedTuple):
+    """Tokens of a chunk, P, and G."""
+
+    chunk: int
+    headdim: int
+    ngroups: int
 
 
 def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):
@@ -40,19 +61,15 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     projected = tokens.project_in(hidden_states, packed, mixer.in_proj)
     kernels = gpu_kernels("mamba.kernels") if projected.is_cuda else None
     scan = kernels.kernel_scan if kernels else reference_scan
-    y = scan(
-        projected.transpose(0, 1),
+    weights = Weights(
         mixer.conv1d_weight.squeeze(1),
         mixer.conv1d_bias,
         mixer.dt_bias.float(),
         -torch.exp(mixer.A_log.float()),
         mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,
-        mixer.chunk_size,
-        mixer.headdim,
-        mixer.ngroups_local_tp,
-        plan,
-        tokens.cp_group,
     )
+    sizes = Sizes(mixer.chunk_size, mixer.headdim, mixer.ngroups_local_tp)
+    y = scan(projected.transpose(0, 1), weights, sizes, plan, tokens.cp_group)
     y = y.transpose(0, 1).contiguous()
     if mixer.rmsnorm:
         y = mixer.norm(y)
@@ -61,14 +78,8 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
 
 def reference_scan(
     projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    headdim: int,
-    ngroups: int,
+    weights: Weights,
+    sizes: Sizes,
     plan: RecurrencePlan,
     group: dist.ProcessGroup,
 ) -> Tensor:
@@ -76,27 +87,21 @@ def reference_scan(
 
     Args:
         projected: z, x, B, C and dt concatenated, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
-        conv_weight: ``[H·P + 2·G·N, W]``. conv_bias: ``[H·P + 2·G·N]`` or None.
-        dt_bias, A: ``[H]``, A negative. D: ``[H]`` or ``[H, P]``.
-        ngroups: G; headdim: P.
 
     Returns:
         ``[B, S/cp, H·P]``, gated but not yet normalised.
     """
-    inner, heads, channels = A.shape[0] * headdim, A.shape[0], conv_weight.shape[0]
+    inner, heads = len(weights.A) * sizes.headdim, len(weights.A)
+    channels, width = weights.conv.shape
     xBC = projected.split([inner, channels, heads], dim=-1)[1]
-    past = exchange_halo(xBC, plan.halo(conv_weight.shape[1] - 1), group)
+    past = exchange_halo(xBC, plan.halo(width - 1), group)
     return mamba_split_conv1d_scan_combined(
         projected,
-        conv_weight,
-        conv_bias,
-        dt_bias,
-        A,
-        D,
-        chunk_size,
+        *weights,
+        sizes.chunk,
         seq_idx=plan.seq_idx,
-        headdim=headdim,
-        ngroups=ngroups,
+        headdim=sizes.headdim,
+        ngroups=sizes.ngroups,
         conv_initial_states=past.transpose(1, 2),
         enter=lambda state, decay: carry_state(state, decay, plan, group),
     )

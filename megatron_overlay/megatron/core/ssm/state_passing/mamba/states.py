@@ -18,7 +18,9 @@ BLOCK, CHUNKS = 512, 8
 """Numbers of state elements and of chunks that a program holds at once."""
 
 
-def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tensor:
+def leaving_state(
+    states: Tensor, decay: Tensor, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """State that all chunks leave if zero enters, and their decay of an entering state.
 
     The decay is 0 if the tokens are of several samples (``seq_idx`` given).
@@ -27,13 +29,15 @@ def leaving_state(states: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tens
         states: state that each chunk alone leaves.
 
     Returns:
-        fp32 ``[B·H·P·N + B·H]``: the state ``[B, H, P, N]``, then its decay ``[B, H, 1, 1]``.
+        A flat fp32 tensor of both, and views of it: the state ``[B, H, P, N]``, and its decay
+        ``[B, H, 1, 1]``.
     """
-    batch, _, heads = states.shape[:3]
+    batch, _, heads, *sizes = states.shape
     size = states[0, 0].numel() * batch
-    found = states.new_empty(size + batch * heads, dtype=torch.float32)
-    _sum_chunks(states, decay, seq_idx, found, found[size:])
-    return found
+    both = states.new_empty(size + batch * heads, dtype=torch.float32)
+    state, crossed = both[:size], both[size:]
+    _sum_chunks(states, decay, seq_idx, state, crossed)
+    return both, state.view(batch, heads, *sizes), crossed.view(batch, heads, 1, 1)
 
 
 def entering_gradient(grads: Tensor, decay: Tensor, seq_idx: Tensor | None) -> Tensor:
