@@ -12,7 +12,6 @@ from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from layout_view.bridge import leaving
 from megatron.core import cpu_runtime
 from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401  (its parser is quick)
-from tests.unit_tests.examples.nemotron_vlm.loop import sound  # noqa: F401  (a preset)
 
 APART = "--placement non-colocated --micro-batch-size 2"
 
@@ -118,7 +117,7 @@ def test_says_and_draws_4096_ranks_without_a_process(ending, begin, tmp_path, ca
         ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
         ("--language cp=32 --world 32", "sequence length 32 must be a multiple of 64"),
         ("--world 8 --model none", "--model none"),
-        ("--world 8 --model tiny-sound", "models of one encoder are shown, not of images and"),
+        ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),
         ("--world 8 --gpu none", "GPU none"),
         ("--world 8 --tiles 99", "99 tiles of 4 tokens do not fit"),
         ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),

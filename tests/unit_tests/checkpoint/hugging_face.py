@@ -19,6 +19,19 @@ from transformers import (
 SHARD = "20KB"
 """Size of a file, small enough that there are several."""
 
+SOUND = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_mel_bins": 32,
+    "subsampling_conv_channels": 8,
+    "conv_kernel_size": 5,
+    "projection_hidden_size": 48,
+    "projection_bias": False,
+}
+"""Configuration of a VLM's encoder of sound."""
+
 
 def language_config(**changes) -> NemotronHConfig:
     """Two layers of each kind; tp=2, pp=2 and ep=2 divide it."""
@@ -64,12 +77,12 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith(("norm_mean", "norm_std", "summary_idxs", "lambda1")):
+            if name.endswith(("norm_mean", "norm_std", "summary_idxs", "lambda1", "_tracked")):
                 continue
             noise = torch.randn(tensor.shape, generator=rng)
             if name.endswith("e_score_correction_bias"):
                 tensor.copy_(noise * 0.1)
-            elif name.endswith("A_log"):
+            elif name.endswith(("A_log", "running_var")):
                 tensor.copy_(noise.abs())
             elif tensor.ndim > 1 and "position" not in name:
                 tensor.copy_(noise * 0.7 * tensor[0].numel() ** -0.5)
@@ -89,8 +102,8 @@ def encoder(**changes) -> RadioModel:
     return randomized(RadioModel(encoder_config(**changes)))
 
 
-def whole_vlm():
-    """A random model of the published VLM's class, without its audio encoder."""
+def whole_vlm(sound: bool = False):
+    """A random model of the published VLM's class, with or without its encoder of sound."""
     from transformers.models.nemotron_h_omni import (
         NemotronH_Omni_Reasoning_V3,
         NemotronH_Omni_Reasoning_V3_Config,
@@ -102,6 +115,7 @@ def whole_vlm():
         vision_hidden_size=32,
         projector_hidden_size=48,
         image_token_id=3,
+        audio_config=SOUND if sound else None,
     )
     return randomized(NemotronH_Omni_Reasoning_V3(config))
 

@@ -9,15 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfile, copytree
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import NemotronHForCausalLM
+from transformers import NemotronHForCausalLM, ParakeetFeatureExtractor
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.encoders.radio import pixel_shuffle
+from examples.mimo.nemotron_vlm.encoders.sound import SHORTEST, Sound
 from megatron.core.utils import unwrap_model
 from tests.unit_tests.checkpoint.conversions import (
     INDEX,
@@ -36,7 +43,6 @@ from tests.unit_tests.checkpoint.program_logits import (
     loading,
     program_logits,
 )
-from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
@@ -120,10 +126,11 @@ class TestOneRank:
         assert ("video_embedder.weight" in said) == (kind == "vlm")  # our model has none
 
     @requires_world_size(1)
-    def test_parts_that_are_not_given_begin_as_the_program_would(self, tmp_path):
+    def test_parts_that_are_not_given_begin_as_the_program_would(self, tmp_path, monkeypatch):
         """So do encoders that no model of Hugging Face has."""
+        monkeypatch.setattr(Sound, "parts", Encoder.parts)
         theirs, ours = save(language_model(), tmp_path / "theirs"), tmp_path / "ours"
-        given = ("--language", theirs, "--model", "tiny-sound", "--seed", "7", "--out", ours)
+        given = ("--language", theirs, "--model", "tiny-omni", "--seed", "7", "--out", ours)
         said = convert("hf-to-megatron", *given)
         assert f"initial weights of seed 7: encoder, projector, {Sound.name}\n" in said
         loaded, fresh = (
@@ -160,6 +167,31 @@ class TestOneRank:
         wanted = pixel_shuffle(features, SIDE, 2).flatten(0, 1)
         assert (ours - wanted).abs().max() <= TOLERANCE
         assert_back_again(directory, saved)
+
+    @requires_world_size(1)
+    def test_rows_of_sound_are_those_of_each_clip_alone(self, tmp_path):
+        """In training, too; theirs depend on a clip's padding if its last frame has its own row."""
+        theirs, directory = whole_vlm(sound=True), tmp_path / "ours"
+        saved = save(theirs, tmp_path / "theirs")
+        convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
+        sizes = np.array([SHORTEST, 1279, 1280, 5000, 3840, 1439, 20000])
+        rng = torch.Generator().manual_seed(1)
+        clips = [torch.randn(size, generator=rng) for size in sizes]
+        with trainer(*loading(directory), *BATCH) as run, torch.no_grad():
+            entry = run.session.options.preset.encoders[1]
+            given = entry.collate([clips])
+            given["frames"] = given["frames"].to(Utils.device)
+            ours = run.stages[0].modality_submodules[entry.name]({entry.key: given}).cpu()
+            run.save(tmp_path / "saved")
+            made = [ParakeetFeatureExtractor(32)([clip.numpy()]) for clip in clips]
+            given = [(each["input_features"], each["attention_mask"]) for each in made]
+            wanted = torch.cat([theirs.get_audio_features(*each).pooler_output for each in given])
+        assert wanted.std() > 0.3
+        assert (ours - wanted).abs().max() <= TOLERANCE
+        processor = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+        count = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+        assert entry.rows(sizes).tolist() == [count(processor, size) for size in sizes]
+        assert_back_again(tmp_path / "saved", saved)
 
     @requires_world_size(1)
     def test_like_may_have_a_configuration_alone(self, vlm, tmp_path):

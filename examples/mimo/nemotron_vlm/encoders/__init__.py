@@ -6,5 +6,6 @@ from __future__ import annotations
 
 from examples.mimo.nemotron_vlm.encoders.entry import Encoder
 from examples.mimo.nemotron_vlm.encoders.radio import Radio
+from examples.mimo.nemotron_vlm.encoders.sound import Sound
 
-ENCODERS: dict[str, type[Encoder]] = {Radio.name: Radio}
+ENCODERS: dict[str, type[Encoder]] = {Radio.name: Radio, Sound.name: Sound}

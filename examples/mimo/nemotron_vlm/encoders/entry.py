@@ -50,7 +50,7 @@ class Encoder:
     rules of ``setup/initialization.py``."""
 
     layers: int
-    """Layers, which the stages of a pipeline divide evenly."""
+    """Layers, all alike: parameters below ``decoder.layers.N`` or ``encoder.layers.N``."""
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the rows that inputs become, int64 [inputs].
@@ -97,6 +97,10 @@ class Encoder:
     def divided(self) -> dict[str, int]:
         """Return the sizes that tensor parallelism divides, by what they count."""
         raise NotImplementedError
+
+    def staged(self) -> dict[str, int]:
+        """Return the sizes that the stages of a pipeline divide, by what they count."""
+        return {"layers": self.layers}
 
     def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
         """Make the configurations of encoder and projector.

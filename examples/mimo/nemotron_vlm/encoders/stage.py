@@ -10,7 +10,7 @@ of Nemotron's encoders is an RMSNorm and a squared-ReLU MLP.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,25 +158,24 @@ def stage_spec(
     )
 
 
-INNER = "1.weight"
-"""The first linear layer in Hugging Face models, [inner width, features]."""
-
-
+@dataclass(frozen=True)
 class ProjectorPart(Part):
-    """A projector in Hugging Face models: modules 0, 1 and 3 of a sequence.
+    """A projector in Hugging Face models; its entry has the inner width as ``projector_ffn``.
 
-    Its entry has the inner width as ``projector_ffn``.
+    theirs: names of the norm's weight and the linear layers'. width: field of ``config`` that has
+    the inner width.
     """
+
+    theirs: tuple[str, str, str] = ("0.weight", "1.weight", "3.weight")
+    width: str = "projector_hidden_size"
 
     def sizes(self, base: Any, config: Any, files: Files, outer: str, tile: int | None) -> Any:
         if config:
-            return replace(base, projector_ffn=config.projector_hidden_size)
-        inner = files.shapes.get(outer + INNER)
+            return replace(base, projector_ffn=getattr(config, self.width))
+        inner = files.shapes.get(outer + self.theirs[1])
         return replace(base, projector_ffn=inner[0]) if inner else base
 
     def table(self, _sizes: Any) -> Table:
-        return {
-            "norm.weight": (TensorRows("0.weight"),),
-            "mlp.encoder.linear_fc1.weight": (TensorRows(INNER),),
-            "mlp.encoder.linear_fc2.weight": (TensorRows("3.weight"),),
-        }
+        linear = (f"mlp.encoder.linear_fc{number}.weight" for number in (1, 2))
+        pairs = zip(("norm.weight", *linear), self.theirs, strict=True)
+        return {ours: (TensorRows(theirs),) for ours, theirs in pairs}

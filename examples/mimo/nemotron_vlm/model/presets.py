@@ -18,6 +18,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.encoders import ENCODERS, Encoder
 from examples.mimo.nemotron_vlm.encoders.radio import Radio, RadioOfAnySize
+from examples.mimo.nemotron_vlm.encoders.sound import Sound
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,14 @@ def tiny() -> VLMPreset:
     )
 
 
+def tiny_omni() -> VLMPreset:
+    """``tiny`` with sound."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    small = {"num_mel_bins": 16, "subsampling_conv_channels": 8, "conv_kernel_size": 5}
+    sound = Sound(layers=2, projector_ffn=64, **sizes, **small)
+    return replace(tiny(), name="tiny-omni", encoders=(*tiny().encoders, sound))
+
+
 def nano_vl_30b_a3b() -> VLMPreset:
     """Published sizes of Nemotron-3-Nano-30B-A3B with RADIO ViT-H on 512×512 tiles."""
     sizes = {"layers": 32, "hidden": 1280, "heads": 16, "ffn": 5120, "projector_ffn": 20480}
@@ -177,6 +186,7 @@ def nano_vl_30b_a3b_gdn() -> VLMPreset:
 PRESETS: dict[str, Callable[[], VLMPreset]] = {
     "tiny": tiny,
     "tiny-gdn": tiny_gdn,
+    "tiny-omni": tiny_omni,
     "nano-vl-30b-a3b": nano_vl_30b_a3b,
     "nano-vl-30b-a3b-gdn": nano_vl_30b_a3b_gdn,
 }

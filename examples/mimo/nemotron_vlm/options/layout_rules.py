@@ -132,7 +132,7 @@ def encoder_violation(
     if e.cp * e.vpp * e.ep > 1 or e.etp != e.tp or (e.pp > 1 and not pipelined):
         return f"an encoder takes tp and dp only (and pp with --placement {NON_COLOCATED})"
     return (
-        undivided("pp", e.pp, {"layers": encoder.layers})
+        undivided("pp", e.pp, encoder.staged())
         or undivided("tp", e.tp, encoder.divided())
         or size_violation(e, world_size)
     )

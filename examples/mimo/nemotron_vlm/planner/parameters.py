@@ -147,7 +147,7 @@ def by_place(stages: list[MimoModel]) -> dict[Place, list[Parameter]]:
     found: dict[Place, list[Parameter]] = defaultdict(list)
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            (module, part), (_, _, layer) = part_of(name), name.partition(".layers.")
+            (module, part), (_, _, layer) = part_of(name), name.partition("coder.layers.")
             if module:
                 place = module, VIT_LAYER if part == ENCODER and layer else part
             elif layer:

@@ -93,7 +93,7 @@ MODELS = {
     "tiny-gdn": Model((*LOCAL, "--model", "tiny-gdn")),
     "six layers": Model(SIX_LAYERS, samples=24),
     "six layers, partly text": Model(SIX_LAYERS, source=PartlyText(), samples=24),
-    "sound and images": Model(("--model", "tiny-sound"), source=SoundAndImages()),
+    "sound and images": Model(("--model", "tiny-omni"), source=SoundAndImages()),
     "growing batch": Model(GROWING, samples=0, steps=4),
     "packed": Model((*OWN_DEFAULTS, *LOCAL, *PACK), samples=8, packed=True),
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),

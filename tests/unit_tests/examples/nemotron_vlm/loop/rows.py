@@ -147,7 +147,10 @@ ON_CPUS = {
         Row(8, "sound and images", "images:tp=2,dp=4 sound:dp=8", "cp=2,pp=2,dp=2,ep=2"),
         Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
         Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
-        Row(4, "sound and images", "images:dp=4 sound:dp=4", FLAT, RECOMPUTE[-2:]),
+        Row(
+            *(4, "sound and images", "images:dp=4 sound:dp=4", FLAT),
+            (*OVERLAP, "--recompute-encoder", "1"),
+        ),
         Row(
             *(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
             then=(("images:dp=8 sound:dp=8", "tp=2,dp=4,ep=8,etp=1", ()),),

@@ -20,15 +20,22 @@ from examples.mimo.nemotron_vlm.data.sample import (
     SampleSource,
     Text,
 )
-from tests.unit_tests.examples.nemotron_vlm.loop.sound import Sound
+from examples.mimo.nemotron_vlm.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
+from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 
 STEP = 32
 """Number of samples in a step."""
 
-TILE, TOKENS_PER_TILE = 16, 4
-"""Sizes of the preset ``tiny``."""
+TILES, SOUND = tiny_omni().encoders
 
-SOUND = Sound()
+LONGEST = 4 * SOUND.subsampling_factor * HOP
+"""Samples of a clip that has one row too many."""
+
+
+def tone(samples: int, draw: np.random.Generator) -> torch.Tensor:
+    """A tone of any height in noise, float32 [samples]."""
+    angles = np.arange(samples) * (2 * np.pi * draw.uniform(100, 4000) / SAMPLING_RATE)
+    return torch.from_numpy(np.sin(angles) + draw.normal(0, 0.1, samples)).float()
 
 
 class SoundAndImages(DigitTask):
@@ -47,7 +54,7 @@ class SoundAndImages(DigitTask):
     def _clips(self, number: int) -> np.ndarray:
         has_clip = STEP // 4 <= number % STEP < 3 * STEP // 4 and number // STEP % 3 != 1
         draw = np.random.default_rng([number, 1])
-        return draw.integers(1, SOUND.most_frames + 1, size=(1 + number % 2) * has_clip)
+        return draw.integers(SHORTEST, LONGEST, size=(1 + number % 2) * has_clip)
 
     def _tiles(self, number: int) -> int:
         return 1 + number % 3 if number % STEP < STEP // 2 else 0
@@ -63,9 +70,8 @@ class SoundAndImages(DigitTask):
         """See `SampleSource`."""
         draw = np.random.default_rng([number, 2])
         if encoder == SOUND.name:
-            shapes = [(frames, SOUND.features) for frames in self._clips(number)]
-            return [torch.from_numpy(draw.standard_normal(s, dtype=np.float32)) for s in shapes]
-        shape = (self._tiles(number), 3, TILE, TILE)
+            return [tone(samples, draw) for samples in self._clips(number)]
+        shape = (self._tiles(number), 3, TILES.tile, TILES.tile)
         return torch.from_numpy(draw.integers(256, size=shape, dtype=np.uint8))
 
     def inputs_per_sample(self, encoder: str) -> float:
@@ -75,7 +81,8 @@ class SoundAndImages(DigitTask):
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`: clips, then tiles, then digits to read."""
         sounds = int(SOUND.rows(self._clips(number)).sum())
-        prompt = [BOS] + [SOUND.token] * sounds + [IMAGE] * (self._tiles(number) * TOKENS_PER_TILE)
+        images = self._tiles(number) * TILES.tokens_per_tile
+        prompt = [BOS] + [SOUND.token] * sounds + [IMAGE] * images
         digits = np.random.default_rng([number, 3]).integers(10, size=1 + number % 3)
         ids = torch.tensor([*prompt, READ, *(FIRST_DIGIT + digits), EOS])
         mask = torch.zeros(len(ids) - 1)

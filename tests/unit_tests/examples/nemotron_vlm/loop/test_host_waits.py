@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ANY_SIZE
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ALLGATHER, NO_CHECK
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
@@ -34,5 +35,14 @@ def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language, m
     """
     layout = ("--encoder", encoder, "--language", language)
     with trainer(*layout, *more, *ALLGATHER, *NO_CHECK, "--num-workers", "1") as run:
+        for step in range(3):
+            run.train_step(no_host_sync if step else nullcontext)
+
+
+@FP32
+@requires_world_size(1)
+def test_nor_does_it_with_clips_of_any_length():
+    more = ("--micro-batch-size", "16", *ALLGATHER, *NO_CHECK, "--num-workers", "1")
+    with trainer("--model", "tiny-omni", *more, source=SoundAndImages()) as run:
         for step in range(3):
             run.train_step(no_host_sync if step else nullcontext)

@@ -10,17 +10,19 @@ from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
+from examples.mimo.nemotron_vlm.encoders import sound
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndImages
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
-MODEL = ("--model", "tiny-sound")
+MODEL = ("--model", "tiny-omni")
 
 
 def parsed(line: str):
@@ -58,6 +60,10 @@ class TestOptions:
                 "--encoder images:dp=8 --encoder sound:tp=2",
                 "--encoder sound:tp=2,dp=4: tp=2 must divide the 1 encoder.*tp=1,dp=8",
             ),
+            (
+                "--placement non-colocated --encoder images:dp=2 --encoder sound:pp=2,dp=1",
+                "sound:.*: pp=2 must divide the 1 encoder of transformers",
+            ),
             ("--freeze radio:encoder", "no such part; .*, images:encoder, .*, sound:projector"),
             ("--encoder-lr sonar:1", "--encoder-lr sonar:1: no such encoder"),
             ("--encoder-lr sound:x", "--encoder-lr must be 0 or more, not x"),
@@ -68,6 +74,15 @@ class TestOptions:
         with pytest.raises(UserError, match=text) as refusal:
             parsed(line)
         assert "\n" not in str(refusal.value)
+
+    def test_sound_needs_transformers(self, monkeypatch):
+        monkeypatch.setattr(sound, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match="sound needs transformers: pip install"):
+            parsed("")
+
+    def test_a_clip_may_be_too_short(self):
+        with pytest.raises(ValueError, match="a clip of 319 samples: give 320 or more"):
+            SOUND.log_mel(torch.zeros(319))
 
 
 @requires_world_size(1)
@@ -114,7 +129,7 @@ def test_a_dry_run_has_the_parameters_of_each_encoder(monkeypatch):
 
 class TestModelFile:
     def test_reads_back_as_it_is_written(self, tmp_path):
-        preset = find_preset("tiny-sound")
+        preset = find_preset("tiny-omni")
         write_preset(preset, tmp_path / "model.json")
         assert find_preset(str(tmp_path / "model.json")) == preset
 

@@ -1,0 +1,327 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of sound: Parakeet, of transformers' own module, and projector, on clips of any length.
+
+A clip is a waveform, from which the loading processes compute log-mel frames. Parakeet's layers
+know no tensor parallelism, so each rank has the whole encoder. It has no dropout, and its batch
+norms always use their running statistics, also in training, and do not update them: a batch's own
+would depend on how ranks share it. They are 0 and 1 in a new model, or a pretrained model's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
+from examples.mimo.nemotron_vlm.encoders.hugging_face import (
+    Files,
+    Part,
+    Table,
+    TensorRows,
+    check_values,
+)
+from examples.mimo.nemotron_vlm.encoders.stage import (
+    ProjectorPart,
+    projector_config,
+    stage_spec,
+)
+from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
+from megatron.core.models.mimo.forward.flops import mlp_flops
+from megatron.core.models.mimo.setup.initialization import Draw, fan_in_normal
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_layout.device_copy import copied_to
+from megatron.core.transformer import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SAMPLING_RATE = 16000
+"""Samples of a clip in a second."""
+
+HOP = 160
+"""Samples from one log-mel frame to the next."""
+
+SHORTEST = 2 * HOP
+"""Samples of the shortest clip: frames are scaled by their deviation."""
+
+KERNEL = 3
+"""Side of the kernels that halve the frames."""
+
+
+@dataclass(frozen=True)
+class Sound(Encoder):
+    """Sizes of a ParakeetEncoderConfig, by its names, but ``layers`` is its ``num_hidden_layers``.
+
+    The size of a clip is its number of samples. projector_ffn: the projector's inner width.
+    """
+
+    name = "sound"
+    key = "parakeet"
+    token = 5
+    usual = 10 * SAMPLING_RATE
+
+    layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    projector_ffn: int
+    num_mel_bins: int = 128
+    subsampling_conv_channels: int = 256
+    subsampling_factor: int = 8
+    conv_kernel_size: int = 9
+    attention_bias: bool = False
+    convolution_bias: bool = False
+    scale_input: bool = False
+
+    @property
+    def initial(self) -> Mapping[str, Draw]:
+        """See `Encoder`; the last dim of a convolution's weight is not all of its fan in."""
+        return {
+            "*.subsampling.layers.[369].weight": _normal(self.subsampling_conv_channels),
+            "*.subsampling.layers.*.weight": _normal(KERNEL**2),
+            "*.pointwise_conv?.weight": _normal(self.hidden_size),
+            "*.norm_*.weight": _filled(1.0),
+            "*.running_var": _filled(1.0),
+            "*.running_mean": _filled(0.0),
+            "*.bias_[uv]": _filled(0.0),
+        }
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        return sizes // (HOP * self.subsampling_factor) + 1
+
+    def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
+        rows, hidden, channels = self.rows(sizes), self.hidden_size, self.subsampling_conv_channels
+        weights = 4 * hidden * self.intermediate_size + 9 * hidden**2
+        weights += hidden * self.conv_kernel_size
+        layer = rows * weights + 4 * rows**2 * hidden  # keys, positions (twice as many), values
+        features = channels * self.num_mel_bins // self.subsampling_factor
+        # Each halving leaves a quarter of the places, the last `features / channels` of a row.
+        first = self.subsampling_factor**2 / 4
+        halvings = first * KERNEL**2 + (first - 1) / 3 * (channels + KERNEL**2)
+        encoder = self.layers * layer + rows * features * (halvings + hidden)
+        mlp = mlp_flops(rows, (hidden, self.projector_ffn, width))
+        return {"vit": (6 * encoder).astype(np.int64), "gemm": mlp.astype(np.int64)}
+
+    def collate(
+        self, parts: Sequence[Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor | np.ndarray]:
+        """See `Encoder`; parts are clips, float32 [samples]."""
+        clips = [self.log_mel(clip) for part in parts for clip in part]
+        frames = torch.cat([torch.empty(0, self.num_mel_bins), *clips])
+        lengths = np.array([len(clip) for clip in clips], dtype=np.int64)
+        return {"frames": frames, "lengths": lengths}
+
+    def log_mel(self, clip: torch.Tensor) -> torch.Tensor:
+        """Return a clip's frames, float32 [frames, mel bins]; the last is zero.
+
+        Raises:
+            ValueError: the clip is too short.
+        """
+        if len(clip) < SHORTEST:
+            raise ValueError(f"a clip of {len(clip)} samples: give {SHORTEST} or more")
+        made = _extractor(self.num_mel_bins)(
+            clip.numpy(), sampling_rate=SAMPLING_RATE, return_tensors="pt"
+        )
+        return made.input_features[0]
+
+    def divided(self) -> dict[str, int]:
+        return {"encoder of transformers": 1}
+
+    def staged(self) -> dict[str, int]:
+        return self.divided()
+
+    def configs(self, shared: Mapping[str, Any], width: int) -> Configs:
+        """See `Encoder`.
+
+        Raises:
+            UserError: transformers is not installed.
+        """
+        if find_spec("transformers") is None:
+            raise UserError("sound needs transformers: pip install 'transformers>=5.23'")
+        sizes = {"num_layers": self.layers, "hidden_size": self.hidden_size}
+        heads = self.num_attention_heads
+        encoder = TransformerConfig(num_attention_heads=heads, **sizes, **shared)
+        projector = projector_config(shared, width, self.projector_ffn, heads)
+        return {"encoder": encoder, "projector": projector}
+
+    def spec(
+        self, configs: Configs, specs: LayerSpecs, groups: ProcessGroupCollection | None
+    ) -> ModuleSpec:
+        params = {"config": configs["encoder"], "sizes": self, "groups": groups}
+        encoder = ModuleSpec(module=SoundEncoder, params=params)
+        projector = configs["projector"]
+        return stage_spec(self.key, encoder, self.hidden_size, projector, specs, groups)
+
+    def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
+        rows, hidden = self.usual_rows(), self.hidden_size
+        layer = 24 * hidden + 4 * self.intermediate_size + 4 * self.num_attention_heads * rows
+        halved = self.subsampling_conv_channels * self.num_mel_bins * self.subsampling_factor
+        return rows * (self.layers * layer + halved + 3 * hidden + 2 * self.projector_ffn)
+
+    def reduced(self) -> int:
+        return 0
+
+    def parts(self) -> tuple[Part, ...]:
+        module = f"modality_submodules.{self.name}."
+        ours = f"{module}encoders.{self.key}.encoder."
+        encoder = SoundPart("sound encoder", ours, "sound_encoder.encoder.", config="audio_config")
+        return encoder, ProjectorPart(
+            "sound projector",
+            f"{module}input_projections.0.",
+            "sound_projection.",
+            config="audio_config",
+            theirs=("norm.weight", "linear1.weight", "linear2.weight"),
+            width="projection_hidden_size",
+        )
+
+
+def _filled(value: float) -> Draw:
+    return lambda out, _rng, _inputs: out.fill_(value)
+
+
+def _normal(fan_in: int) -> Draw:
+    return lambda out, rng, _inputs: fan_in_normal(out, rng, fan_in)
+
+
+@functools.cache
+def _extractor(mel_bins: int):
+    from transformers import ParakeetFeatureExtractor
+
+    return ParakeetFeatureExtractor(mel_bins, SAMPLING_RATE, HOP)
+
+
+def parakeet(sizes: Sound, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make transformers' encoder, whose attention is `attend`."""
+    from transformers import AttentionInterface, AutoModel, ParakeetEncoderConfig
+
+    AttentionInterface.register(attend.__name__, attend)
+    config = ParakeetEncoderConfig(num_hidden_layers=sizes.layers, **asdict(sizes))
+    encoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=attend.__name__)
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.num_batches_tracked = None  # nothing is tracked
+    return encoder
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    own: torch.Tensor,
+    real: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend to a clip's own rows alone, as transformers does to those of a clip without padding.
+
+    A clip's last row may come from the last frame alone, which is not real. No row attends to this
+    one, which takes the mean over all rows; in transformers over the padding's, too. It is the mean
+    of equal scores here, since kernels overflow where all are the lowest number.
+
+    Args:
+        query, key, value: [clips, heads, rows, channels].
+        attention_mask: terms of relative positions [clips, heads, rows, rows], the lowest number
+            where a row or a key is not real.
+        own, real: bool [clips, rows]: rows that are no padding, and those from real frames.
+    """
+    unreal = ~real[:, None, :, None]
+    bias = attention_mask.masked_fill(unreal, 0).masked_fill(~own[:, None, None], -math.inf)
+    output = F.scaled_dot_product_attention(
+        query.masked_fill(unreal, 0), key, value, bias, scale=scaling
+    )
+    return output.transpose(1, 2), None
+
+
+class SoundEncoder(MegatronModule):
+    """Parakeet on clips one after the other; without any, it encodes a blank one.
+
+    The host has the clips' lengths, so no forward waits for the device.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, sizes: Sound, groups: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = groups.tp
+        self.factor = sizes.subsampling_factor
+        self.encoder = parakeet(sizes, config.params_dtype).eval()
+
+    def train(self, mode: bool = True) -> SoundEncoder:
+        """Keep transformers' encoder in evaluation: running statistics, and no dropout."""
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, frames: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+        """Encode clips.
+
+        Args:
+            frames: [sum of lengths, mel bins].
+            lengths: frames of each clip, of which the last is not real; int64 [clips].
+
+        Returns:
+            [rows, hidden], those of all clips.
+        """
+        if not len(lengths):
+            lengths = np.array([SHORTEST // HOP + 1])
+            frames = frames.new_zeros(lengths[0], frames.size(1))
+        clips = frames.to(self.config.params_dtype).split(lengths.tolist())
+        padded = pad_sequence(clips, batch_first=True)
+        counts = copied_to(frames.device, torch.from_numpy(lengths))[:, None]
+        places = torch.arange(padded.size(1), device=frames.device)
+        firsts = places[:: self.factor]  # a row comes from so many frames
+        hidden = self.encoder(
+            padded,
+            attention_mask=places < counts - 1,
+            own=firsts < counts,
+            real=firsts < counts - 1,
+        ).last_hidden_state
+        rows = -(-lengths // self.factor)
+        return torch.cat([clip[:count] for clip, count in zip(hidden, rows, strict=True)])
+
+
+EXPECTED = {
+    "hidden_act": "silu",
+    "projection_bias": False,
+    "subsampling_conv_kernel_size": KERNEL,
+    "subsampling_conv_stride": 2,
+}
+"""Fields of an Omni model's audio configuration for which our model supports one value."""
+
+NOT_HELD = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
+"""Patterns of tensors that our model does not have."""
+
+
+class SoundPart(Part):
+    """Parakeet, by transformers' names in both models."""
+
+    def sizes(self, base: Sound, config: Any, files: Files, outer: str, tile: int | None) -> Sound:
+        if config is None:
+            return base
+        check_values("the encoder of sound", config, EXPECTED)
+        same = {f.name: getattr(config, f.name) for f in fields(base) if hasattr(config, f.name)}
+        return replace(base, layers=config.num_hidden_layers, **same)
+
+    def table(self, sizes: Sound) -> Table:
+        with torch.device("meta"):
+            names = parakeet(sizes).state_dict()
+        return {name: (TensorRows(name),) for name in names}
+
+    def not_held(self, files: Files, outer: str) -> list[str]:
+        patterns = [outer + pattern for pattern in NOT_HELD]
+        return [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
