@@ -121,7 +121,7 @@ def check(run: Run, whole: Run, record_property) -> None:
     record_property("found", found)
     assert max(found.values()) <= TOLERANCE, found
     assert newest(run.saved) == STEPS
-    assert_whole(run.saved / f"iter_{STEPS:07d}")
+    assert_whole(run.saved / f"iter_{STEPS:07d}", RANKS)
 
 
 def test_asynchronous_saves_alone_are_whole(whole):
@@ -129,7 +129,7 @@ def test_asynchronous_saves_alone_are_whole(whole):
     checkpoints = sorted(whole.saved.glob("iter_*"))
     assert len(checkpoints) == STEPS // 4
     for checkpoint in checkpoints:
-        assert_whole(checkpoint)
+        assert_whole(checkpoint, RANKS)
 
 
 def test_the_exit_signal_saves_and_the_run_goes_on(whole, tmp_path, record_property):
@@ -142,7 +142,7 @@ def test_the_exit_signal_saves_and_the_run_goes_on(whole, tmp_path, record_prope
         assert run.ended() == 0, run.said()
     stopped = newest(run.saved)
     assert 6 <= stopped == len(run.records()) < STEPS
-    assert_whole(run.saved / f"iter_{stopped:07d}")
+    assert_whole(run.saved / f"iter_{stopped:07d}", RANKS)
     with started(tmp_path) as again:
         assert again.ended() == 0, again.said()
     check(again, whole, record_property)

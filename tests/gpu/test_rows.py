@@ -23,6 +23,9 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
+IN_16_BITS = [row for row in ON_TWO_GPUS if MODELS[row.model].is_16_bit]
+IN_32_BITS = [row for row in ON_TWO_GPUS if row not in IN_16_BITS]
+
 
 @pytest.fixture(scope="module")
 def digits():
@@ -46,10 +49,16 @@ def test_one_gpu(row, record_property, shared_path):
 
 
 @requires_world_size(2)
-@pytest.mark.parametrize("row", ON_TWO_GPUS, ids=str)
+@pytest.mark.parametrize("row", IN_32_BITS, ids=str)
 def test_two_gpus(row, request, record_property, shared_path):
     shards = request.getfixturevalue("digits") if row.model == "shards" else None
     check(row, record_property, shards, shared_path)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("row", IN_16_BITS, ids=str)
+def test_two_gpus_in_16_bits(row, record_property):
+    check(row, record_property)
 
 
 @requires_world_size(2)

@@ -126,6 +126,7 @@ ON_GPUS = {
     "shards": on_gpus((*LOCAL, *PACK, *SHARDS), samples=8, packed=True),
     "bf16": in_16_bits((*ENGINE, *BF16)),
     "bf16 two digits": in_16_bits((*ENGINE, *TWO_DIGITS, *BF16)),
+    "sound local": on_gpus((*LOCAL, "--model", "tiny-omni"), source=SoundAndImages()),
     "bf16 any size": in_16_bits((*ENGINE, *ANY_SIZE, *BF16)),
     "bf16 local": in_16_bits((*LOCAL, *BF16)),
     "bf16 packed": in_16_bits(

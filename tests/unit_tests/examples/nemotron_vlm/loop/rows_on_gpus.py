@@ -82,6 +82,7 @@ ON_TWO_GPUS = [
     Row(2, "bf16 packed", "tp=2", "dp=2", microbatches=4),
     Row(2, "bf16 packed", options=APART, microbatches=8),
     Row(2, "any size local", "dp=2", "cp=2"),
+    Row(2, "sound local", "images:tp=2 sound:dp=2", "cp=2"),
     Row(2, "bf16 any size", "tp=2", "dp=2"),
     Row(2, "fp16", "dp=2", "tp=2,ep=2,etp=1"),
     Row(2, "fp16", "tp=2", "pp=2"),
