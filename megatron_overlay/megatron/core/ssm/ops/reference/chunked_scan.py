@@ -72,16 +72,17 @@ def chunked_scan(
         entered = torch.cat([ids[:, :1, 0], ids[:, :-1, -1]], dim=1)  # sequence of the state
         from_start = from_start * (ids == entered.unsqueeze(-1))[:, None, None]
         to_end = to_end * (ids == ids[..., -1:])[:, None, None]
-    weights = _pairwise_decay(decay) * _sees(ids, size, decay.device)
-    attention = (q @ k.mT) * weights
+    weights, visible = _pairwise_decay(decay), _sees(ids, size, decay.device)
+    attention = (q @ k.mT * visible) * weights
     from_start, to_end = from_start.unsqueeze(-1), to_end.unsqueeze(-1)
     kept = from_start[..., -1:, :]
 
     written, read = v, None
     if beta is not None:
         beta = _to_chunks(beta, size, groups).unsqueeze(-1)
-        system = (beta * k @ k.mT) * weights
-        known = torch.cat([beta * v, beta * k * from_start], dim=-1)
+        strong = beta * k
+        system = (strong @ k.mT * visible) * weights
+        known = torch.cat([beta * v, strong * from_start], dim=-1)
         solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
         written, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
 
