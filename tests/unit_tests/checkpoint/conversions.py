@@ -20,6 +20,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
 
 import convert as program  # noqa: E402
+from conversion.sources import config_of, preset_of, sources_of  # noqa: E402, F401
 from conversion.tensor_files import INDEX, write_files  # noqa: E402, F401
 
 TOLERANCE = 1e-4 if HAVE_CUDA else 1e-5

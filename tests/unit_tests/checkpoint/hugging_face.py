@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,9 +116,59 @@ def whole_vlm(sound: bool = False):
         vision_hidden_size=32,
         projector_hidden_size=48,
         image_token_id=3,
+        audio_token_id=5,
         audio_config=SOUND if sound else None,
     )
     return randomized(NemotronH_Omni_Reasoning_V3(config))
+
+
+def released_config() -> dict[str, Any]:
+    """What the released Nemotron 3 Nano Omni says of its sizes in ``config.json``, by its names.
+
+    Its code's path, its tokens and its training's options are left out.
+    """
+    return {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "auto_map": {"AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"},
+        "force_image_size": 512,
+        "downsample_ratio": 0.5,
+        "vit_hidden_size": 1280,
+        "projector_hidden_size": 20480,
+        "video_temporal_patch_size": 2,
+        "vision_config": {"patch_size": 16, "video_temporal_patch_size": 2},
+        "sound_config": {
+            "model_type": "parakeet",
+            "hidden_size": 1024,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 24,
+            "intermediate_size": 4096,
+            "conv_kernel_size": 9,
+            "convolution_bias": False,
+            "subsampling_conv_channels": 256,
+            "subsampling_factor": 8,
+            "num_mel_bins": 128,
+            "projection_hidden_size": 4096,
+            "projection_bias": False,
+        },
+        "llm_config": {
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "vocab_size": 131072,
+            "hidden_size": 2688,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "routed_scaling_factor": 2.5,
+        },
+    }
 
 
 def save(model: nn.Module, directory: Path) -> Path:

@@ -52,7 +52,7 @@ def loading(directory: Path) -> tuple[str, ...]:
     return (*model, "--pretrained-checkpoint", str(directory))
 
 
-def program_logits(*options: str, source: RandomText) -> torch.Tensor:
+def program_logits(*options: str, source: SampleSource) -> torch.Tensor:
     """The logits [samples, tokens, vocabulary] of all samples, on the CPU of every rank."""
     rows: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -84,4 +84,4 @@ def program_logits(*options: str, source: RandomText) -> torch.Tensor:
         everywhere: list[dict] = [{}] * dist.get_world_size()
         dist.all_gather_object(everywhere, rows)
     whole = {place: row for part in everywhere for place, row in part.items()}
-    return torch.stack([whole[place] for place in sorted(whole)]).view(SAMPLES, LENGTH, -1)
+    return torch.stack([whole[place] for place in sorted(whole)]).unflatten(0, (SAMPLES, -1))

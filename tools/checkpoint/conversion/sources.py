@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 VLM = "nemotron_h_omni"
 """``model_type`` of a whole VLM's configuration."""
+
+RELEASED = "NemotronH_Nano_Omni_Reasoning_V3"
+"""``model_type`` of the released VLM's configuration, which AutoConfig does not know."""
 
 LANGUAGE = LanguagePart(
     "language", "language_model.", "language_model.", "", "text_config", "nemotron_h"
@@ -114,10 +118,8 @@ def sources_of(
 
 
 def _configured(files: TensorFiles, parts: Mapping[Part, str | None]) -> list[Source]:
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(files.directory, local_files_only=True)
+        config = config_of(files.directory)
     except (ValueError, OSError, KeyError) as error:
         raise UserError(f"{files.directory}/config.json: {error}") from error
     alone = [part for part in parts if part.model_type == config.model_type]
@@ -133,6 +135,21 @@ def _configured(files: TensorFiles, parts: Mapping[Part, str | None]) -> list[So
         config.vision_config.image_size = config.force_image_size
     configs = {part: getattr(config, part.config) if part.config else config for part in parts}
     return [Source(p, parts[p], files, p.in_vlm, configs[p], tuple(parts)) for p in parts]
+
+
+def config_of(directory: Path) -> Any:
+    """Read a directory's configuration, as transformers' own class."""
+    from transformers import AutoConfig
+
+    read = json.loads((directory / "config.json").read_text())
+    if read.get("model_type") != RELEASED:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+
+    read["model_type"] = VLM
+    if read.get("sound_config"):
+        read["sound_config"].pop("model_type", None)  # "parakeet", which transformers 5.24 refuses
+    return NemotronH_Omni_Reasoning_V3_Config.from_dict(read)
 
 
 def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPreset:

@@ -158,6 +158,24 @@ def nano_vl_30b_a3b() -> VLMPreset:
     )
 
 
+def nano_omni_30b_a3b() -> VLMPreset:
+    """Published sizes of Nemotron-3-Nano-Omni-30B-A3B-Reasoning, without its embedder of video.
+
+    They are its repository's ``config.json``; what that leaves out (RADIO's tokens and epsilon,
+    Parakeet's attention without biases), it has from transformers' defaults for it. The published
+    model takes whole images, so train it with ``--dynamic-resolution``.
+    """
+    base = nano_vl_30b_a3b()
+    clip = {
+        "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
+        "pixel_std": (0.26862954, 0.26130258, 0.27577711),
+    }
+    images = replace(base.images, class_tokens=10, norm_epsilon=1e-6, **clip)
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096}
+    sound = Sound(layers=24, projector_ffn=4096, **sizes)
+    return replace(base, name="nano-omni-30b-a3b", encoders=(images, sound))
+
+
 def tiny_gdn() -> VLMPreset:
     """``tiny`` with a gated delta net in the place of every second Mamba-2 layer."""
     base = tiny()
@@ -189,6 +207,7 @@ PRESETS: dict[str, Callable[[], VLMPreset]] = {
     "tiny-omni": tiny_omni,
     "nano-vl-30b-a3b": nano_vl_30b_a3b,
     "nano-vl-30b-a3b-gdn": nano_vl_30b_a3b_gdn,
+    "nano-omni-30b-a3b": nano_omni_30b_a3b,
 }
 
 
