@@ -162,6 +162,19 @@ class TestSurvey:
         with pytest.raises(ValueError, match="no survey of train"):
             source(copied, encoder=replace(asked, prompt="Why?"))
 
+    def test_of_tiles_or_of_other_bounds_is_not_of_any_size(self, digits, copied, surveyed):
+        surveyed()
+        tokenizer = copied / "tokenizer"
+        assert source(copied).fingerprint == source(digits).fingerprint
+        with pytest.raises(ValueError, match="and resizing; make one: .* --max-patches 96 "):
+            source(copied, encoder=whole(tokenizer))
+        for bounds in ({"min_patches": 8}, {"max_patches": 64}):
+            with pytest.raises(ValueError, match="and resizing; make one: ") as refusal:
+                source(digits, encoder=whole(tokenizer, **bounds))
+            assert "\n" not in str(refusal.value)
+        both = [source(digits, encoder=make(tokenizer)).fingerprint for make in ENCODERS.values()]
+        assert both[0] != both[1]
+
     def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, other):
         survey(copied)
         survey(other)
