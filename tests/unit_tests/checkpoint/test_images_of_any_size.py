@@ -55,7 +55,7 @@ def test_an_image_has_their_grid(preset, bounds):
     for shape in product(sides, sides):
         if max(shape) > 50 * min(shape):
             continue  # theirs divides by zero
-        assert images.grid_of(*shape) == THEIRS["get_patch_grid_size"](
+        assert images.grids.grid_of(*shape) == THEIRS["get_patch_grid_size"](
             *shape, images.patch, images.pixel_shuffle, *limits
         )
 
@@ -65,7 +65,7 @@ def test_an_image_is_cut_into_their_patches():
     images = tiny().with_images_of_any_size(4, 1000).images
     image = torch.randint(256, (3, 3 * 8 * PATCH, 2 * 8 * PATCH), dtype=torch.uint8)
     wanted = THEIRS["convert_image_to_patches"](image[None].float(), PATCH)[0]
-    assert images.cut(image).flatten(0, 1).equal(wanted)
+    assert images.grids.cut(image).flatten(0, 1).equal(wanted)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_rows_are_theirs(layout, shared_path):
     with torch.no_grad():
         wanted = model.get_image_features((patches / 255 - mean) / std, torch.tensor(GRIDS))
     wanted = torch.cat(wanted.pooler_output)
-    sizes = np.array([entry.size_of(r * PATCH, c * PATCH) for r, c in GRIDS])
+    sizes = np.array([entry.grids.size_of(r * PATCH, c * PATCH) for r, c in GRIDS])
     assert [len(wanted), 0] == [entry.rows(sizes).sum(), len(nothing)]
     assert wanted.std() > 0.3 and ours.shape == wanted.shape
     assert (ours.cpu() - wanted).abs().max() <= TOLERANCE

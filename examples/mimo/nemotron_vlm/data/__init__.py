@@ -39,7 +39,7 @@ def make_source(args: Namespace, images: Radio) -> SampleSource:
     }
     try:
         if name.startswith(ENERGON):
-            source = _energon(name.removeprefix(ENERGON), args, sizes)
+            source = _energon(name.removeprefix(ENERGON), args, images)
         elif name.startswith(DIGITS):
             source = DigitStrips(**sizes, digits=_count(name.removeprefix(DIGITS)))
             source.text("train", 0)
@@ -51,7 +51,7 @@ def make_source(args: Namespace, images: Radio) -> SampleSource:
             raise UserError(
                 f"--data {name}: no such data; choose from {known}, {DIGITS}N, {ENERGON}PATH"
             )
-        if args.dynamic_resolution:
+        if args.dynamic_resolution and not name.startswith(ENERGON):
             source = WholeImages(source, images, args.seq_length, args.seed)
     except ImportError as error:
         raise UserError(str(error)) from error
@@ -80,16 +80,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _energon(path: str, args: Namespace, sizes: dict[str, int]) -> SampleSource:
+def _energon(path: str, args: Namespace, images: Radio) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
     # These need the energon extra.
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
-    from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 
     chat = Chat(args.tokenizer_model, args.image_token)
-    tiling = Tiling(sizes["tile"], args.max_tiles, args.thumbnail)
-    encoder = Encoder(chat, tiling, sizes["tokens_per_tile"], args.prompt)
+    if args.dynamic_resolution:
+        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt)
+    else:
+        tiling = Tiling(images.tile, args.max_tiles, args.thumbnail)
+        encoder = Encoder(chat, tiling, images.tokens_per_tile, args.prompt)
     rest = args.seq_length, args.seed, args.bad_samples, args.surveys
     return EnergonSource(path, encoder, *rest)

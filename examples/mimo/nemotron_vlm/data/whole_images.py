@@ -28,7 +28,7 @@ EIGHTHS = range(4, 11)
 def most_rows(images: RadioOfAnySize) -> int:
     """Return the most rows that a resized tile becomes."""
     sides = [images.tile * part // 8 for part in EIGHTHS]
-    sizes = [images.size_of(height, width) for height in sides for width in sides]
+    sizes = [images.grids.size_of(height, width) for height in sides for width in sides]
     return int(images.rows(np.array(sizes)).max())
 
 
@@ -63,8 +63,8 @@ class WholeImages(DigitTask):
         return self._images.tile * parts // 8 * ((1, tiles) if is_strip else (1, 1))
 
     def _sizes(self, split: str, number: int) -> np.ndarray:
-        sizes = [self._images.size_of(*shape) for shape in self._shapes(split, number).tolist()]
-        return np.array(sizes, dtype=np.int64)
+        shapes = self._shapes(split, number).tolist()
+        return np.array([self._images.grids.size_of(*shape) for shape in shapes], dtype=np.int64)
 
     def text(self, split: str, number: int) -> Text:
         rows = int(self._images.rows(self._sizes(split, number)).sum())
@@ -92,7 +92,7 @@ class WholeImages(DigitTask):
             F.interpolate(tile[None].float(), shape, mode="bilinear")[0].byte()
             for tile, shape in zip(tiles, shapes, strict=True)
         )
-        return [self._images.cut(image) for image in resized]
+        return [self._images.grids.cut(image) for image in resized]
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
         costs = self._tiles.costs(split, first, count)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -31,8 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parse(arguments)
     try:
         chat = Chat(given.tokenizer, given.image_token)
-        tiling = Tiling(given.tile, given.max_tiles, given.thumbnail)
-        encoder = Encoder(chat, tiling, given.tokens_per_tile, given.prompt)
+        if given.patch:
+            bounds = given.min_patches, given.max_patches
+            images = Resizing(PatchGrids(given.patch, given.pixel_shuffle, *bounds))
+        else:
+            images = Tiling(given.tile, given.max_tiles, given.thumbnail)
+        encoder = Encoder(chat, images, 1 if given.patch else given.tokens_per_tile, given.prompt)
         for split in PARTS:
             try:
                 datasets = open_split(given.path, split).datasets
@@ -43,34 +48,35 @@ def main(arguments: list[str] | None = None) -> int:
                 if given.again or load_survey(dataset, encoder, given.surveys) is None:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
-                print(describe(dataset, survey, split, given.seq_length, given.names))
+                print(describe(dataset, survey, split, given))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def describe(dataset: DataSet, survey: Survey, split: str, seq_length: int, names: int) -> str:
+def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Namespace) -> str:
     """Describe what a survey says of the samples that a blend takes, as lines of text.
 
     Args:
-        seq_length: tokens that a sample may have.
-        names: how many bad samples of each kind are named.
+        given: the tool's arguments.
     """
+    seq_length, names = given.seq_length, given.names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD
-    tokens, tiles = survey.tokens[subset][good], survey.tiles[subset][good]
+    tokens, inputs = survey.tokens[subset][good], survey.inputs[subset][good]
     lines = [
         f"{dataset.path} {split}: {len(good)} samples in {len(dataset.shards)} shards, "
-        f"{len(tokens)} good, {int((tiles == 0).sum())} of them text only"
+        f"{len(tokens)} good, {int((inputs == 0).sum())} of them text only"
     ]
     if len(tokens):
         spread = np.percentile(tokens, PERCENTILES, method="nearest").tolist()
         at = (f"{percent} %: {value}" for percent, value in zip(PERCENTILES, spread, strict=True))
         lines.append(f"  tokens  {' · '.join(at)} · mean {tokens.mean():.1f}")
-        counts = np.stack(np.unique(tiles, return_counts=True), axis=1).tolist()
+        counts = np.stack(np.unique(inputs, return_counts=True), axis=1).tolist()
         of = (f"{count} with {number}" for number, count in counts)
-        lines.append(f"  tiles   {' · '.join(of)} · mean {tiles.mean():.2f}")
+        kind = "images" if given.patch else "tiles"
+        lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
     bad = bad_samples(dataset, survey, seq_length, names)
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
@@ -84,8 +90,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", metavar="PATH", help="prepared data set, or metadataset.yaml")
     parser.add_argument("--tokenizer", metavar="DIR", required=True)
-    parser.add_argument("--tile", type=int, required=True, help="height and width in pixels")
-    parser.add_argument("--tokens-per-tile", type=int, required=True)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--tile", type=int, help="height and width of tiles in pixels")
+    kind.add_argument("--patch", type=int, help="those of patches, for --dynamic-resolution")
+    parser.add_argument("--tokens-per-tile", type=int, help="needed with --tile")
+    parser.add_argument("--pixel-shuffle", type=int, default=2, help="of images of any size")
+    parser.add_argument("--min-patches", type=int, default=1024, help="of images of any size")
+    parser.add_argument("--max-patches", type=int, default=13312, help="of images of any size")
     parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
     parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
@@ -101,7 +112,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"
     )
     parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.tile and not given.tokens_per_tile:
+        parser.error("--tile needs --tokens-per-tile")
+    if given.patch and not 0 < given.pixel_shuffle**2 <= given.min_patches <= given.max_patches:
+        parser.error("--pixel-shuffle squared, --min-patches and --max-patches must ascend")
+    return given
 
 
 if __name__ == "__main__":

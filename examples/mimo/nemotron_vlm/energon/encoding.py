@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of a conversation as tokens, and of its images as tiles.
+"""Encoding of a conversation as tokens, and of its images as tiles or whole.
 
 Tiling is dynamic: an image becomes a grid of square tiles, and a thumbnail of the whole. The grid
 is the one of InternVL 1.5 (Chen et al. 2024, arXiv:2404.16821, section 3.2), which NVLM (Dai et al.
@@ -13,7 +13,7 @@ image's size alone.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,12 +22,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.data.sample import Text
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, place_images
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage, one_line
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Record
 
 FORMATS = ("JPEG", "PNG")
+LONGEST = (1 << 15) - 1
+"""Patches of a side of an image whose size fits the survey's int32."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Tiling:
         """Return the columns and rows of the grid of an image, whose size is in pixels."""
         return _closest_grid(width, height, self.tile, self.max_tiles)
 
-    def count(self, width: int, height: int) -> int:
+    def size_of(self, width: int, height: int) -> int:
         """Return the number of tiles of an image, thumbnail included; its size is in pixels."""
         columns, rows = self.grid(width, height)
         return columns * rows + (self.thumbnail and columns * rows > 1)
@@ -63,10 +66,7 @@ class Tiling:
             BadImage: the image cannot be decoded.
         """
         columns, rows = self.grid(*image.size)
-        try:
-            image = image.convert("RGB")
-        except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
-            raise BadImage(one_line(error)) from error
+        image = _decoded(image)
         size = self.tile
         whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
         tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
@@ -75,6 +75,54 @@ class Tiling:
             return tiles
         small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
         return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the tiles of images, each of which becomes ``tokens_per_tile`` tokens."""
+        return sizes
+
+    def join(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Return the inputs of a sample: the tiles of all images, uint8 [n, 3, tile, tile]."""
+        return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *images])
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """Settings of how images are resized, which are encoded whole; the methods are `Tiling`'s."""
+
+    grids: PatchGrids
+
+    def size_of(self, width: int, height: int) -> int:
+        """Return the size of an image, as `PatchGrids` codes it.
+
+        Raises:
+            BadImage: it is so long that its size has no code.
+        """
+        if max(self.grids.grid_of(height, width)) > LONGEST:
+            raise BadImage(f"{width} × {height} pixels are too long a strip")
+        return self.grids.size_of(height, width)
+
+    def cut(self, image: Image.Image) -> torch.Tensor:
+        """Return the patches of an image, as `PatchGrids.cut` does.
+
+        Raises:
+            BadImage: the image cannot be decoded.
+        """
+        return self.grids.cut(torch.from_numpy(np.array(_decoded(image))).permute(2, 0, 1))
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the rows that images become, each of which is a token."""
+        return self.grids.rows(sizes)
+
+    def join(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the inputs of a sample: its images."""
+        return images
+
+
+def _decoded(image: Image.Image) -> Image.Image:
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
+        raise BadImage(one_line(error)) from error
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -108,61 +156,66 @@ def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[i
 class Encoder:
     """Encodes samples as tokens and tiles; nothing in it depends on the sequence length.
 
-    tokens_per_tile: image tokens of a tile. ``tiling`` applies to each image of a sample on its
-    own. prompt: question for samples that have only a caption.
+    images: how each image of a sample is prepared, on its own. tokens_per_tile: image tokens of a
+    tile; 1 for whole images. prompt: question for samples that have only a caption.
     """
 
     chat: Chat
-    tiling: Tiling
+    images: Tiling | Resizing
     tokens_per_tile: int
     prompt: str = DEFAULT_PROMPT
 
     @property
     def settings(self) -> dict[str, object]:
-        """Everything that determines tokens and tiles, except the data."""
+        """Everything that determines tokens and images, except the data."""
         return {
             "chat": self.chat.fingerprint,
-            **asdict(self.tiling),
+            **asdict(self.images),
             "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
         }
 
-    def text(self, record: Record, counts: list[int]) -> Text:
+    def text(self, record: Record, sizes: Sequence[int]) -> Text:
         """Return the tokens of a record.
 
         Args:
-            counts: number of tiles of each image.
+            sizes: of each image, as `sizes` returns them.
 
         Raises:
             BadConversation: the conversation cannot be tokenized, or no token bears a loss.
         """
-        if len(record.images) != len(counts):
-            raise BadConversation(f"{len(record.images)} images in the place of {len(counts)}")
-        ids, answer = self.chat.encode(place_images(record.turns, len(counts)))
+        if len(record.images) != len(sizes):
+            raise BadConversation(f"{len(record.images)} images in the place of {len(sizes)}")
+        ids, answer = self.chat.encode(place_images(record.turns, len(sizes)))
         repeats = np.ones(len(ids), np.int64)
-        repeats[ids == self.chat.image_token] = np.array(counts, np.int64) * self.tokens_per_tile
+        rows = self.images.rows(np.array(sizes, np.int64))
+        repeats[ids == self.chat.image_token] = rows * self.tokens_per_tile
         ids, answer = np.repeat(ids, repeats), np.repeat(answer, repeats)
         if not answer[1:].any():
             raise BadConversation("no token bears a loss")
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
-    def tiles_of_images(self, images: list[bytes]) -> list[int]:
-        """Return the number of tiles of each image; only the images' headers are read.
+    def sizes(self, images: list[bytes]) -> list[int]:
+        """Return each image's number of tiles, or size; only the images' headers are read.
 
         Raises:
             BadImage: the header of an image cannot be read.
         """
-        return _each(images, lambda image: self.tiling.count(*image.size))
+        return _each(images, lambda image: self.images.size_of(*image.size))
 
-    def tiles(self, images: list[bytes]) -> torch.Tensor:
-        """Return the tiles of all images, uint8 [n, 3, tile, tile]; n is 0 without images.
+    def inputs(self, images: list[bytes]) -> torch.Tensor | list[torch.Tensor]:
+        """Return all tiles, uint8 [n, 3, tile, tile]; or the images as `PatchGrids.cut` does.
 
         Raises:
             BadImage: an image cannot be decoded.
         """
-        none = torch.empty(0, 3, self.tiling.tile, self.tiling.tile, dtype=torch.uint8)
-        return torch.cat([none, *_each(images, self.tiling.cut)])
+        return self.images.join(_each(images, self.images.cut))
+
+    def tiles(self, images: list[bytes]) -> torch.Tensor:
+        """Return all tiles; of whole images those for a picture of them."""
+        tiling = self.images if isinstance(self.images, Tiling) else Tiling(64, thumbnail=False)
+        return tiling.join(_each(images, tiling.cut))
 
 
 def _each(images: list[bytes], read: Callable[[Image.Image], Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource, Text
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
@@ -41,7 +41,7 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens and tiles of samples.
+        encoder: makes tokens of samples, and tiles or whole images.
         seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
@@ -52,8 +52,8 @@ class EnergonSource(SampleSource):
             ``bad_samples`` is 'refuse'. The message is one line.
 
     Attributes:
-        tiles_per_sample: mean over the training split.
-        fingerprint: hash of the training split's samples, their tokens and tiles, and their order;
+        tiles_per_sample: mean over the training split; a whole image counts as one.
+        fingerprint: hash of the training split's samples, their tokens and images, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
     """
@@ -74,7 +74,7 @@ class EnergonSource(SampleSource):
         self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
         train = self._stream("train")
-        self.tiles_per_sample = train.mean_tiles
+        self.tiles_per_sample = train.mean_inputs
         self.fingerprint = train.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,14 +85,21 @@ class EnergonSource(SampleSource):
         return self._stream(split).order.epoch_size
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """Return tokens and tiles of the samples from number ``first`` on, int64 [count, 2].
+        """Return tokens and inputs of the samples from number ``first`` on, int64 [count, 2].
 
-        Only the survey is read. Tokens are those of the sample's text, image tokens included.
+        Only the survey is read. Inputs are tiles or whole images. Tokens are those of the sample's
+        text, image tokens included.
         """
         return self._stream(split).costs(np.arange(first, first + count, dtype=np.int64))
 
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """See `SampleSource`; only the survey is read."""
+        if encoder != IMAGES or isinstance(self._encoder.images, Tiling):
+            return super().sizes(split, first, count, encoder)
+        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64))
+
     def text(self, split: str, number: int) -> Text:
-        """Return the tokens of a sample; the survey gives its images' tiles, so no image is read.
+        """Return the tokens of a sample; the survey gives its images' sizes, so no image is read.
 
         Raises:
             ValueError: the sample is not what the survey found; the message names shard and key.
@@ -100,22 +107,40 @@ class EnergonSource(SampleSource):
         """
         with self._sample(split, number) as (dataset, index, survey):
             record = dataset.record(dataset.raw(index, images=False), self._encoder.prompt)
-            text = self._encoder.text(record, survey.tiles_of_images(index))
-            _check(len(text.input_ids), survey.tokens[index], "tokens")
+            text = self._encoder.text(record, survey.sizes(index))
+            found, surveyed = len(text.input_ids), survey.tokens[index]
+            if found != surveyed:
+                raise ValueError(f"{found} tokens, but {surveyed} in the survey")
         return text
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
 
+        Of whole images they are for a picture.
+
         Raises:
             ValueError, OSError: as for `text`.
         """
+        return self._images(split, number, self._encoder.tiles)
+
+    def inputs(
+        self, split: str, number: int, encoder: str
+    ) -> torch.Tensor | Sequence[torch.Tensor]:
+        """See `SampleSource`.
+
+        Raises:
+            ValueError, OSError: as for `text`.
+        """
+        return self._images(split, number, self._encoder.inputs) if encoder == IMAGES else []
+
+    def _images(self, split: str, number: int, make: Callable[[list[bytes]], Any]) -> Any:
+        """Return what is made of a sample's images."""
         with self._sample(split, number) as (dataset, index, survey):
             raw = dataset.raw(index)
-            record = dataset.record(raw, self._encoder.prompt)
-            tiles = self._encoder.tiles([raw[name] for name in record.images])
-            _check(len(tiles), survey.tiles[index], "tiles")
-        return tiles
+            files = [raw[name] for name in dataset.record(raw, self._encoder.prompt).images]
+            if self._encoder.sizes(files) != survey.sizes(index):
+                raise ValueError("its images have other sizes than in the survey")
+            return make(files)
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""
@@ -147,9 +172,10 @@ class EnergonSource(SampleSource):
             for dataset in opened.datasets:
                 surveys.append(load_survey(dataset, self._encoder, self._surveys))
                 if surveys[-1] is None:
+                    kind = type(self._encoder.images).__name__.lower()
                     raise ValueError(
                         f"{dataset.path}: no survey of {split} with this tokenizer, template and "
-                        f"tiling; make one: {self._survey_command()}"
+                        f"{kind}; make one: {self._survey_command()}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
@@ -166,18 +192,22 @@ class EnergonSource(SampleSource):
         return self._streams[split]
 
     def _survey_command(self) -> str:
-        encoder, tiling = self._encoder, self._encoder.tiling
+        encoder, images, switches = self._encoder, self._encoder.images, []
+        if isinstance(images, Tiling):
+            sizes = {"tile": images.tile, "tokens-per-tile": encoder.tokens_per_tile}
+            sizes["max-tiles"] = images.max_tiles
+            switches = [] if images.thumbnail else ["--no-thumbnail"]
+        else:
+            sizes = {name.replace("_", "-"): value for name, value in vars(images.grids).items()}
         options = {
             "tokenizer": encoder.chat.path,
-            "tile": tiling.tile,
-            "tokens-per-tile": encoder.tokens_per_tile,
-            "max-tiles": tiling.max_tiles,
+            **sizes,
             "prompt": encoder.prompt,
             "image-token": encoder.chat.image_text,
             **({"surveys": self._surveys} if self._surveys else {}),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += [] if tiling.thumbnail else ["--no-thumbnail"]
+        words += switches
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
 
 
@@ -221,8 +251,8 @@ class _Stream:
             self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
         sizes = [len(each.samples) for each in self._numbered]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
-        means = [each.survey.tiles[each.samples].mean() for each in self._numbered]
-        self.mean_tiles = float(np.average(means, weights=self.order.shares))
+        means = [each.survey.inputs[each.samples].mean() for each in self._numbered]
+        self.mean_inputs = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
             for (dataset, survey), size in zip(pairs, sizes, strict=True)
@@ -236,16 +266,19 @@ class _Stream:
         return dataset, int(samples[sample]), survey
 
     def costs(self, numbers: np.ndarray) -> np.ndarray:
-        """Return tokens and tiles of samples by number, int64 [n, 2]."""
+        """Return tokens and inputs of samples by number, int64 [n, 2]."""
         costs = np.empty((len(numbers), 2), np.int64)
         places, drawn = self.order.locate(numbers)
         for place, (_, survey, samples) in enumerate(self._numbered):
             here = places == place
             indices = samples[drawn[here]]
-            costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.tiles[indices]
+            costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.inputs[indices]
         return costs
 
-
-def _check(found: int, surveyed: int, unit: str) -> None:
-    if found != surveyed:
-        raise ValueError(f"{found} {unit}, but {surveyed} in the survey")
+    def sizes(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Return the sizes of each sample's images by number, int64."""
+        found = []
+        for place, sample in zip(*self.order.locate(numbers), strict=True):
+            _, survey, samples = self._numbered[place]
+            found.append(np.array(survey.sizes(samples[sample]), np.int64))
+        return found

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The survey of a data set: tokens and tiles of every sample, or why it is bad.
 
-Making it reads and decodes everything once. Its file names hash everything that it depends on, so a
-survey made for other data, another tokenizer or other tiles is not found; it does not depend on the
-sequence length. Each data set has, beside energon's own metadata or in a separate directory:
+Of images of any size it has the sizes of `PatchGrids` in the place of the numbers of tiles.
 
-- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and tiles of each sample, and the
-  cumulative number of images, its own included;
-- ``survey-NAME.images.npy``, int32 [images]: tiles of each image;
+Making it reads and decodes everything once. Its file names hash everything that it depends on, so a
+survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
+on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
+
+- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and inputs (tiles, or whole images) of each
+  sample, and the cumulative number of images, its own included;
+- ``survey-NAME.images.npy``, int32 [images]: tiles of each image, or its size;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
@@ -53,26 +55,26 @@ class BadSample:
 class Survey:
     """The survey of a data set.
 
-    state, tokens, tiles: int32 [samples of the data set], memory-mapped from the file.
+    state, tokens, inputs: int32 [samples of the data set], memory-mapped from the file.
 
     image_ends: int32 [samples], cumulative number of images, each sample's own included.
-    image_tiles: int32 [images], tiles of each image.
-    fingerprint: hash of the samples' bytes and of the settings that determine tokens and tiles; the
-    same for a copy of the data.
+    image_sizes: int32 [images], tiles of each image, or its size.
+    fingerprint: hash of the samples' bytes and of the settings that determine tokens and images;
+    the same for a copy of the data.
     """
 
     state: np.ndarray
     tokens: np.ndarray
-    tiles: np.ndarray
+    inputs: np.ndarray
     image_ends: np.ndarray
-    image_tiles: np.ndarray
+    image_sizes: np.ndarray
     bad: list[BadSample]
     fingerprint: str
 
-    def tiles_of_images(self, index: int) -> list[int]:
-        """Return the number of tiles of each image of a sample."""
+    def sizes(self, index: int) -> list[int]:
+        """Return what `Encoder.sizes` returned of a sample's images."""
         first = self.image_ends[index - 1] if index else 0
-        return self.image_tiles[first : self.image_ends[index]].tolist()
+        return self.image_sizes[first : self.image_ends[index]].tolist()
 
     def states(self, seq_length: int) -> np.ndarray:
         """Return the states of all samples, int32; those of more tokens are too long."""
@@ -163,7 +165,7 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, tiles and images of each sample, int32 [4, samples]; tiles of each image,
+            State, tokens, inputs and images of each sample, int32 [4, samples]; size of each image,
             int32 [images]; the bad samples; and a hash of the samples' bytes.
         """
         dataset, encoder = self.dataset, self.encoder
@@ -180,10 +182,10 @@ class _Shards(Dataset):
                         digest.update(content)
                 record = dataset.record(raw, encoder.prompt)
                 files = [raw[name] for name in record.images]
-                counts = encoder.tiles_of_images(files)
-                text, tiles = encoder.text(record, counts), encoder.tiles(files)
-                rows[:, place] = GOOD, len(text.input_ids), len(tiles), len(counts)
-                images += counts
+                sizes = encoder.sizes(files)
+                text, inputs = encoder.text(record, sizes), encoder.inputs(files)
+                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(sizes)
+                images += sizes
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
                 bad.append(BadSample(index, dataset.name(index), int(state), str(error)))

@@ -28,7 +28,6 @@ from examples.mimo.common.layout import (
 from examples.mimo.common.layout_rules import CHUNKWISE, staged_pattern
 from examples.mimo.common.refusals import REFUSALS, refuse
 from examples.mimo.common.steps import batches_of_first_size, growing_batch
-from examples.mimo.nemotron_vlm.data import ENERGON
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     check_encoder_schedule,
     set_encoder_schedule,
@@ -121,8 +120,6 @@ def _of_any_size(args: argparse.Namespace, preset: VLMPreset) -> VLMPreset:
         if given != (None, None):
             raise UserError(f"{ANY_SIZE}-min-patches and -max-patches need {ANY_SIZE}")
         return preset
-    if args.data.startswith(ENERGON):
-        raise UserError(f"--data {args.data} does not go with {ANY_SIZE}: its survey counts tiles")
     preset = preset.with_images_of_any_size(*given)
     images = preset.images
     if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:

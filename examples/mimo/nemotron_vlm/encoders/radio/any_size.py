@@ -9,28 +9,19 @@ grid, so that nothing waits for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper, normalize
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
 from megatron.core.token_layout.device_copy import copied_to
-
-COLUMN_BITS = 16
-"""Bits of an image's size that hold its grid's columns; its rows are above them."""
-
-
-def grids_of(sizes: np.ndarray) -> np.ndarray:
-    """Return the grids, int64 [images, 2], of sizes as `RadioOfAnySize.size_of` gives them."""
-    return np.stack([sizes >> COLUMN_BITS, sizes & (1 << COLUMN_BITS) - 1], axis=1)
 
 
 class PackedRADIOEncoder(RADIOEncoderWrapper):
@@ -121,60 +112,18 @@ class RadioOfAnySize(Radio):
 
     @property
     def usual(self) -> int:
-        return self.size_of(self.tile, self.tile)
+        return self.grids.size_of(self.tile, self.tile)
 
-    def size_of(self, height: int, width: int) -> int:
-        """Return the size, as data sources give it, of an image of so many pixels."""
-        rows, columns = self.grid_of(height, width)
-        return rows << COLUMN_BITS | columns
-
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of patches that an image of so many pixels is resized to.
-
-        They are those of its own size, if they are from ``min_patches`` to ``max_patches``; else
-        they shrink or grow alike. A multiple of the pixel shuffle's factor is taken of each.
-        """
-        least, most = self.min_patches, self.max_patches
-        # Half a patch more, and round() takes the even one of two neighbours: as released.
-        rows, columns = round(height / self.patch + 0.5), round(width / self.patch + 0.5)
-        scale = min(1.0, math.sqrt(most / (rows * columns)))
-        rows, columns = (max(1, math.floor(scale * side)) for side in (rows, columns))
-        if rows * columns < least < most:
-            scale = math.sqrt(least / (rows * columns))
-            rows, columns = math.ceil(scale * rows), math.ceil(scale * columns)
-        rows = self._multiple(rows, columns)
-        return rows, self._multiple(columns, rows)
-
-    def _multiple(self, side: int, other: int) -> int:
-        """Return the next multiple for one side of a grid, or the one before at ``max_patches``."""
-        factor = self.pixel_shuffle
-        if not side % factor:
-            return side
-        below = side // factor * factor
-        fits = (below + factor) * other <= self.max_patches
-        return below + factor if fits else max(factor, below)
-
-    def cut(self, image: torch.Tensor) -> torch.Tensor:
-        """Resize an image to its grid, in fp32, and cut it into patches.
-
-        Args:
-            image: uint8 [3, H, W].
-
-        Returns:
-            float32 [rows, columns, 3 · patch²]; pixels may be slightly below 0 or above 255.
-        """
-        rows, columns = self.grid_of(*image.shape[1:])
-        shape, pixels = (rows * self.patch, columns * self.patch), image.float()
-        if image.shape[1:] != shape:
-            smooth = {"mode": "bicubic", "antialias": True, "align_corners": False}
-            pixels = F.interpolate(pixels[None], shape, **smooth)[0]
-        return rearrange(pixels, "c (h y) (w x) -> h w (c y x)", h=rows, w=columns)
+    @property
+    def grids(self) -> PatchGrids:
+        """The grids that images are resized to."""
+        return PatchGrids(self.patch, self.pixel_shuffle, self.min_patches, self.max_patches)
 
     def count_patches(self, sizes: np.ndarray) -> np.ndarray:
         return grids_of(sizes).prod(axis=1)
 
     def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, object]:
-        """See `Encoder`; parts are images as `cut` returns them."""
+        """See `Encoder`; parts are images as `PatchGrids.cut` returns them."""
         images = [image for part in parts for image in part]
         none = torch.empty(0, 3 * self.patch**2)
         grids = np.array([image.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)

@@ -12,12 +12,16 @@ from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPlan, Take
-from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny
+
+TINY = tiny()
+ANY_SIZE = TINY.with_images_of_any_size(None, None)
 
 
-def step_plan(layouts: Layouts, part: int | None, dp: int | None, *rest, **settings) -> StepPlan:
+def step_plan(
+    layouts: Layouts, part: int | None, dp: int | None, *rest, preset: VLMPreset = TINY, **settings
+) -> StepPlan:
     """The plan of a rank that encodes a part, and consumes on a DP rank."""
-    preset = tiny()
     width = preset.language.hidden_size
     return StepPlan(layouts, preset.encoders, {IMAGES: part}, dp, width, *rest, **settings)
 
@@ -27,8 +31,10 @@ def one_take(rows: list[list[int]], ranges: list[InputRange], *atoms: list[int])
     return Take("train", rows, {IMAGES: Share(ranges, *map(np.array, atoms))})
 
 
-def reader(source: SampleSource, packing: Packing | None, seq_length: int) -> Reader:
+def reader(
+    source: SampleSource, packing: Packing | None, seq_length: int, preset: VLMPreset = TINY
+) -> Reader:
     """The reader of a rank that has labels, of two CP ranks."""
     flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
     tokens = {IMAGES: source.image_token}
-    return Reader(source, tiny().encoders, tokens, seq_length=seq_length, **flags)
+    return Reader(source, preset.encoders, tokens, seq_length=seq_length, **flags)

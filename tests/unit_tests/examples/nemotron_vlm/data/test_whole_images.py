@@ -7,10 +7,10 @@ import pytest
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
+from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
-from examples.mimo.nemotron_vlm.encoders.radio.any_size import grids_of
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
 from examples.mimo.nemotron_vlm.options.arguments import parse
 
@@ -23,7 +23,7 @@ class Photographs(SampleSource):
     def sizes(self, split, first, count, encoder):
         drawn = (np.random.default_rng([n, 1]) for n in range(first, first + count))
         shapes = (np.exp(draw.uniform(5, 7.6, size=(draw.integers(1, 3), 2))) for draw in drawn)
-        return [np.array([NANO.images.size_of(h, w) for h, w in each]) for each in shapes]
+        return [np.array([NANO.images.grids.size_of(h, w) for h, w in each]) for each in shapes]
 
     def costs(self, split, first, count):
         sizes = self.sizes(split, first, count, IMAGES)
@@ -52,7 +52,8 @@ def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not():
 def test_work_counts_patches_and_their_attention():
     images, width = NANO.images, NANO.language.hidden_size
     tile = nano_vl_30b_a3b().images.operations(np.ones(1, np.int64), width)
-    one, four = (images.operations(np.array([images.size_of(s, s)]), width) for s in (512, 1024))
+    sizes = (np.array([images.grids.size_of(side, side)]) for side in (512, 1024))
+    one, four = (images.operations(each, width) for each in sizes)
     assert one == tile and one == images.usual_operations(width)
     assert 4.5 * one < four < 16 * one
 

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
+from examples.mimo.nemotron_vlm.model.presets import tiny
 from megatron.energon import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.itar import ITarFile
 from tests.unit_tests.test_utilities import Utils
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 import make_digits_webdataset  # noqa: E402
 
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
+GRIDS = tiny().with_images_of_any_size(None, None).images.grids
 
 
 def make_digits(path: Path, samples: int, seed: int) -> None:
@@ -73,11 +76,20 @@ def encoder(tokenizer: Path, **tiling) -> Encoder:
     return Encoder(Chat(tokenizer), Tiling(TILE, **tiling), TOKENS_PER_TILE)
 
 
+def whole(tokenizer: Path, **bounds) -> Encoder:
+    """Make the encoder of the preset ``tiny`` with images of any size."""
+    return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)), tokens_per_tile=1)
+
+
+ENCODERS = {"tiles": encoder, "any size": whole}
+
+
 def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
-    """Survey a data set; its tokenizer is in it by default."""
+    """Survey a data set as tiles and as images of any size; its tokenizer is in it by default."""
     for split in splits:
         for dataset in open_split(path, split).datasets:
-            make_survey(dataset, encoder(tokenizer or path / "tokenizer"), **options)
+            for make in ENCODERS.values():
+                make_survey(dataset, make(tokenizer or path / "tokenizer"), **options)
 
 
 def source(path: Path, tokenizer: Path | None = None, **options) -> EnergonSource:

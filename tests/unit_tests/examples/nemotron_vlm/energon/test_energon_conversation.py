@@ -112,7 +112,7 @@ class TestImages:
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
         files = [image(16, 16), image(32, 16)]
         text, tiles = encoder.text(Record(turns, ["", ""]), [1, 3]), encoder.tiles(files)
-        assert encoder.tiles_of_images(files) == [1, 3]
+        assert encoder.sizes(files) == [1, 3]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import names, source
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import names, source, whole
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()
@@ -62,10 +62,13 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     Path("shards.py").write_text(block("python", "ShardWriter"))
     run(block("bash", "python shards.py"))
     run(block("bash", "energon prepare"))
-    survey = block("bash", "tools/data/survey.py build/photos")
+    survey = block("bash", "--max-tiles 6 --seq-length")
     assert "--max-tiles 6" in survey and "--max-tiles 6" in block("bash", "energon:../photos")
     printed = run(survey)
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
+    assert "39 with 1 · mean 0.67" in run(block("bash", "--patch 4"))
+    tokenizer = Path("build/digits/tokenizer")
+    assert source(Path("build/photos"), tokenizer, encoder=whole(tokenizer))
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
     run(block("bash", "tools/data/survey.py build/blend.yaml"))
     opened = source(Path("build/blend.yaml"), Path("build/digits/tokenizer"))

@@ -15,8 +15,16 @@ from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout,
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
-from tests.unit_tests.examples.nemotron_vlm.data.images_alone import one_take, reader, step_plan
+from tests.unit_tests.examples.nemotron_vlm.data.images_alone import (
+    ANY_SIZE,
+    TINY,
+    one_take,
+    reader,
+    step_plan,
+)
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    ENCODERS,
+    GRIDS,
     ShardReads,
     image,
     make_shard,
@@ -39,6 +47,7 @@ def ranks_of(encoder_layout: Layout, placement: str) -> list[tuple[int | None, i
 
 
 class TestAStepOfOneReplica:
+    @pytest.mark.parametrize(("kind", "preset"), [("tiles", TINY), ("any size", ANY_SIZE)])
     @pytest.mark.parametrize("packing", [None, Packing(window=28, multiple=8)])
     @pytest.mark.parametrize(
         ("encoder_layout", "placement"),
@@ -49,9 +58,10 @@ class TestAStepOfOneReplica:
         ],
     )
     def test_reads_an_image_once_on_each_rank_that_encodes_it(
-        self, digits, monkeypatch, encoder_layout, placement, packing
+        self, digits, monkeypatch, encoder_layout, placement, packing, kind, preset
     ):
-        opened = source(digits, seq_length=SEQ_LENGTH)
+        encoder = ENCODERS[kind](digits / "tokenizer")
+        opened = source(digits, encoder=encoder, seq_length=SEQ_LENGTH)
         rows = Rows(opened, "train", SEQ_LENGTH, packing)
         batch = Batch(ROWS, ROWS // MICROBATCHES, SEQ_LENGTH)
         layouts = Layouts((encoder_layout,), REPLICA, batch, placement)
@@ -59,8 +69,8 @@ class TestAStepOfOneReplica:
         wanted = Counter()
         for part, dp in ranks_of(encoder_layout, placement):
             schedule = EncoderSchedule(macro_batch=ROWS)
-            plan = step_plan(layouts, part, dp, balance=True, schedule=schedule)
-            reading = reader(opened, packing, SEQ_LENGTH)
+            plan = step_plan(layouts, part, dp, preset=preset, balance=True, schedule=schedule)
+            reading = reader(opened, packing, SEQ_LENGTH, preset)
             per_microbatch = 1 if packing else ROWS // MICROBATCHES
             for take in plan.takes(rows, 0, ROWS // per_microbatch, per_microbatch):
                 assert isinstance(reading[take], dict)
@@ -74,7 +84,8 @@ PAUSES_S = [1, 2, 4, 8, 16, 32]
 ALWAYS = 10**9
 
 
-def test_a_text_has_each_images_own_tokens_without_reading_one(digits, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_text_has_each_images_own_tokens_without_reading_one(digits, tmp_path, monkeypatch, kind):
     talk = [("human", "copy <image> 3 <image>"), ("gpt", "3")]
     text = {"conversations": [{"from": who, "value": value} for who, value in talk]}
     content = {"json": json.dumps(text).encode(), "0.png": image(16, 16)}
@@ -82,14 +93,18 @@ def test_a_text_has_each_images_own_tokens_without_reading_one(digits, tmp_path,
     config = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
     make_shard(tmp_path, samples, config)
     survey(tmp_path, digits / "tokenizer", splits=["train"])
-    opened = source(tmp_path, digits / "tokenizer", seq_length=256)
+    encoder = ENCODERS[kind](digits / "tokenizer")
+    opened = source(tmp_path, digits / "tokenizer", encoder=encoder, seq_length=256)
     counts = ShardReads(monkeypatch)
     for number in range(6):
         ids = opened.text("train", number).input_ids
         places = np.flatnonzero(ids == opened.image_token)
         runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-        tiles = int(opened.costs("train", number, 1)[0, 1])
-        assert [len(run) for run in runs] == [4, 4 * (tiles - 1)]
+        tokens, inputs = opened.costs("train", number, 1)[0]
+        (sizes,) = opened.sizes("train", number, 1, IMAGES)
+        assert len(sizes) == inputs and tokens == len(ids)
+        rows = 4 * sizes if kind == "tiles" else GRIDS.rows(sizes)
+        assert [len(run) for run in runs] == [4, sum(rows[1:])] and rows[0] == 4
     assert not counts.images
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EnergonSource: the survey, every sample once, blends, and samples that are bad."""
 
+import io
 import json
 import pickle
 import re
@@ -14,10 +15,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
+from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.errors import BadImage
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    ENCODERS,
+    GRIDS,
     TOKENS_PER_TILE,
     damage_image,
     encoder,
@@ -28,6 +35,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     source,
     survey,
     unsurveyed_copy,
+    whole,
 )
 
 TRAIN = 84
@@ -110,17 +118,62 @@ class TestSurvey:
                 assert tiles.dtype == torch.uint8 and tiles.shape[1:] == (3, 16, 16)
         assert opened.tiles_per_sample == opened.costs("train", 0, TRAIN)[:, 1].mean()
 
-    def test_that_is_missing_is_refused_with_the_command_that_makes_it(self, copied):
-        asked = replace(
-            encoder(copied / "tokenizer", max_tiles=3, thumbnail=False), prompt="What is it?"
-        )
+    def test_of_any_size_is_what_the_images_are(self, digits):
+        opened, seen = source(digits, encoder=whole(digits / "tokenizer")), set()
+        costs, sizes = opened.costs("train", 0, 84), opened.sizes("train", 0, 84, IMAGES)
+        for number in range(TRAIN):
+            text, images = opened.text("train", number), opened.inputs("train", number, IMAGES)
+            assert costs[number].tolist() == [len(text.input_ids), len(images)]
+            assert [image.shape[:2] for image in images] == list(
+                map(tuple, grids_of(sizes[number]))
+            )
+            rows = int((text.input_ids == opened.image_token).sum())
+            assert rows == GRIDS.rows(sizes[number]).sum()
+            assert opened.tiles("train", number).shape[1:] == (3, 64, 64)
+            seen.update(sizes[number].tolist())
+        assert len(seen) > 8 and 0 in costs[:, 1]
+
+    def test_of_any_size_has_the_pixels_of_the_image(self, digits, tmp_path):
+        noise = np.random.default_rng(0).integers(256, size=(20, 33, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noise).save(file, "PNG")
+        (found,) = whole(digits / "tokenizer").inputs([file.getvalue()])
+        assert found.equal(GRIDS.cut(torch.from_numpy(noise).permute(2, 0, 1)))
+        with pytest.raises(BadImage, match="image 1: 4 × 200000 pixels are too long a strip"):
+            whole(digits / "tokenizer", max_patches=10**6).sizes([image(4, 200000)])
+
+    @pytest.mark.parametrize(
+        ("make", "settings"),
+        [
+            (encoder, {"max_tiles": 3, "thumbnail": False}),
+            (whole, {}),
+            (whole, {"max_patches": 64}),
+        ],
+    )
+    def test_that_is_missing_is_refused_with_the_command_that_makes_it(
+        self, digits, copied, make, settings
+    ):
+        asked = replace(make(copied / "tokenizer", **settings), prompt="What is it?")
         with pytest.raises(ValueError, match="no survey of train") as refusal:
             source(copied, encoder=asked)
         command = shlex.split(str(refusal.value).partition("make one: ")[2])
         assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
-        assert source(copied, encoder=asked)
+        assert source(copied, encoder=asked).fingerprint != source(digits).fingerprint
         with pytest.raises(ValueError, match="no survey of train"):
             source(copied, encoder=replace(asked, prompt="Why?"))
+
+    def test_of_tiles_or_of_other_bounds_is_not_of_any_size(self, digits, copied, surveyed):
+        surveyed()
+        tokenizer = copied / "tokenizer"
+        assert source(copied).fingerprint == source(digits).fingerprint
+        with pytest.raises(ValueError, match="and resizing; make one: .* --max-patches 96 "):
+            source(copied, encoder=whole(tokenizer))
+        for bounds in ({"min_patches": 8}, {"max_patches": 64}):
+            with pytest.raises(ValueError, match="and resizing; make one: ") as refusal:
+                source(digits, encoder=whole(tokenizer, **bounds))
+            assert "\n" not in str(refusal.value)
+        both = [source(digits, encoder=make(tokenizer)).fingerprint for make in ENCODERS.values()]
+        assert both[0] != both[1]
 
     def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, other):
         survey(copied)
@@ -191,10 +244,12 @@ class TestBadSamples:
     ):
         damaged = damage_image(copied, "train-0001.tar")
         survey(copied)
-        assert source(copied).left_out("train") == {"bad image": 1}
-        assert damaged not in names(source(copied), "train", range(TRAIN - 1))
-        with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: "):
-            source(copied, bad_samples="refuse")
+        for make in ENCODERS.values():
+            given = {"encoder": make(copied / "tokenizer"), "seq_length": 64}
+            assert source(copied, **given).left_out("train") == {"bad image": 1}
+            assert damaged not in names(source(copied, **given), "train", range(TRAIN - 1))
+            with pytest.raises(ValueError, match=f"1 bad samples in train: {damaged}: "):
+                source(copied, bad_samples="refuse", **given)
         (copied / "train-0001.tar").write_bytes((digits / "train-0001.tar").read_bytes())
         assert "bad image: 1" in surveyed()
         assert "bad image" not in surveyed("--again")

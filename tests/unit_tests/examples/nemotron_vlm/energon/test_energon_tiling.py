@@ -56,8 +56,8 @@ class TestGrid:
     )
     def test_of_known_sizes(self, size, grid, tiles):
         assert Tiling(448).grid(*size) == grid
-        assert Tiling(448).count(*size) == tiles
-        assert Tiling(448, thumbnail=False).count(*size) == grid[0] * grid[1]
+        assert Tiling(448).size_of(*size) == tiles
+        assert Tiling(448, thumbnail=False).size_of(*size) == grid[0] * grid[1]
 
 
 class TestTiles:
@@ -66,7 +66,7 @@ class TestTiles:
     def test_are_as_many_as_the_size_says(self, width, height, thumbnail):
         tiling = Tiling(16, thumbnail=thumbnail)
         tiles = tiling.cut(Image.new("RGB", (width, height)))
-        assert tiles.shape == (tiling.count(width, height), 3, 16, 16)
+        assert tiles.shape == (tiling.size_of(width, height), 3, 16, 16)
         assert tiles.dtype == torch.uint8
 
     def test_come_row_by_row_and_the_thumbnail_last(self):

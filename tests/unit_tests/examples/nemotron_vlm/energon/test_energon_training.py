@@ -34,8 +34,8 @@ def data():
 
 @requires_world_size(4)
 @pytest.mark.parametrize("row", ON_SHARDS, ids=str)
-def test_packed_trajectory_is_one_ranks(row, data, record_property):
-    check(row, record_property, shards=data)
+def test_packed_trajectory_is_one_ranks(row, data, shared_path, record_property):
+    check(row, record_property, shards=data, saved=shared_path)
 
 
 class TestEpoch:
@@ -93,6 +93,7 @@ class TestResumedEnergon:
             ("--seq-length 24", "--seq-length 24 in place of 64"),
             ("--seed 4", "--seed 4 in place of 3"),
             ("--pack --micro-batch-size 1", "--pack True in place of False"),
+            ("--dynamic-resolution", "--dynamic-resolution True in place of False"),
         ],
     )
     def test_in_another_order_is_refused(self, data, saved, given, text):

@@ -97,6 +97,9 @@ MODELS = {
     "growing batch": Model(GROWING, samples=0, steps=4),
     "packed": Model((*OWN_DEFAULTS, *LOCAL, *PACK), samples=8, packed=True),
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),
+    "packed shards of any size": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS, *ANY_SIZE), samples=16, packed=True, steps=4
+    ),
     "digits of any size": Model(ANY_SIZE),
     "packed images of any size": Model(
         (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE), source=PARTLY_WHOLE, samples=8, packed=True

@@ -268,6 +268,10 @@ ON_CPUS = {
 ON_SHARDS = [
     Row(4, "packed shards", "dp=4", PIPELINE),
     Row(4, "packed shards", "tp=2,dp=2", "tp=2,dp=2,ep=2,etp=1", WORKERS),
+    Row(
+        *(4, "packed shards of any size", "dp=4", "cp=2,dp=2,ep=2"),
+        then=(("tp=2,dp=2", "dp=4,ep=2", ()),),
+    ),
 ]
 """Rows on CPU ranks that read shards."""
 

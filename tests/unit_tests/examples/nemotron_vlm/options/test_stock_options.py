@@ -95,7 +95,6 @@ TOGETHER = [
     ),
     ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic-res"),
     ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
-    ("--dynamic-resolution --data energon:x", "^--data energon:x does not go with --dynamic-res"),
     (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),
     *(

@@ -1,0 +1,86 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The grids of patches that images of any size are resized to; a survey needs them, too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+COLUMN_BITS = 16
+"""Bits of an image's size that hold its grid's columns; its rows are above them."""
+
+
+def grids_of(sizes: np.ndarray) -> np.ndarray:
+    """Return the grids, int64 [images, 2], of sizes as `PatchGrids.size_of` gives them."""
+    return np.stack([sizes >> COLUMN_BITS, sizes & (1 << COLUMN_BITS) - 1], axis=1)
+
+
+@dataclass(frozen=True)
+class PatchGrids:
+    """Settings of the grids.
+
+    patch: height and width of a patch in pixels. pixel_shuffle: so many patches high and wide is a
+    row of the language model's sequence. min_patches, max_patches: of an image.
+    """
+
+    patch: int
+    pixel_shuffle: int
+    min_patches: int
+    max_patches: int
+
+    def size_of(self, height: int, width: int) -> int:
+        """Return the size, as data sources give it, of an image of so many pixels."""
+        rows, columns = self.grid_of(height, width)
+        return rows << COLUMN_BITS | columns
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the rows that images of these sizes become, int64 [images]."""
+        return grids_of(sizes).prod(axis=1) // self.pixel_shuffle**2
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of patches that an image of so many pixels is resized to.
+
+        They are those of its own size, if they are from ``min_patches`` to ``max_patches``; else
+        they shrink or grow alike. A multiple of the pixel shuffle's factor is taken of each.
+        """
+        least, most = self.min_patches, self.max_patches
+        # Half a patch more, and round() takes the even one of two neighbours: as released.
+        rows, columns = round(height / self.patch + 0.5), round(width / self.patch + 0.5)
+        scale = min(1.0, math.sqrt(most / (rows * columns)))
+        rows, columns = (max(1, math.floor(scale * side)) for side in (rows, columns))
+        if rows * columns < least < most:
+            scale = math.sqrt(least / (rows * columns))
+            rows, columns = math.ceil(scale * rows), math.ceil(scale * columns)
+        rows = self._multiple(rows, columns)
+        return rows, self._multiple(columns, rows)
+
+    def _multiple(self, side: int, other: int) -> int:
+        """Return the next multiple for one side of a grid, or the one before at ``max_patches``."""
+        factor = self.pixel_shuffle
+        if not side % factor:
+            return side
+        below = side // factor * factor
+        fits = (below + factor) * other <= self.max_patches
+        return below + factor if fits else max(factor, below)
+
+    def cut(self, image: torch.Tensor) -> torch.Tensor:
+        """Resize an image to its grid, in fp32, and cut it into patches.
+
+        Args:
+            image: uint8 [3, H, W].
+
+        Returns:
+            float32 [rows, columns, 3 · patch²]; pixels may be slightly below 0 or above 255.
+        """
+        rows, columns = self.grid_of(*image.shape[1:])
+        shape, pixels = (rows * self.patch, columns * self.patch), image.float()
+        if image.shape[1:] != shape:
+            smooth = {"mode": "bicubic", "antialias": True, "align_corners": False}
+            pixels = F.interpolate(pixels[None], shape, **smooth)[0]
+        return rearrange(pixels, "c (h y) (w x) -> h w (c y x)", h=rows, w=columns)
