@@ -53,7 +53,7 @@ class Conversations(SampleSource):
         sizes = (
             CLIPS
             if encoder == Sound.name
-            else [[PICTURES.size_of(*shape) for shape in shapes] for shapes in SHAPES]
+            else [[PICTURES.grids.size_of(*shape) for shape in shapes] for shapes in SHAPES]
         )
         return [np.array(each, dtype=np.int64) for each in sizes[first : first + count]]
 
@@ -63,7 +63,7 @@ class Conversations(SampleSource):
         if encoder == Sound.name:
             return [torch.randn(samples, generator=rng) for samples in CLIPS[number]]
         images = (torch.randint(256, (3, *shape), generator=rng) for shape in SHAPES[number])
-        return [PICTURES.cut(image.byte()) for image in images]
+        return [PICTURES.grids.cut(image.byte()) for image in images]
 
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`."""
