@@ -45,6 +45,9 @@ class Encoder:
     usual: ClassVar[int] = 1
     """Size of an input by which the planner and the throughput's log count."""
 
+    takes_fp8: ClassVar[bool] = False
+    """Whether ``configs`` takes the fields of FP8 for the encoder's layers."""
+
     initial: ClassVar[Mapping[str, Draw]] = {}
     """Draws of initial weights by patterns of names within the module; other parameters follow the
     rules of ``setup/initialization.py``."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
+from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
+from examples.mimo.nemotron_vlm.model.part_settings import Part, parts_named
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
@@ -32,6 +35,11 @@ SHARED = """
     masked_softmax_fusion bias_dropout_fusion persist_layer_norm attention_backend transformer_impl
     use_cpu_initialization variable_seq_lengths moe_token_dispatcher_type cuda_graph_impl""".split()
 """Fields that configurations of encoders and projectors copy from the language model's."""
+
+FP8 = """
+    fp8 fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
+    fp8_quantizer_factory tp_only_amax_red""".split()
+"""Fields that an encoder in FP8 copies as well."""
 
 OF_LANGUAGE = """
     hybrid_layer_pattern fp16_lm_cross_entropy position_embedding_type rotary_percent
@@ -58,7 +66,10 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
     Raises:
         ValueError, AssertionError: options do not go together, most by Megatron's own checks.
     """
-    language = _language_config(args)
+    in_fp8 = parts_in_fp8(args, preset)
+    given = language = _language_config(args)
+    if LANGUAGE_PART not in in_fp8:
+        language = _language_config(Namespace(**vars(args) | {"fp8": None}))
     language.perform_initialization = False  # weights are initialized by name
     # Non-colocated stages exchange tensors of their own shapes.
     language.variable_seq_lengths = args.placement == "non-colocated"
@@ -75,10 +86,30 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
 
     encoders = []
     for each, layout in zip(preset.encoders, layouts.encoders, strict=True):
-        shared["tensor_model_parallel_size"] = layout.tp
-        shared["pipeline_model_parallel_size"] = layout.pp
-        encoders.append(each.configs(shared, args.hidden_size))
+        own = {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+        }
+        if (each.name, "encoder") in in_fp8:
+            own |= {name: getattr(given, name) for name in FP8}
+        encoders.append(each.configs(shared | own, args.hidden_size))
     return VLMConfigs(tuple(encoders), language)
+
+
+def parts_in_fp8(args: Namespace, preset: VLMPreset) -> frozenset[Part]:
+    """Return the parts whose matrix products are in FP8, with ``--fp8-format``.
+
+    Raises:
+        UserError: ``--fp8-parts`` names a part that cannot be, or does nothing.
+    """
+    every = [(each.name, "encoder") for each in preset.encoders if each.takes_fp8]
+    every.append(LANGUAGE_PART)
+    if args.fp8_parts and not args.fp8:
+        raise UserError("--fp8-parts does nothing without --fp8-format; give both")
+    if not args.fp8:
+        return frozenset()
+    named = parts_named("--fp8-parts", args.fp8_parts, every)
+    return named or frozenset(every)
 
 
 def _language_config(args: Namespace) -> TransformerConfig:

@@ -71,18 +71,30 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
 
 
 def _frozen(freeze: str, names: list[str]) -> frozenset[Part]:
-    every, frozen = {*itertools.product(names, NAMES), LANGUAGE}, set()
-    for word in freeze.split(",") if freeze else ():
+    every = [*itertools.product(names, NAMES), LANGUAGE]
+    frozen = parts_named("--freeze", freeze, every)
+    if frozen == {*every}:
+        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
+    return frozen
+
+
+def parts_named(option: str, text: str, every: Sequence[Part]) -> frozenset[Part]:
+    """Return the parts that an option's comma-separated words name, each with ``NAME:`` or without.
+
+    Raises:
+        UserError: a word is none of ``every`` part.
+    """
+    found: set[Part] = set()
+    for word in text.split(",") if text else ():
         module, _, part = word.rpartition(":")
         named = {each for each in every if each[1] == part and module in ("", each[0])}
         if not named:
-            known = [*NAMES, LANGUAGE[1]]
-            known += [f"{name}:{part}" for name in names for part in NAMES] * (len(names) > 1)
-            raise UserError(f"--freeze {word}: no such part; choose from {', '.join(known)}")
-        frozen |= named
-    if frozen == every:
-        raise UserError("--freeze leaves nothing to train; leave out one of its parts")
-    return frozenset(frozen)
+            known = list(dict.fromkeys(part for _, part in every))
+            several = len({module for module, _ in every if module}) > 1
+            known += [f"{module}:{part}" for module, part in every if module and several]
+            raise UserError(f"{option} {word}: no such part; choose from {', '.join(known)}")
+        found |= named
+    return frozenset(found)
 
 
 def _rate(option: str, text: str) -> float:

@@ -62,6 +62,9 @@ class OwnOptions:
     freeze: str = ""
     """comma-separated parts that are not trained: encoder, projector, language; the first two are
     those of all encoders, or with NAME: before them of one"""
+    fp8_parts: str = ""
+    """comma-separated parts that --fp8-format is for: encoder, language, or NAME:encoder for one of
+    several; default: all that have layers of Transformer Engine; projectors stay in bf16"""
     encoder_lr: str | None = _repeated()
     """learning rate of the encoder, or NAME:RATE for one of several; default: --lr"""
     projector_lr: str | None = _repeated()

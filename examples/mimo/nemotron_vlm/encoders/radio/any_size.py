@@ -109,6 +109,7 @@ class RadioOfAnySize(Radio):
     """
 
     module = PackedRADIOEncoder
+    takes_fp8 = False  # its products need multiples of sixteen tokens
 
     @property
     def usual(self) -> int:

@@ -40,6 +40,7 @@ class Radio(Encoder):
     """
 
     name = IMAGES
+    takes_fp8 = True
     key = "radio"
     token = IMAGE
     module: ClassVar[type] = RADIOEncoderWrapper
