@@ -122,7 +122,7 @@ def projector_config(
         normalization="RMSNorm",
         activation_func=squared_relu,
         add_bias_linear=False,
-        **shared,
+        **shared | {"fp8": None},  # only transformer blocks enter FP8
     )
 
 

@@ -27,7 +27,7 @@ MODEL = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 1e-4,
-    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_dispatcher_type": None,  # follows from the layout
     "make_vocab_size_divisible_by": 1,
 }
 """Defaults that all presets share, by the names of Megatron's arguments."""

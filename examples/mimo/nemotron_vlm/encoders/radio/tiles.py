@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,17 +93,19 @@ class RADIOEncoderWrapper(MegatronModule):
     def forward(
         self, tiles: torch.Tensor, hidden_states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Encode tiles; without any, encode a blank one, whose output the caller drops.
+        """Encode tiles; without any, encode blank ones, whose output the caller drops.
 
         Args:
             tiles: [n, 3, H, W], pixels in 0 … 255; n may be 0. Only the first stage reads them.
-            hidden_states: [n or 1, patches and class tokens, hidden], output of the stage before.
+            hidden_states: [n + blank tiles, patches and class tokens, hidden], output of the stage
+                before.
 
         Returns:
             [(n or 1) · tokens_per_tile, output_size], or hidden states for the next stage.
         """
         if self.is_first_stage:
-            encoded = tiles if len(tiles) else tiles.new_zeros(1, *tiles.shape[1:])
+            blank = tiles.new_zeros(self._blank_tiles(len(tiles)), *tiles.shape[1:])
+            encoded = torch.cat([tiles, blank]) if len(blank) else tiles
             pixels = normalize(encoded, self.sizes)
             features = self.radio(pixels.to(self.config.params_dtype))
         else:
@@ -110,6 +113,13 @@ class RADIOEncoderWrapper(MegatronModule):
             features = self.radio.decoder(None, attention_mask=None).transpose(0, 1)
         if not self.is_last_stage:
             return features.contiguous()
-        patches = features[:, self.sizes.class_tokens :]
+        patches = features[: max(len(tiles), 1), self.sizes.class_tokens :]
         rows = self.sizes.tile // self.sizes.patch
         return pixel_shuffle(patches, rows, self.sizes.pixel_shuffle).flatten(0, 1)
+
+    def _blank_tiles(self, tiles: int) -> int:
+        """Return the blank tiles encoded after so many: one without any, in FP8 as many as make the
+        tokens a multiple of 16, which its matrix products need."""
+        tokens = self.sizes.patches + self.sizes.class_tokens
+        multiple = 16 // gcd(16, tokens) if self.config.fp8 else 1
+        return ceil(max(tiles, 1) / multiple) * multiple - tiles

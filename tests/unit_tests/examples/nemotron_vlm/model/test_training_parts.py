@@ -13,6 +13,7 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.transformer import transformer_config
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.mimo.weights import Weights, gather_weights
@@ -171,3 +172,56 @@ def test_each_part_has_its_own_learning_rate_and_weight_decay():
 def test_settings_of_parts_are_refused(arguments, text):
     with pytest.raises(UserError, match=text):
         parse(arguments.split(), world_size=1)
+
+
+FORMAT = "--fp8-format hybrid --fp8-recipe tensorwise"
+
+
+class TestFP8:
+    """FP8 itself is run on GPUs."""
+
+    @pytest.mark.parametrize(
+        ("line", "found"),
+        [
+            ("--fp8-parts encoder", ("hybrid", None)),
+            ("--fp8-parts language", (None, "hybrid")),
+            ("--fp8-parts images:encoder,language", ("hybrid", "hybrid")),
+            ("", ("hybrid", "hybrid")),
+            ("--dynamic-resolution", (None, "hybrid")),
+        ],
+    )
+    def test_parts_have_it_each_on_its_own(self, line, found, monkeypatch):
+        monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        line = f"--device cuda --bf16 --model tiny-omni {FORMAT} {line}"
+        configs = parse(line.split(), world_size=1).configs
+        images, sound = configs.encoders
+        assert (images["encoder"].fp8, configs.language.fp8) == found
+        assert sound["encoder"].fp8 is images["projector"].fp8 is None
+        if images["encoder"].fp8:
+            assert images["encoder"].fp8_recipe == "tensorwise"
+
+    @pytest.mark.parametrize(
+        ("line", "text"),
+        [
+            ("--fp8-parts encoder", "--fp8-parts does nothing without --fp8-format"),
+            (f"{FORMAT} --fp8-parts sound:encoder", "no such part; choose from encoder, language$"),
+        ],
+    )
+    def test_what_cannot_have_it_is_refused(self, line, text):
+        with pytest.raises(UserError, match=text):
+            parse(f"--device cuda --bf16 --model tiny-omni {line}".split(), world_size=1)
+
+    @requires_world_size(1)
+    @pytest.mark.parametrize("tiles", [0, 1, 3])
+    def test_blank_tiles_fill_up_the_tokens(self, tiles):
+        """Matrix products in FP8 take multiples of 16 tokens; tiny's tile has 16 + 8."""
+        with trainer() as run:
+            encoder = run.stages[0].modality_submodules["images"].module.encoders["radio"]
+            given = torch.rand(tiles, 3, 16, 16) * 255
+            plain, layer, seen = encoder(given), encoder.radio.decoder.layers[0], []
+            encoder.config.fp8 = "hybrid"
+            layer.register_forward_hook(lambda *found: seen.append(found[2][0].shape))
+            torch.testing.assert_close(encoder(given), plain)
+        ((tokens, inputs, _),) = seen
+        assert tokens * inputs % 16 == 0 and inputs < max(tiles, 1) + 2
