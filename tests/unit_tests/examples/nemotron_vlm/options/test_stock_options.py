@@ -211,6 +211,24 @@ class TestRefused:
         assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
 
     @pytest.mark.parametrize(
+        ("options", "dispatcher"),
+        [
+            ("--bf16", "allgather"),
+            ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
+            ("--bf16 --language ep=2", "alltoall"),
+            ("--bf16 --cuda-graph-impl local", "alltoall"),
+            ("--fp16", "alltoall"),
+            ("--bf16 --device cpu", "alltoall"),
+        ],
+    )
+    def test_token_counts_stay_on_the_device_where_it_is_faster(
+        self, options, dispatcher, monkeypatch
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        line = f"--device cuda --data mock --moe-grouped-gemm {options}"
+        assert parsed(line, 2).args.moe_token_dispatcher_type == dispatcher
+
+    @pytest.mark.parametrize(
         ("modules", "captured"),
         [
             ("", "attn mamba moe_router"),
