@@ -216,9 +216,8 @@ class TestRefused:
             ("--bf16", "allgather"),
             ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
             ("--bf16 --language ep=2", "alltoall"),
-            ("--bf16 --cuda-graph-impl local", "alltoall"),
+            (f"--bf16 {GRAPHS}", "alltoall"),
             ("--fp16", "alltoall"),
-            ("--bf16 --device cpu", "alltoall"),
         ],
     )
     def test_token_counts_stay_on_the_device_where_it_is_faster(
