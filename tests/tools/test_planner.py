@@ -45,7 +45,6 @@ from examples.mimo.nemotron_vlm.planner.step_time import (
     step_time,
 )
 from layout_view.bridge import colocated_bridge
-from megatron.core import cpu_runtime
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
@@ -59,11 +58,7 @@ GRAPHS = replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0), microbatch_ov
 LARGE = "nano-vl-30b-a3b"
 
 
-@pytest.fixture(autouse=True)
-def large_world(monkeypatch):
-    """Grids of any size here fit in this world."""
-    monkeypatch.setenv("WORLD_SIZE", "4096")
-    cpu_runtime.install()
+pytestmark = pytest.mark.usefixtures("large_world")
 
 
 def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **how) -> Plan:

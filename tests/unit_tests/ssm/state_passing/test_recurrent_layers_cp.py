@@ -109,7 +109,7 @@ def pair(request, monkeypatch):
 @rows()
 class TestEqualsOneRank:
     def test_a_plain_batch(self, pair):
-        """Of enough tokens; or of two a rank, so that the convolution sees the three before."""
+        """A rank of two tokens has a convolution that sees three tokens of other ranks."""
         for length in (48 + -48 % (2 * pair.size), 2 * pair.size) if pair else ():
             hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
             pair.assert_equal(hidden, PaddedLengths((length,), (length,)), packed=False)

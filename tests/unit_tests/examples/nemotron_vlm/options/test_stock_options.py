@@ -143,7 +143,7 @@ class TestRefused:
         parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
     def test_every_refused_option_is_megatrons(self):
-        """And refusals for other programs read Megatron's options alone."""
+        """Refusals for other programs read Megatron's options alone."""
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = parser._option_string_actions
         refused = [refusal.option.split()[0] for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]]
