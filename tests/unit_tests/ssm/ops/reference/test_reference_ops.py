@@ -180,9 +180,10 @@ class TestChunkScan:
 
 class TestChunkGatedDeltaRule:
     def test_boundaries_say_what_an_index_says(self):
+        """Tokens after the last boundary are one more sequence."""
         inputs = rule_inputs(batch=1)
         del inputs["initial_state"]
-        boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+        boundaries = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)
         o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, chunk_size=8)
         assert state is None
         assert_equal([o], naive_rule(inputs, packed_rows()[:1])[:1])
