@@ -3,10 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a machine for the layout planner, or compare predictions with measured runs.
 
-tools/calibrate.py fit cpu.json
-tools/calibrate.py measure runs.json
-tools/calibrate.py compare cpu.json runs.json
-tools/calibrate.py compare h200 docs/benchmarks/*.json
+tools/calibrate.py fit gpu.json --gpu h100
+tools/calibrate.py compare gpu.json docs/benchmarks/*.json
 
 It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
@@ -33,15 +31,12 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    fit = commands.add_parser("fit", help="measure this host, and fit a machine's figures")
+    fit = commands.add_parser("fit", help="measure a GPU of this host, and fit its figures")
     fit.add_argument("out", type=Path, help="file to write, for --plan-gpu")
-    fit.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what to measure")
-    fit.add_argument("--gpu", default="h200", metavar="NAME", help="with cuda: whose peaks hold")
-    measure = commands.add_parser("measure", help="measure layouts of CPU ranks, to compare")
-    measure.add_argument("out", type=Path, help="file to write")
+    fit.add_argument("--gpu", default="h200", metavar="NAME", help="whose peaks hold")
     compare = commands.add_parser("compare", help="compare predictions with measured runs")
     compare.add_argument("machine", help="a GPU of the planner's table, or a file of fit")
-    compare.add_argument("runs", nargs="+", type=Path, help="of measure or tools/bench/vlm.py")
+    compare.add_argument("runs", nargs="+", type=Path, help="of tools/bench/vlm.py")
     return parser
 
 
@@ -51,10 +46,8 @@ def _run(options: argparse.Namespace, of_ranks: dict[str, str]) -> None:
 
     measure.OF_RANKS = of_ranks
     if options.command == "fit":
-        fit.calibrate(options.out, options.device, options.gpu)
+        fit.calibrate(options.out, options.gpu)
         print(f"{options.out}: for --plan-gpu", file=sys.stderr)
-    elif options.command == "measure":
-        validate.measure(options.out)
     else:
         runs = [run for file in options.runs for run in validate.read(file)]
         print(validate.describe(validate.compare(find_machine(options.machine), runs)))

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -93,6 +95,18 @@ def start(module: str, *arguments: object, **streams) -> subprocess.Popen:
         start_new_session=True,
         **streams,
     )
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float) -> None:
+    """Wait until the condition holds.
+
+    Raises:
+        AssertionError: it does not within ``limit_s`` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not so after {limit_s} s"
+        time.sleep(0.1)
 
 
 def kill(process: subprocess.Popen | BaseProcess) -> None:

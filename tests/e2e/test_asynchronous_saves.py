@@ -5,14 +5,13 @@
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from tests.e2e.launch import kill, start
+from tests.e2e.launch import kill, start, wait_until
 from tests.e2e.test_faults import assert_whole, newest
 
 LIMIT_S = 90
@@ -22,13 +21,6 @@ ARGUMENTS = (
     *("--global-batch-size", "4", "--micro-batch-size", "4", "--async-ckpt-io-priority", "2"),
     *("--exit-signal-handler", "--exit-signal", "SIGUSR1"),
 )
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def lives(process: psutil.Process) -> bool:

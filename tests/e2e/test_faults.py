@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.e2e.launch import kill, run, start
+from tests.e2e.launch import kill, run, start, wait_until
 
 ENCODER, LANGUAGE = 0, 1
 
@@ -97,10 +97,8 @@ def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck
     """Train until the fault ends the run, which has saved before."""
     process = start_faulty(kind, rank, iteration, at, "--save", saved)
     try:
-        deadline = time.monotonic() + 300
-        while not newest(saved):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+        wait_until(lambda: newest(saved) or process.poll() is not None, 300)
+        assert newest(saved)
         started = time.monotonic()
         _, errors = process.communicate(timeout=LIMIT_S + 30)
         return Struck(process.returncode, errors, time.monotonic() - started)

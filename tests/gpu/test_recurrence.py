@@ -8,8 +8,15 @@ import torch
 from megatron.core.ssm.state_passing.gated_delta import layer as gated_delta_net
 from megatron.core.ssm.state_passing.mamba import layer as mamba
 from megatron.core.token_layout import PaddedLengths, pad_lengths
-from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, MAMBA, call, make_layer
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
+from tests.unit_tests.ssm.recurrent_layers import (
+    DELTA_NET,
+    MAMBA,
+    PASSED,
+    Pair,
+    Row,
+    call,
+    random_rows,
+)
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 TOLERANCE = 1e-3
@@ -31,7 +38,7 @@ MODULES = {MAMBA: mamba, DELTA_NET: gated_delta_net}
 def test_kernels_equal_the_reference_ops(name, tokens, lengths, monkeypatch, record_property):
     module, chosen = MODULES[name], LENGTHS[lengths]
     packed = chosen.packed_seq_params(Utils.device) if len(chosen.real) > 1 else None
-    pair = Pair(Ranks(cp=2), lambda groups, _: make_layer(name, groups, layout=tokens), tokens)
+    pair = Pair(Row(2, name, PASSED, cp=2, layout=tokens))
     hidden = pair.layout(chosen).shard(random_rows(chosen.total, 1, 32, seed=1), pair.rank)
 
     def outcome() -> dict[str, torch.Tensor]:

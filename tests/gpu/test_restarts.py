@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import psutil
 import pytest
 
 from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
-from tests.e2e.launch import kill
+from tests.e2e.launch import kill, wait_until
 from tests.e2e.test_asynchronous_saves import lives
 from tests.e2e.test_faults import assert_whole, newest
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, TOLERANCE
@@ -74,11 +73,8 @@ class Run:
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait while the run is under way."""
-        deadline = time.monotonic() + LIMIT_S
-        while not is_so():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
+        wait_until(lambda: is_so() or self.process.poll() is not None, LIMIT_S)
+        assert is_so(), self.said()
 
     def ended(self) -> int:
         """Wait for its end, and return its exit code."""

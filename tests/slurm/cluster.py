@@ -10,11 +10,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.e2e.launch import REPOSITORY, wait_until
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n1", "n2")
 
@@ -158,11 +157,3 @@ def _three_ports() -> tuple[int, int, int]:
             for probe in sockets:
                 probe.close()
     raise RuntimeError("no three ports in a row are free")
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until the condition holds, and check it twice a second."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
-        time.sleep(0.5)

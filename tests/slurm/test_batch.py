@@ -5,7 +5,7 @@
 import sys
 from xml.etree import ElementTree
 
-from tests.slurm.cluster import wait_until
+from tests.e2e.launch import wait_until
 
 ROWS = ("-k", "own-defaults and not placement")
 """Five rows in colocated layouts of 8, 4 and 2 ranks, which equal the same run on one rank."""

@@ -5,7 +5,7 @@
 import json
 import re
 
-from tests.slurm.cluster import wait_until
+from tests.e2e.launch import wait_until
 
 STEPS = 30
 SAVE_INTERVAL = 10

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import cpu_runtime
 from mini import REPOSITORY, World
 from overlay.fetch import fetch
 from overlay.patchset import Lock
+
+
+@pytest.fixture
+def large_world(monkeypatch) -> None:
+    """Let grids of any size fit into the world, on a machine without a GPU."""
+    monkeypatch.setenv("WORLD_SIZE", "4096")
+    cpu_runtime.install()
 
 
 @pytest.fixture(scope="session")

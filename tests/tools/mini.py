@@ -194,6 +194,8 @@ class World:
 def make_repository(path: Path, files: dict[str, str]) -> None:
     write_tree(path, files)
     git(path, "init", "-q", "-b", "main")
+    git(path, "config", "user.name", "A. Contributor")
+    git(path, "config", "user.email", "a@example.org")
     git(path, "add", "-A")
     git(path, "commit", "-qm", "upstream")
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents name exists: links, names after them, programs, features and messages."""
+"""All that the documents name exists: links, names after them, programs, features, messages."""
 
 import ast
 import mmap

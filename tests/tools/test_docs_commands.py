@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from doc_commands import DOCUMENTS, LANGUAGES, NOT_TESTED, Command, blocks, commands
 from torch.distributed.run import get_args_parser
 
@@ -29,7 +28,6 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.own_options import own_options
-from megatron.core import cpu_runtime
 from mini import REPOSITORY, UPSTREAM, World, git
 from overlay.cli import _parser as overlay_parser
 
@@ -230,11 +228,8 @@ class Session:
 
 
 @pytest.fixture
-def session(tmp_path, world, monkeypatch) -> Session:
-    if not torch.cuda.is_available():
-        cpu_runtime.install()
+def session(tmp_path, world, monkeypatch, large_world) -> Session:
     world.as_git(UPSTREAM)
-    monkeypatch.setenv("WORLD_SIZE", "4096")  # grids must fit into this world
     monkeypatch.chdir(tmp_path)
     return Session(tmp_path, world, monkeypatch)
 

@@ -9,7 +9,11 @@ import each other in one large circle through functions, are left out.
 import ast
 import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
+
+import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from mini import REPOSITORY, run
 from overlay.source import imported, module_name
@@ -59,21 +63,12 @@ def circles(checkout: Path, wanted: set[str]) -> set[frozenset[str]]:
     files = {module_name(path.relative_to(checkout).as_posix()): path for path in paths}
     known = {name for name in files if name in wanted or name.startswith(MIMO)}
     direct = {name: imports(files[name], name, known - {name}) for name in known}
-
-    def reached(name: str) -> set[str]:
-        seen, ahead = set(), list(direct[name])
-        while ahead:
-            if (module := ahead.pop()) not in seen:
-                seen.add(module)
-                ahead += direct[module]
-        return seen
-
-    reach = {name: reached(name) for name in known}
-    return {
-        frozenset(other for other in reach[name] if name in reach[other])
-        for name in known
-        if name in reach[name]
-    }
+    graph = np.array([[other in direct[name] for other in known] for name in known])
+    _, labels = connected_components(graph, connection="strong")
+    found = defaultdict(set)
+    for name, label in zip(known, labels.tolist(), strict=True):
+        found[label].add(name)
+    return {frozenset(circle) for circle in found.values() if len(circle) > 1}
 
 
 def test_there_are_no_circles_but_upstreams_own(upstreams, tmp_path):

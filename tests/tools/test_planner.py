@@ -40,13 +40,11 @@ from examples.mimo.nemotron_vlm.planner.schedule import (
     timeline,
 )
 from examples.mimo.nemotron_vlm.planner.step_time import (
-    after_backward,
     bridge_seconds,
     estimate,
     step_time,
 )
 from layout_view.bridge import colocated_bridge
-from megatron.core import cpu_runtime
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import Costs, bubble_plan
@@ -60,11 +58,7 @@ GRAPHS = replace(H200, overhead=dict.fromkeys(H200.overhead, 0.0), microbatch_ov
 LARGE = "nano-vl-30b-a3b"
 
 
-@pytest.fixture(autouse=True)
-def large_world(monkeypatch):
-    """Grids of any size here fit in this world."""
-    monkeypatch.setenv("WORLD_SIZE", "4096")
-    cpu_runtime.install()
+pytestmark = pytest.mark.usefixtures("large_world")
 
 
 def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **how) -> Plan:
@@ -283,20 +277,6 @@ class TestStep:
         assert before.seconds - before.parts["bubble"] < after.seconds < before.seconds
         assert sum(after.parts.values()) == pytest.approx(after.seconds, rel=1e-6)
         assert estimate(bubbles, machine) == pytest.approx(after.seconds, rel=0.1)
-
-    def test_on_shared_cores_takes_what_all_ranks_have_to_do(self):
-        """A message is work where it is sent and where it is received."""
-        plan = plan_of("dp=4", "pp=4", 4)
-        alone, shared = (step_time(plan, replace(H200, shared_cores=n)) for n in (1000, 2))
-        assert shared.seconds == pytest.approx(max(alone.seconds, alone.work / 2))
-
-        def work(latency):
-            machine = replace(H200, node_latency=latency)
-            once = sum(after_backward(plan, machine)) + bridge_seconds(plan, machine)
-            return step_time(plan, machine).work - 4 * once
-
-        of_a_boundary = 2 * 2  # forward and backward, on both of its ranks
-        assert work(1.0) - work(0.0) == pytest.approx(8 * 3 * of_a_boundary)
 
 
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():

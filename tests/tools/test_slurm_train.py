@@ -5,11 +5,11 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
 from mini import REPOSITORY
+from tests.e2e.launch import wait_until
 
 COMMANDS = {
     "srun": 'while [ -e going ]; do sleep 0.1; done; exit "$(cat code)"',
@@ -89,10 +89,7 @@ def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
         (job.run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
     (job.directory / "going").touch()
     process = job.start(job.run, code=code)
-    deadline = time.monotonic() + 10
-    while "srun" not in job.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: "srun" in job.calls, 10)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == ends_with, output

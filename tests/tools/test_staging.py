@@ -46,10 +46,8 @@ THEIRS = {"tests/unit_tests/helpers.py": "upstream's\n"}
 
 @pytest.fixture
 def staged(world: World, monkeypatch) -> World:
-    """A git checkout with a user, and formatters that do nothing."""
+    """A git checkout, and formatters that do nothing."""
     world.as_git(UPSTREAM | THEIRS)
-    git(world.checkout, "config", "user.name", "A. Contributor")
-    git(world.checkout, "config", "user.email", "a@example.org")
     write_tree(world.root, TESTS)
     for name in ("0001-first", "0002-second"):
         path = world.root / f"patches/{name}.patch"

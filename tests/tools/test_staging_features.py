@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY, git, run
+from mini import REPOSITORY, git, make_repository, run
 from overlay.patchset import PatchSet
 from overlay.source import module_name
 from staging.features import FIX_TESTS, TESTS, Feature, Features
@@ -95,11 +95,7 @@ def test_no_test_asks_for_a_fixture_that_is_not_staged():
 def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path, monkeypatch):
     """They apply upon nothing else. The patch of pretrain_mimo.py needs a git checkout."""
     checkout = shutil.copytree(upstreams, tmp_path / "checkout")
-    git(checkout, "init", "-q", "-b", "main")
-    git(checkout, "config", "user.name", "A. Contributor")
-    git(checkout, "config", "user.email", "a@example.org")
-    git(checkout, "add", "-A")
-    git(checkout, "commit", "-qm", "upstream")
+    make_repository(checkout, {})
     monkeypatch.setattr("staging.stage.FORMATTERS", {})
     staging = Staging(FEATURES, checkout)
     with staging.worktree() as tree:

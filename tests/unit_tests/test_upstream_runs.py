@@ -16,10 +16,7 @@ from megatron.core.models.mimo.forward.encoding import encode
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.token_order import sample_of_each_token, sample_starts
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.token_layout import PaddedLengths
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 
@@ -27,36 +24,6 @@ from tests.unit_tests.test_utilities import Utils, requires_world_size
 def global_groups(monkeypatch):
     """Pretend to be in a run whose groups `parallel_state` has made."""
     monkeypatch.setattr(parallel_state, "is_initialized", lambda: True)
-
-
-@requires_world_size(1)
-def test_an_experts_output_bias_leaves_the_dtype_as_it_is():
-    """The router's weights are fp32, whatever the model's dtype is."""
-    Utils.initialize_distributed()
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        params_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
-    )
-    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    group = torch.distributed.new_group([0])
-    mlp = MLP(config, layers, tp_group=group).to(Utils.device)
-    torch.nn.init.normal_(mlp.linear_fc2.bias)
-    rows = torch.randn(5, 16, device=Utils.device, dtype=torch.bfloat16)
-    weights = torch.rand(5, device=Utils.device)
-    found, _ = mlp(rows, per_token_scale=weights)
-
-    hidden, bias = mlp.linear_fc1(rows)
-    scaled = (config.activation_func(hidden + bias) * weights[:, None]).bfloat16()
-    expected, bias = mlp.linear_fc2(scaled)
-    expected = expected.clone()
-    expected += bias[None] * weights[:, None]
-    assert found.dtype is torch.bfloat16
-    assert torch.equal(found, expected)
-    torch.distributed.destroy_process_group(group)
 
 
 @requires_world_size(2)

@@ -9,17 +9,14 @@ least squares of the relative errors.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from scipy.optimize import least_squares
 
-from calibration.measure import CORES, MATRIX, REPEATS, measure_collectives, measure_runs
+from calibration.measure import measure_collectives, measure_runs
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, Batch, Layout
 from examples.mimo.common.layout_rules import CHUNKWISE
@@ -30,11 +27,8 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
-FITTED = {
-    "cpu": ("tiny", Path(__file__).with_name("cpu.json")),
-    "cuda": ("nano-vl-30b-a3b", Path(__file__).with_name("h200.json")),
-}
-"""The model and the fit of docs/planner.md, by device: its cases are what is measured elsewhere."""
+MODEL, FITTED = "nano-vl-30b-a3b", Path(__file__).with_name("h200.json")
+"""The model and the fit of docs/planner.md, whose cases are what is measured elsewhere."""
 ON_GPU = (
     "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
@@ -80,40 +74,37 @@ class Case:
         tiles = most_that_fit(preset, self.seq_length)
         return Plan(preset, layouts, tiles, schedule=EncoderSchedule(self.macro_batch))
 
-    def line(self, base: VLMPreset, device: str, model: Path) -> list[str]:
+    def line(self, base: VLMPreset, model: Path) -> list[str]:
         """Write the model to a file, and return the program's command line."""
         write_preset(self.preset(base), model)
-        line = f"--model {model} --device {device} --global-batch-size {self.samples} "
+        line = f"--model {model} --device cuda --global-batch-size {self.samples} "
         line += f"--micro-batch-size {self.micro} --encoder-macro-batch {self.macro_batch} "
-        return (line + ON_GPU * (device == "cuda")).split()
+        return (line + ON_GPU).split()
 
 
-def calibrate(file: Path, device: str, gpu: str) -> None:
-    """Measure this host, and write its figures with the measurements that they were fitted to.
+def calibrate(file: Path, gpu: str) -> None:
+    """Measure a GPU of this host, and write its figures and what they were fitted to.
 
     The cases are each kind of layer alone at several sizes, the encoder, and the whole model.
 
     Args:
         file: file to write.
-        device: cpu or cuda.
-        gpu: name of the GPU whose peaks a cuda device has, and with whose figures the fit begins.
+        gpu: name of the GPU whose peaks it has, and with whose figures the fit begins.
 
     Raises:
         UserError: ``gpu`` is not known, or no run worked.
     """
-    on_gpu, (model, reference) = device == "cuda", FITTED[device]
-    machine = find_machine(gpu) if on_gpu else _this_cpu(find_machine(str(reference)))
-    base, plans, runs = find_preset(model), [], []
-    cases = [Case(**run["case"]) for run in json.loads(reference.read_text())["runs"]]
+    machine, base, plans, runs = find_machine(gpu), find_preset(MODEL), [], []
+    cases = [Case(**run["case"]) for run in json.loads(FITTED.read_text())["runs"]]
     with tempfile.TemporaryDirectory() as place:
-        lines = [case.line(base, device, Path(place) / f"{n}.json") for n, case in enumerate(cases)]
-        for case, ranks in zip(cases, measure_runs(lines, 1, on_gpu), strict=True):
-            if ranks:
+        lines = [case.line(base, Path(place) / f"{n}.json") for n, case in enumerate(cases)]
+        for case, figures in zip(cases, measure_runs(lines), strict=True):
+            if figures:
                 plans.append(case.plan(base))
-                runs.append({"case": asdict(case)} | ranks[0])
+                runs.append({"case": asdict(case)} | figures)
     if not runs:
-        raise UserError(f"--device {device}: none of the runs that measure it worked")
-    collectives = measure_collectives(device)
+        raise UserError("none of the runs that measure this host's GPU worked")
+    collectives = measure_collectives()
     source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
     fit = with_collectives(replace(fitted(machine, plans, runs), source=source), collectives)
     found = {"collectives": collectives, "runs": runs, "machine": asdict(fit)}
@@ -168,21 +159,3 @@ def with_collectives(machine: Machine, collectives: list[dict]) -> Machine:
     links = dict.fromkeys(("node_bandwidth", "network_bandwidth"), bandwidth)
     links |= dict.fromkeys(("node_latency", "network_latency"), latency)
     return replace(machine, link_efficiency=1.0, **links)
-
-
-def _this_cpu(usual: Machine) -> Machine:
-    """Return a machine of ranks on this host's cores: its measured peak, and usual figures."""
-    torch.set_num_threads(1)
-    matrix = torch.rand(MATRIX, MATRIX)
-    matrix @ matrix
-    begin = time.process_time()
-    for _ in range(REPEATS):
-        matrix @ matrix
-    peak = REPEATS * 2 * MATRIX**3 / (time.process_time() - begin)
-    return replace(
-        usual,
-        source=f"calibrated: ranks on {CORES} CPU cores, fp32, in processor time",
-        peak_flops=peak,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / CORES,
-        shared_cores=CORES,
-    )

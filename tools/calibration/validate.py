@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare predictions with measured runs of the training program.
 
-No machine is fitted to any of these runs. On GPUs, tools/bench/vlm.py measures them. CPU ranks
-share cores, so the processor time of all ranks together is compared: waiting, and with it a
-pipeline's bubble, takes none.
+No machine is fitted to any of these runs, which tools/bench/vlm.py measures.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from scipy.stats import spearmanr
 
-from calibration.measure import measure_runs, options_of
+from calibration.measure import options_of
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.planner.machine import Machine
@@ -25,11 +22,6 @@ from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
-CPU_RUNS = Path(__file__).with_name("cpu_runs.json")
-"""Runs on CPU ranks: what to measure, and what was measured for docs/planner.md."""
-SMALL = "tools/calibration/validation_model.json"
-"""Model of these runs, by its path in the repository."""
-ROOT = Path(__file__).resolve().parents[2]
 DECIDE = """--model --num-layers --hybrid-layer-pattern --num-experts --vocab-size --seq-length
     --global-batch-size --micro-batch-size --encoder --language --placement --encoder-macro-batch
     --encoder-schedule --recompute-encoder --recompute-granularity --recompute-method
@@ -47,26 +39,8 @@ def read(file: Path) -> list[dict]:
         runs = json.loads(file.read_text())["runs"]
         [run["arguments"] + str(run["step_s"]) for run in runs]
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: not a file of measure or tools/bench/vlm.py") from error
+        raise UserError(f"{file}: not a file of tools/bench/vlm.py") from error
     return runs
-
-
-def measure(file: Path) -> None:
-    """Measure the layouts of ``CPU_RUNS`` on this host.
-
-    ``step_s`` is the processor time of all ranks. The memory of runs with context parallelism is
-    None.
-    """
-    found = []
-    for world, runs in groupby(read(CPU_RUNS), key=lambda run: run["ranks"]):
-        runs = list(runs)
-        lines = [run["arguments"].replace(SMALL, str(ROOT / SMALL)).split() for run in runs]
-        for run, ranks in zip(runs, measure_runs(lines, world, on_gpu=False), strict=True):
-            if ranks:
-                run["step_s"] = sum(rank["seconds"] for rank in ranks)
-                memory = max(rank["peak_bytes"] for rank in ranks)
-                found.append(run | {"peak_memory_gib": memory / 2**30 or None})
-    file.write_text('{"runs": [\n' + ",\n".join(map(json.dumps, found)) + "\n]}\n")
 
 
 def compare(machine: Machine, runs: list[dict]) -> list[dict]:
@@ -78,10 +52,10 @@ def compare(machine: Machine, runs: list[dict]) -> list[dict]:
     for run in (run for run in runs if "--cuda-graph-impl" not in run["arguments"]):
         plan = planned(shlex.split(run["arguments"]), run["ranks"])
         step, memory = step_time(plan, machine), peak(memory_of(plan, machine))
-        seconds = {"predicted": step.work if machine.shared_cores else step.seconds}
+        seconds = {"predicted": step.seconds}
         seconds["measured"] = run["step_s"] * (1 - run["data_wait"])
         tensors = {"predicted": memory - machine.reserved_bytes}
-        tensors["measured"] = (run["peak_memory_gib"] or 0.0) * 2**30
+        tensors["measured"] = run["peak_memory_gib"] * 2**30
         lay = plan.layouts
         shown = {"ranks": run["ranks"], "micro": lay.batch.micro_size}
         shown |= {"encoder": str(lay.encoder), "language": str(lay.language)}
@@ -93,7 +67,6 @@ def planned(words: list[str], ranks: int) -> Plan:
     """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
     asked = [word for pair in pairs if pair[0] in DECIDE for word in pair]
-    asked = [str(ROOT / word) if word == SMALL else word for word in asked]
     plan = plan_of(options_of(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]
     if of_data and of_data[-1]:
@@ -102,14 +75,13 @@ def planned(words: list[str], ranks: int) -> Plan:
 
 
 def errors(rows: list[dict], what: str) -> list[float]:
-    """Return the relative errors of ``seconds`` or ``bytes``, where they were measured."""
-    pairs = [row[what] for row in rows if row[what]["measured"]]
-    return [pair["predicted"] / pair["measured"] - 1 for pair in pairs]
+    """Return the relative errors of ``seconds`` or ``bytes``."""
+    return [row[what]["predicted"] / row[what]["measured"] - 1 for row in rows]
 
 
 def rank_correlation(rows: list[dict], what: str) -> float:
     """Return Spearman's rank correlation of predictions and measurements."""
-    pairs = [row[what].values() for row in rows if row[what]["measured"]]
+    pairs = [row[what].values() for row in rows]
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
@@ -122,8 +94,8 @@ def describe(rows: list[dict]) -> str:
     for row in rows:
         lines.append([row[name] for name in names])
         for what, (_, scale, form) in units.items():
-            lines[-1] += [f"{n / scale:{form}}" if n else "-" for n in row[what].values()]
-            lines[-1] += [f"{error:+.0%}" for error in errors([row], what)] or ["-"]
+            lines[-1] += [f"{n / scale:{form}}" for n in row[what].values()]
+            lines[-1] += [f"{error:+.0%}" for error in errors([row], what)]
     for what in units:
         found = list(map(abs, errors(rows, what)))
         mean, correlation = sum(found) / len(found), rank_correlation(rows, what)

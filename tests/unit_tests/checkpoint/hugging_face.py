@@ -123,7 +123,7 @@ def whole_vlm(sound: bool = False):
 
 
 def released_config() -> dict[str, Any]:
-    """What the released Nemotron 3 Nano Omni says of its sizes in ``config.json``, by its names.
+    """Return the sizes in ``config.json`` of the released Nemotron 3 Nano Omni, by its names.
 
     Its code's path, its tokens and its training's options are left out.
     """

@@ -91,7 +91,6 @@ class Machine:
     optimizer_bandwidth: float  # bytes per second of the optimizer's pass over its state
     fused: bool = True  # whether layers are fused, see ``layers``
     precision: int = 2  # bytes of a parameter, 2 or 4
-    shared_cores: int = 0  # cores that all ranks share; 0 if each rank has a device of its own
     reserved_bytes: float = 0.0  # what tensors cannot use: context, communication buffers
     gpus_per_node: int = 8  # ranks that the node's links connect
 
@@ -116,12 +115,12 @@ class Machine:
         overhead.
 
         A host launches ahead of its device, so work and overhead overlap partly: the time is their
-        hypotenuse, between their maximum and their sum. On the host's own cores it is their sum.
+        hypotenuse, between their maximum and their sum.
         """
         host = layers * self.overhead[kind]
         if kind == "E":
             host += self.overhead["expert"] * experts
-        return seconds + host if self.shared_cores else math.hypot(seconds, host)
+        return math.hypot(seconds, host)
 
     def ring(self, group: Group, size: float) -> float:
         """Time of a ring all-gather or reduce-scatter of ``size`` bytes in all."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from operator import add
 
 import numpy as np
 
@@ -172,7 +171,6 @@ class Step:
     """Time of a step and of its parts."""
 
     seconds: float
-    work: float  # seconds that all ranks together are busy
     parts: dict[str, float]  # of a rank of the busiest pipeline stage; ``bubble`` is waiting
 
 
@@ -181,17 +179,7 @@ def step_time(plan: Plan, machine: Machine) -> Step:
     work = work_of(plan, machine)
     gradients, optimizer = after_backward(plan, machine)
     after = gradients + optimizer + machine.step_overhead
-    spans = timeline(work)
-    total = max(line[-1][2] for line in spans) + after
-    everyone = sum(
-        stage.ranks * (after + sum(end - begin for _, begin, end in line))
-        for stage, line in zip(work.stages, spans, strict=True)
-    )
-    # Messages to and from the next virtual stage are work of the ranks of both.
-    ranks = [work.stages[chunk % len(spans)].ranks for chunk in range(len(work.chunks))]
-    everyone += 2 * work.microbatches * work.hop * sum(map(add, ranks, ranks[1:]))
-    if machine.shared_cores:
-        total = max(total, everyone / machine.shared_cores)
+    total = max(line[-1][2] for line in timeline(work)) + after
     busiest = max(work.by_stage, key=lambda cost: cost.total).times(work.microbatches)
     parts = vars(busiest + work.encoder.times(work.macro_batches)) | {
         "bridge": bridge_seconds(plan, machine),
@@ -200,7 +188,7 @@ def step_time(plan: Plan, machine: Machine) -> Step:
         "overhead": machine.step_overhead + work.microbatches * machine.microbatch_overhead,
     }
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, everyone, parts)
+    return Step(total, parts)
 
 
 def estimate(plan: Plan, machine: Machine) -> float:

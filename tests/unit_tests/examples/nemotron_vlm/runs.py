@@ -164,11 +164,6 @@ class Run:
         }
         return from_last_rank(record)
 
-    def forward_backward(self) -> None:
-        """Compute the gradients of the next step's batch, and step no optimizer."""
-        self.optimizer.step = lambda: (True, 0.0, 0)
-        self.train_step()
-
     def evaluate(self, batches: int) -> float:
         """Return the accuracy on that many held-out batches."""
         self.args.eval_iters = batches

@@ -9,14 +9,14 @@ in test_mimo_upstream_schedule.py, with padding.
 import pytest
 import torch
 
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.token_layout import PaddedLengths, contiguous_layout, zigzag_layout
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from tests.unit_tests.ssm.recurrent_layers import HIDDEN, SIZES
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks
+from tests.unit_tests.ssm.recurrent_layers import HIDDEN, SIZES, groups_of
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 EVERY_LAYER = Symbols.name_sorted_valid_layer_symbols()
@@ -57,11 +57,14 @@ def stack_over(groups, graphs: str = "none") -> HybridStack:
 
 @requires_world_size(2)
 def test_attention_of_every_kind_sees_zigzag_tokens_and_other_layers_contiguous_ones():
-    pair = Pair(Ranks(cp=2), lambda groups, _: torch.nn.Identity(), "zigzag")
+    Utils.initialize_distributed()
+    grid = HyperCommGrid([1, 2], ["tp", "cp"])
+    groups = groups_of(grid)
     zigzag, contiguous = (
-        make(LENGTHS, 2).tokens[pair.rank].tolist() for make in (zigzag_layout, contiguous_layout)
+        make(LENGTHS, 2).tokens[groups.cp.rank()].tolist()
+        for make in (zigzag_layout, contiguous_layout)
     )
-    stack = stack_over(pair.groups)
+    stack = stack_over(groups)
     hidden = torch.tensor(zigzag, dtype=torch.float32, device=Utils.device)
     hidden = hidden[:, None, None].expand(-1, 2, HIDDEN)
     assert torch.equal(stack(hidden, attention_mask=None), hidden)
@@ -69,5 +72,5 @@ def test_attention_of_every_kind_sees_zigzag_tokens_and_other_layers_contiguous_
         assert layer.tokens == (zigzag if symbol in "*D+" else contiguous), symbol
     for graphs in ("local", "transformer_engine"):
         with pytest.raises(ValueError, match="takes no CUDA graphs of single layers"):
-            stack_over(pair.groups, graphs)
-    pair.destroy()
+            stack_over(groups, graphs)
+    grid.destroy()

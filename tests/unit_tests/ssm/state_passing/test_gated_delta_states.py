@@ -11,7 +11,7 @@ import torch
 from megatron.core.ssm.ops.reference import chunk_gated_delta_rule
 from megatron.core.ssm.state_passing.gated_delta import states as gated_delta_states
 from megatron.core.ssm.state_passing.gated_delta.states import CHUNK
-from tests.unit_tests.ssm.whole_and_sharded import assert_close
+from tests.unit_tests.ssm.recurrent_layers import assert_close
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 # GPUs multiply fp32 matrices in TF32, of 10 bits.

@@ -27,34 +27,29 @@ def test_versions_are_those_that_the_extra_gpu_installs():
 
 
 @pytest.fixture
-def install(monkeypatch):
-    """Make it look as if only the given packages were installed."""
+def found(monkeypatch):
+    """Return what is given for a kind of kernels where only the given packages are installed."""
 
-    def installed(**versions):
+    def found(kernels: str, **versions: str):
         for package, version in versions.items():
             module = ModuleType(package)
             module.__version__ = version
             monkeypatch.setitem(sys.modules, package, module)
         monkeypatch.setattr(importlib.util, "find_spec", versions.get)
         monkeypatch.setitem(sys.modules, NAME, ModuleType(NAME))
+        return gpu_kernels(kernels)
 
     gpu_kernels.cache_clear()
-    yield installed
+    yield found
     gpu_kernels.cache_clear()
 
 
-def test_a_module_whose_packages_are_there_is_given(install):
-    install(fla="0.4.2")
-    assert gpu_kernels("gated_delta.kernels").__name__ == NAME
-
-
-def test_a_module_is_left_out_where_one_of_its_packages_is_missing(install):
-    install(mamba_ssm="2.3.1")
-    assert gpu_kernels("mamba.kernels") is None
+def test_a_module_is_given_whose_packages_are_all_there(found):
+    assert found("gated_delta.kernels", fla="0.4.2").__name__ == NAME
+    assert found("mamba.kernels", mamba_ssm="2.3.1") is None
 
 
 @pytest.mark.parametrize("version", ["0.4.1", "0.5.0"])
-def test_another_version_is_refused(install, version):
-    install(fla=version)
+def test_another_version_is_refused(found, version):
     with pytest.raises(ImportError, match=f"needs fla >=0.4.2,<0.5 on GPUs, found {version}"):
-        gpu_kernels("gated_delta.kernels")
+        found("gated_delta.kernels", fla=version)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent layers over CP ranks, both ways, against the same layer on whole samples."""
 
-from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
@@ -11,16 +10,24 @@ import torch
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.tensor_parallel import random
 from megatron.core.token_layout import PaddedLengths, pad_lengths
-from tests.unit_tests.ssm.recurrent_layers import DELTA_NET, HIDDEN, MAMBA, call, make_layer
-from tests.unit_tests.ssm.whole_and_sharded import Pair, Ranks, random_rows
+from tests.unit_tests.ssm.recurrent_layers import (
+    DELTA_NET,
+    HIDDEN,
+    MAMBA,
+    PASSED,
+    SPREAD,
+    Pair,
+    Row,
+    call,
+    random_rows,
+)
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 BATCH = 2
 PACKED = {MAMBA: (5, 0, 1, 39, 9), DELTA_NET: (5, 0, 1, 139, 9)}
 """Odd, empty, below 2·cp, and longer than a chunk of the scan and than a shard."""
 
-PASSED, SPREAD = "chunkwise", "headwise"
-FP32, FP64 = torch.float32, torch.float64
+FP64 = torch.float64
 NORM_AGAIN = dict(
     recompute_granularity="selective",
     recompute_modules=["gdn_norm_out"],
@@ -29,64 +36,43 @@ NORM_AGAIN = dict(
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """A layer over ``ranks`` of a world. options: of the sharded layer; others of both layers."""
-
-    world: int
-    layer: str
-    mode: str
-    ranks: Ranks
-    layout: str = "zigzag"
-    dtype: torch.dtype = FP32
-    both: dict = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        sizes = [f"{name}={size}" for name, size in self.both.items()]
-        again = ["norm-again"] if self.options else []
-        words = [self.layer, self.mode, str(self.ranks), self.layout, dtype, *sizes, *again]
-        return ",".join(words).replace(" ", "-")
-
-
 def mamba(heads: int, groups: int) -> dict[str, int]:
     return dict(mamba_num_heads=heads, mamba_head_dim=8, mamba_num_groups=groups)
 
 
 ROWS = [
     # No cp of 3 or more divides the heads of the layers that pass states.
-    Row(2, MAMBA, PASSED, Ranks(cp=2)),
-    Row(2, MAMBA, PASSED, Ranks(cp=2), "contiguous", FP64),
-    Row(4, MAMBA, PASSED, Ranks(cp=3)),
-    Row(4, MAMBA, PASSED, Ranks(cp=4), "contiguous"),
-    Row(4, MAMBA, PASSED, Ranks(cp=4), dtype=FP64),
-    Row(4, MAMBA, PASSED, Ranks(cp=2, tp=2)),
-    Row(4, MAMBA, PASSED, Ranks(cp=2, tp=2), "contiguous"),
-    Row(8, MAMBA, PASSED, Ranks(cp=5)),
-    Row(8, MAMBA, PASSED, Ranks(cp=8), "contiguous", FP64),
-    Row(2, DELTA_NET, PASSED, Ranks(cp=2)),
-    Row(2, DELTA_NET, PASSED, Ranks(cp=2), "contiguous", FP64),
-    Row(4, DELTA_NET, PASSED, Ranks(cp=3), "contiguous"),
-    Row(4, DELTA_NET, PASSED, Ranks(cp=4), dtype=FP64),
-    Row(4, DELTA_NET, PASSED, Ranks(cp=2, tp=2)),
-    Row(8, DELTA_NET, PASSED, Ranks(cp=5)),
-    Row(8, DELTA_NET, PASSED, Ranks(cp=8), "contiguous", FP64),
-    Row(2, DELTA_NET, PASSED, Ranks(cp=2), options=NORM_AGAIN),
-    Row(2, DELTA_NET, PASSED, Ranks(cp=2), "contiguous", options=NORM_AGAIN),
+    Row(2, MAMBA, PASSED, cp=2),
+    Row(2, MAMBA, PASSED, cp=2, layout="contiguous", dtype=FP64),
+    Row(4, MAMBA, PASSED, cp=3),
+    Row(4, MAMBA, PASSED, cp=4, layout="contiguous"),
+    Row(4, MAMBA, PASSED, cp=4, dtype=FP64),
+    Row(4, MAMBA, PASSED, cp=2, tp=2),
+    Row(4, MAMBA, PASSED, cp=2, tp=2, layout="contiguous"),
+    Row(8, MAMBA, PASSED, cp=5),
+    Row(8, MAMBA, PASSED, cp=8, layout="contiguous", dtype=FP64),
+    Row(2, DELTA_NET, PASSED, cp=2),
+    Row(2, DELTA_NET, PASSED, cp=2, layout="contiguous", dtype=FP64),
+    Row(4, DELTA_NET, PASSED, cp=3, layout="contiguous"),
+    Row(4, DELTA_NET, PASSED, cp=4, dtype=FP64),
+    Row(4, DELTA_NET, PASSED, cp=2, tp=2),
+    Row(8, DELTA_NET, PASSED, cp=5),
+    Row(8, DELTA_NET, PASSED, cp=8, layout="contiguous", dtype=FP64),
+    Row(2, DELTA_NET, PASSED, cp=2, options=NORM_AGAIN),
+    Row(2, DELTA_NET, PASSED, cp=2, layout="contiguous", options=NORM_AGAIN),
     # Whole groups of heads on each rank, then groups that two, three or four ranks share.
-    Row(2, MAMBA, SPREAD, Ranks(cp=2), both=mamba(24, 4)),
-    Row(2, MAMBA, SPREAD, Ranks(cp=2), both=mamba(24, 1)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=3), both=mamba(24, 6)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=3), both=mamba(24, 1)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 4)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 2)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=4), both=mamba(24, 1)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=2, tp=2), both=mamba(24, 4)),
-    Row(4, MAMBA, SPREAD, Ranks(cp=2, tp=2), both=mamba(24, 2)),
-    Row(2, DELTA_NET, SPREAD, Ranks(cp=2), both=dict(heads=4)),
-    Row(4, DELTA_NET, SPREAD, Ranks(cp=4), both=dict(heads=4)),
-    Row(4, DELTA_NET, SPREAD, Ranks(cp=2, tp=2), both=dict(heads=4)),
+    Row(2, MAMBA, SPREAD, cp=2, both=mamba(24, 4)),
+    Row(2, MAMBA, SPREAD, cp=2, both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, cp=3, both=mamba(24, 6)),
+    Row(4, MAMBA, SPREAD, cp=3, both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, cp=4, both=mamba(24, 4)),
+    Row(4, MAMBA, SPREAD, cp=4, both=mamba(24, 2)),
+    Row(4, MAMBA, SPREAD, cp=4, both=mamba(24, 1)),
+    Row(4, MAMBA, SPREAD, cp=2, tp=2, both=mamba(24, 4)),
+    Row(4, MAMBA, SPREAD, cp=2, tp=2, both=mamba(24, 2)),
+    Row(2, DELTA_NET, SPREAD, cp=2, both=dict(heads=4)),
+    Row(4, DELTA_NET, SPREAD, cp=4, both=dict(heads=4)),
+    Row(4, DELTA_NET, SPREAD, cp=2, tp=2, both=dict(heads=4)),
 ]
 
 
@@ -108,12 +94,6 @@ def rows(**wanted) -> pytest.MarkDecorator:
 @pytest.fixture
 def pair(request, monkeypatch):
     """The layer over the ranks and on one; None on an idle rank."""
-    row = request.param
-
-    def make(groups, is_sharded):
-        mode = row.mode if is_sharded or row.layer == DELTA_NET else SPREAD
-        options = row.options if is_sharded else {}
-        return make_layer(row.layer, groups, mode, row.layout, row.dtype, **row.both, **options)
 
     def copy(output, computed):
         output.untyped_storage().resize_(computed.untyped_storage().nbytes())
@@ -121,9 +101,7 @@ def pair(request, monkeypatch):
 
     # Upstream lets tensors share a storage by compiled code, which takes a minute.
     monkeypatch.setattr(random, "_get_share_storage", lambda: copy)
-    exact = (1e-5, 1e-5) if (row.layer, row.mode) == (MAMBA, SPREAD) else None  # the same terms
-    made = Pair(row.ranks, make, row.layout, row.dtype, exact)
-    made.row = row
+    made = Pair(request.param)
     yield made if made.is_member else None
     made.destroy()
 
@@ -131,16 +109,16 @@ def pair(request, monkeypatch):
 @rows()
 class TestEqualsOneRank:
     def test_a_plain_batch(self, pair):
-        """Of enough tokens; or of two a rank, so that the convolution sees the three before."""
+        """A rank of two tokens has a convolution that sees three tokens of other ranks."""
         for length in (48 + -48 % (2 * pair.size), 2 * pair.size) if pair else ():
             hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, PaddedLengths((length,), (length,)), packed=False)
+            pair.assert_equal(hidden, PaddedLengths((length,), (length,)), packed=False)
 
     def test_packed_samples_each_alone(self, pair):
         if pair:
             packed = PACKED[pair.row.layer]
             hidden = random_rows(sum(packed), 1, HIDDEN, seed=1).to(pair.dtype)
-            pair.assert_equal(call, hidden, pad_lengths(packed, pair.size), packed=True)
+            pair.assert_equal(hidden, pad_lengths(packed, pair.size), packed=True)
 
 
 @rows(layer=DELTA_NET, mode=PASSED, world=2)

@@ -204,7 +204,7 @@ def experts_of(groups: ProcessGroupCollection, **options) -> GroupedExperts:
 @requires_world_size(1)
 @pytest.mark.parametrize("counts", [(3, 0, 4, 1), (0, 0, 0, 0)])
 def test_rows_after_those_of_the_last_expert_mean_nothing(groups_of, counts):
-    """With expert parallelism; the grouped GEMM leaves whatever was in memory there."""
+    """Expert parallelism has such rows; the grouped GEMM leaves whatever was in memory there."""
     groups, total, draw = groups_of(1, 1), sum(counts), torch.Generator().manual_seed(2)
     hidden, probs = torch.randn(14, HIDDEN, generator=draw), torch.rand(14, generator=draw)
     hidden[total:] = probs[total:] = torch.nan

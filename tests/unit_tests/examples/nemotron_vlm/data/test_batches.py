@@ -150,7 +150,7 @@ def atoms_of(takes: dict[int, list[Take]], side: str, numbers: range) -> list[in
 class TestBalance:
     @pytest.mark.parametrize("encoder_dp", [8, 16])
     def test_the_busiest_rank_of_either_module_has_5_percent_more_at_most(self, encoder_dp):
-        """In the stream's order it has much more; packed rows, as models of 8192 tokens have.
+        """Rows are packed, as models of 8192 tokens have them; the stream's order is far worse.
 
         The attention of a microbatch's rows is nearly the same, as its ranks wait for each other.
         """

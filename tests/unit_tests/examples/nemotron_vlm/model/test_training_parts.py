@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.transformer import transformer_config
@@ -20,18 +19,6 @@ from tests.unit_tests.models.mimo.weights import Weights, gather_weights
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
-
-
-def gradients(*arguments: str) -> dict[str, torch.Tensor]:
-    """Gradients of the first batch, by name."""
-    with trainer(*ONE_MICROBATCH, *arguments) as run:
-        run.forward_backward()
-        (stage,) = run.stages
-        return {
-            name: parameter.main_grad.clone()
-            for name, parameter in stage.named_parameters()
-            if parameter.requires_grad
-        }
 
 
 class OneTile(SampleSource):
@@ -111,27 +98,6 @@ class TestFreezing:
         assert biases
         assert moved == trained | (set() if parts == "language" else biases)
 
-    @requires_world_size(1)
-    @pytest.mark.parametrize(
-        ("kinds", "coefficient"), [("seq_aux_loss", "1e-2"), ("aux_loss global_aux_loss", "1e-2 1")]
-    )
-    @pytest.mark.parametrize("parts", ["language", "encoder"])
-    def test_balancing_losses_train_a_language_model_that_is_trained(
-        self, kinds, coefficient, parts
-    ):
-        """A frozen one leaves projector and encoder the gradients of the loss alone."""
-        options = ("--freeze", parts, "--moe-router-load-balancing-type", *kinds.split())
-        zero = ["0"] * len(kinds.split())
-        alone = gradients(*options, "--moe-aux-loss-coeff", *zero)
-        losses = ("--moe-aux-loss-coeff", *coefficient.split(), "--moe-z-loss-coeff", "1e-2")
-        balanced = gradients(*options, *losses)
-        apart = {name for name, gradient in alone.items() if not gradient.equal(balanced[name])}
-        assert alone.keys() == balanced.keys()
-        if parts == "language":
-            assert not apart
-        else:
-            assert any("input_projections" in name for name in apart)
-
 
 def moves(*options: str) -> dict[str, Weights]:
     """Return how far a step moves each matrix, by part."""
@@ -161,19 +127,6 @@ def test_each_part_has_its_own_learning_rate_and_weight_decay():
     assert all(not torch.equal(m, own["projector"][n]) for n, m in common["projector"].items())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--freeze radio", "no such part"),
-        ("--freeze encoder,projector,language", "nothing to train"),
-        ("--projector-lr -1", "--projector-lr must be 0 or more"),
-    ],
-)
-def test_settings_of_parts_are_refused(arguments, text):
-    with pytest.raises(UserError, match=text):
-        parse(arguments.split(), world_size=1)
-
-
 FORMAT = "--fp8-format hybrid --fp8-recipe tensorwise"
 
 
@@ -200,17 +153,6 @@ class TestFP8:
         assert sound["encoder"].fp8 is images["projector"].fp8 is None
         if images["encoder"].fp8:
             assert images["encoder"].fp8_recipe == "tensorwise"
-
-    @pytest.mark.parametrize(
-        ("line", "text"),
-        [
-            ("--fp8-parts encoder", "--fp8-parts does nothing without --fp8-format"),
-            (f"{FORMAT} --fp8-parts sound:encoder", "no such part; choose from encoder, language$"),
-        ],
-    )
-    def test_what_cannot_have_it_is_refused(self, line, text):
-        with pytest.raises(UserError, match=text):
-            parse(f"--device cuda --bf16 --model tiny-omni {line}".split(), world_size=1)
 
     @requires_world_size(1)
     @pytest.mark.parametrize("tiles", [0, 1, 3])

@@ -53,6 +53,7 @@ REFUSED = [
 ENGINE = "--device cuda --transformer-impl transformer_engine"
 GRAPHS = f"{ENGINE} --cuda-graph-impl local"
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"
+PACK = "--pack --micro-batch-size 1 --seq-length 64"
 TOGETHER = [
     *(
         (f"{GRAPHS} {other}", "^--cuda-graph-impl local with --.* is not taken here")
@@ -76,7 +77,6 @@ TOGETHER = [
     ("--fp16 --bf16", "args.bf16"),
     ("--global-batch-size 30", "global batch 30.*micro batch × dp = 4·2 = 8"),
     ("--language vpp=2", "vpp=2 needs pp of 2 or more"),
-    ("--placement non-colocated --encoder dp=2", "takes 2 of 2 ranks and leaves none"),
     ("--language cp=2 --context-parallel-size 1", "says cp=2, .*--context-parallel-size says 1"),
     ("--encoder pp=2", "takes tp and dp only.*Nearest that fit: tp=1,dp=2"),
     (
@@ -97,6 +97,18 @@ TOGETHER = [
     ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
     (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),
+    ("--pack --micro-batch-size 2", "--micro-batch-size must be 1"),
+    (f"{PACK} --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size must be 1"),
+    (f"{PACK} --sample-multiple 24", "--sample-multiple 24 must divide --seq-length 64"),
+    (f"{PACK} --sample-multiple 2 --language cp=2", "needs a multiple of 4"),
+    ("--freeze radio", "no such part"),
+    ("--freeze encoder,projector,language", "nothing to train"),
+    ("--projector-lr -1", "--projector-lr must be 0 or more"),
+    ("--fp8-parts encoder", "--fp8-parts does nothing without --fp8-format"),
+    (
+        "--device cuda --bf16 --model tiny-omni --fp8-format hybrid --fp8-parts sound:encoder",
+        "no such part; choose from encoder, language$",
+    ),
     *(
         (f"--step-batch-size-schedule '{schedule}'", "^--step-batch-size-schedule")
         for schedule in ("8", "0:8 1K", "1K:8", "0:8 1:16", "0:x")
@@ -136,7 +148,7 @@ class TestRefused:
         parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
     def test_every_refused_option_is_megatrons(self):
-        """And refusals for other programs read Megatron's options alone."""
+        """Refusals for other programs read Megatron's options alone."""
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = parser._option_string_actions
         refused = [refusal.option.split()[0] for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]]

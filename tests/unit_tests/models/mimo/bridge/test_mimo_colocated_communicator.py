@@ -106,8 +106,10 @@ def make_bridge():
 @requires_world_size(8)
 @pytest.mark.parametrize(("source", "destination"), LAYOUTS, ids=str)
 def test_rows_arrive_and_gradients_return(make_bridge, source, destination):
-    """Of their owners: wherever a CP rank's gradient should be zero it is NaN, and must not be
-    moved at all. Without owners, of all CP ranks together; equal samples need no counts."""
+    """With owners, only an owner's gradient returns: that of any other CP rank is NaN here.
+
+    Without owners, the sum over all CP ranks returns; equal samples need no counts.
+    """
     bridge = make_bridge(source, destination, dim_mapping=FLAT)
     if not bridge.src_grid.is_current_rank_in_grid():
         return

@@ -120,7 +120,7 @@ class TestEveryTokenHasOnePlace:
 @pytest.mark.usefixtures("default_group")
 class TestPackedParameters:
     def test_real_boundaries_are_told_from_padded_ones(self):
-        """Also on a stage that has no tensor."""
+        """They are on a stage that has no tensor, too."""
         params = Batch(1, 26).shards(2, 2, ROW)[0][3]
         assert params.cu_seqlens_q.tolist() == [0, 5, 12, 13, 26]
         assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 20, 40]

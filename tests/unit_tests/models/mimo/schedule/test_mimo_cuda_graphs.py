@@ -34,7 +34,7 @@ class TestRecording:
     @requires_world_size(2)
     @pytest.mark.parametrize("options", [BUBBLES, ()], ids=["bubbles", "phases"])
     def test_begins_with_the_first_step_in_the_order_of_later_ones(self, options, monkeypatch):
-        """Which in bubbles is the second on GPUs. Graphs are captured once in a step, when all
+        """In bubbles that step is the second on GPUs. Graphs are captured once in a step, when all
         gradients are final."""
         record, found = CudaGraphManager.__call__, []
         monkeypatch.setattr(encoder_work, "_is_on_gpu", lambda _: True)

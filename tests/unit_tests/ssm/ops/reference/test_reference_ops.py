@@ -21,7 +21,6 @@ from megatron.core.ssm.ops.reference import (
     chunk_gated_delta_rule,
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
-    seq_idx_from_cu_seqlens,
 )
 from megatron.core.ssm.ops.reference.stand_in import stand_in_for
 from tests.unit_tests.ssm.ops.reference.naive_ops import (
@@ -181,9 +180,10 @@ class TestChunkScan:
 
 class TestChunkGatedDeltaRule:
     def test_boundaries_say_what_an_index_says(self):
+        """Tokens after the last boundary are one more sequence."""
         inputs = rule_inputs(batch=1)
         del inputs["initial_state"]
-        boundaries = torch.tensor([0, *LENGTHS]).cumsum(0)
+        boundaries = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)
         o, state = chunk_gated_delta_rule(**inputs, cu_seqlens=boundaries, chunk_size=8)
         assert state is None
         assert_equal([o], naive_rule(inputs, packed_rows()[:1])[:1])
@@ -257,20 +257,6 @@ def test_the_split_scan_equals_convolution_recurrence_and_gate_in_turn(packed, p
     x, dt = x.unflatten(-1, (HEADS, WIDTH)), F.softplus(dt + dt_bias)
     expected, _ = naive_ssd(x, dt, A, B, C, D, seq_idx=seq_idx)
     assert_equal([y], [expected.flatten(-2) * F.silu(z)])
-
-
-@pytest.mark.parametrize(
-    "cu_seqlens, total, expected",
-    [
-        ([0, 3, 5], 5, [0, 0, 0, 1, 1]),
-        ([0, 3, 5], 7, [0, 0, 0, 1, 1, 2, 2]),
-        ([0, 2, 2, 3], 3, [0, 0, 2]),
-    ],
-)
-def test_index_of_each_packed_token(cu_seqlens, total, expected):
-    got = seq_idx_from_cu_seqlens(torch.tensor(cu_seqlens, dtype=torch.int32), total)
-    assert got.dtype == torch.int32
-    assert got.tolist() == [expected]
 
 
 def test_a_stand_in_is_said_once_and_no_broken_installation_is_replaced(caplog, monkeypatch):
