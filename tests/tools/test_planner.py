@@ -92,8 +92,8 @@ class TestLayers:
             linear_conv_kernel_dim=4,
         )
         for lay in (Layout(dp=1, etp=1), Layout(tp=2, cp=4, dp=1, ep=4, etp=1)):
-            part = layers.Part(p, lay, 3, 64, fused=True)
-            mine = layers.language_layer(kind, part), layers.head(part)
+            batch = layers.RankBatch(p, lay, 3, 64, fused=True)
+            mine = layers.language_layer(kind, batch), layers.head(batch)
             counted = 3 * lay.size * sum(sum(layer.work.values()) for layer in mine)
             router = 3 * 2 * 3 * 64 * p.hidden_size * p.num_experts if kind == "E" else 0
             assert counted - router == pytest.approx(num_floating_point_operations(args, 3))

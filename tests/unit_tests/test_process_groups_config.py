@@ -18,6 +18,7 @@ from megatron.core.process_groups_from_grid import (
     SAME_GROUPS,
     groups_from_grid,
 )
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}
 ALL_FIELDS = {f.name for f in fields(ProcessGroupCollection)}
@@ -226,3 +227,14 @@ class TestGroupCount:
 def test_dims_that_a_module_cannot_have_are_refused(sizes, dims, message):
     with pytest.raises(ValueError, match=message):
         groups_from_grid(HyperCommGrid(sizes, dims))
+
+
+@requires_world_size(8)
+def test_real_groups_hold_the_ranks_of_the_grid():
+    Utils.initialize_distributed()
+    grid = make_grid(tp=2, dp=2, pp=2, expert=[1, 4, 1])
+    pgs = ProcessGroupCollection.from_hyper_comm_grid(grid)
+    for name, ranks in fields_of(Utils.rank, tp=2, dp=2, pp=2, expert=[1, 4, 1]).items():
+        group = getattr(pgs, name)
+        assert (group and dist.get_process_group_ranks(group)) == ranks, name
+    grid.destroy()

@@ -20,7 +20,7 @@ _PLACES = 4  # most places of use that the table shows
 
 
 @dataclass
-class Row:
+class Finding:
     """A patch, an overlay file, or a name: its state, and where (files, or places of use)."""
 
     name: str
@@ -66,7 +66,7 @@ def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[s
     return lines, int(work)
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[Finding]) -> list[str]:
     width, lines = max((len(row.state) for row in rows), default=0), []
     for row in rows:
         lines.append(f"  {row.state:{width}}  {row.name}")
@@ -76,16 +76,16 @@ def _table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Row]:
+def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Finding]:
     """Return how each patch gets onto the checkout, upon those before it."""
     steps = series.build(patchset.series(), old.get, patchset.lock.git_only)
     ported = series.port(steps, checkout.read)
-    return [Row(step.name, state, where=conflicts) for step, state, conflicts in ported]
+    return [Finding(step.name, state, where=conflicts) for step, state, conflicts in ported]
 
 
 def _files(
     patchset: PatchSet, old: dict[str, bytes], checkout: Checkout, versions: tuple[Version, Version]
-) -> list[Row]:
+) -> list[Finding]:
     """Return the overlay files that replace upstream's in either version."""
     rows = []
     for path in sorted(path for path in patchset.overlay if path.startswith("megatron/")):
@@ -98,13 +98,13 @@ def _files(
         changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
         sides = [(name, was.get(name, "absent"), now.get(name, "absent")) for name in changed]
         lines = [f"{name}: was {before}, now {after}" for name, before, after in sides]
-        rows.append(Row(path, state, "\n".join(lines)))
+        rows.append(Finding(path, state, "\n".join(lines)))
     return rows
 
 
-def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Row]:
+def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Finding]:
     """Return upstream's names that our code uses and that are gone or declared differently."""
     sources = patchset.sources("tests", "tools/checkpoint")
     found = compare({path: ours.read_bytes() for path, ours in sources.items()}, *versions)
-    rows = [Row(name, kind, detail, places) for (kind, name, detail), places in found.items()]
+    rows = [Finding(name, kind, detail, places) for (kind, name, detail), places in found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.head_parallel_limits import check_mamba
+from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.token_order import sample_of_each_token, to_rank_order, to_sequence_order
 from megatron.core.token_layout import PaddedLengths, pad_lengths, zigzag_layout
@@ -54,31 +54,37 @@ def test_samples_that_cannot_be_told_apart_are_refused():
 
 class TestLimits:
     @pytest.mark.parametrize(
-        "heads, groups, tp, cp, message",
+        "check, sizes, message",
         [
             (
-                64, 8, 2, 64,
+                check_mamba, (64, 8, 2, 64),
                 "a Mamba layer of 64 heads in 8 groups cannot be spread over tp=2, cp=64: "
                 "tp·cp = 128 must divide the heads; "
                 "cp sizes that fit with tp=2: 1, 2, 4, 8, 16, 32; state passing takes any",
             ),
             (
-                12, 4, 1, 3,
+                check_mamba, (12, 4, 1, 3),
                 "a Mamba layer of 12 heads in 4 groups cannot be spread over tp=1, cp=3: one of cp "
                 "and the 4 groups of a TP rank must divide the other; "
                 "cp sizes that fit with tp=1: 1, 2, 4, 12; state passing takes any",
             ),
             (
-                12, 4, 3, 1,
+                check_mamba, (12, 4, 3, 1),
                 "a Mamba layer of 12 heads in 4 groups cannot be spread over tp=3, cp=1: "
                 "tp = 3 must divide the groups; cp sizes that fit with tp=3: none",
             ),
+            (
+                check_gated_delta_net, (16, 32, 2, 3),
+                "a gated delta net of 16 key and 32 value heads cannot be spread over tp=2, cp=3: "
+                "tp·cp = 6 must divide both; cp sizes that fit with tp=2: 1, 2, 4, 8; "
+                "state passing takes any",
+            ),
         ],
-        ids=["heads", "groups", "groups-tp"],
+        ids=["heads", "groups", "groups-tp", "delta"],
     )  # fmt: skip
-    def test_the_refusal_names_numbers_rule_and_sizes(self, heads, groups, tp, cp, message):
+    def test_the_refusal_names_numbers_rule_and_sizes(self, check, sizes, message):
         with pytest.raises(ValueError) as refusal:
-            check_mamba(heads, groups, tp, cp)
+            check(*sizes)
         assert str(refusal.value) == message
 
     @pytest.mark.parametrize("cp, groups", [(5, 1), (3, 4)])

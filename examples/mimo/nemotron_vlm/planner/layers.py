@@ -30,7 +30,7 @@ RECOMPUTED = {"none": "", "moe": "E", "full": "*MGE-"}
 
 
 @dataclass(frozen=True)
-class Part:
+class RankBatch:
     """A microbatch on one rank of the language model.
 
     p: sizes of the model. lay: its layout. samples: sequences of the microbatch on a DP rank, of
@@ -72,47 +72,47 @@ class Layer:
 
 
 @cache
-def language_layer(kind: str, part: Part) -> Layer:
+def language_layer(kind: str, batch: RankBatch) -> Layer:
     """Return a layer of the language model by its letter in the pattern, without recompute."""
     count = {"*": _attention, "M": _mamba, "G": _gated_delta, "E": _experts, "-": _mlp}[kind]
-    return count(part)
+    return count(batch)
 
 
-def kept_with_recompute(kind: str, part: Part, again: str) -> float:
+def kept_with_recompute(kind: str, batch: RankBatch, again: str) -> float:
     """Return the elements that one layer keeps if ``again`` is recomputed: none, moe or full."""
     if kind not in RECOMPUTED[again]:
-        return language_layer(kind, part).kept
-    return part.tokens * (part.p.hidden_size if again == "full" else _norm(part))
+        return language_layer(kind, batch).kept
+    return batch.tokens * (batch.p.hidden_size if again == "full" else _norm(batch))
 
 
-def _norm(part: Part) -> int:
+def _norm(batch: RankBatch) -> int:
     """Count a norm's input, output and inverse deviation, per token; PyTorch's keeps one more."""
-    return (2 if part.fused else 3) * part.p.hidden_size + 1
+    return (2 if batch.fused else 3) * batch.p.hidden_size + 1
 
 
-def _attention(part: Part) -> Layer:
-    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.num_attention_heads
+def _attention(batch: RankBatch) -> Layer:
+    p, lay, tokens, heads = batch.p, batch.lay, batch.tokens, batch.p.num_attention_heads
     q, kv = heads * p.kv_channels, 2 * p.num_query_groups * p.kv_channels
-    gathered = kv * lay.cp if lay.cp > 1 and not part.fused else 0
-    kept = _norm(part) + (2 if part.fused else 3) * q + kv + gathered + heads
+    gathered = kv * lay.cp if lay.cp > 1 and not batch.fused else 0
+    kept = _norm(batch) + (2 if batch.fused else 3) * q + kv + gathered + heads
     work = {
         "gemm": 2 * tokens * p.hidden_size * (2 * q + kv),
-        "attention": 2 * tokens * part.seq_length * q,
+        "attention": 2 * tokens * batch.seq_length * q,
     }
     moved = tokens * (2 * q + kv)  # to the zigzag layout, and back
     return Layer(work, tokens * kept, tokens * (q + kv), moved, tokens * lay.cp * kv)
 
 
-def _mamba(part: Part) -> Layer:
-    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.mamba_num_heads
+def _mamba(batch: RankBatch) -> Layer:
+    p, lay, tokens, heads = batch.p, batch.lay, batch.tokens, batch.p.mamba_num_heads
     inner = heads * p.mamba_head_dim
     groups, state = p.mamba_num_groups, p.mamba_state_dim
     mixed = inner + 2 * groups * state
     projected, largest = inner + mixed + heads, inner + mixed + heads
-    if part.fused:
+    if batch.fused:
         kept = projected + 3 * inner
     else:
-        chunk = min(SSD_CHUNK, part.seq_length / lay.cp)
+        chunk = min(SSD_CHUNK, batch.seq_length / lay.cp)
         between_tokens = (2 * heads + groups) * chunk
         states = 2 * inner * state / chunk + 2 * heads * state
         kept = projected + 3 * mixed + 10 * inner + 2 * groups * state + between_tokens + states
@@ -121,34 +121,34 @@ def _mamba(part: Part) -> Layer:
         "gemm": 2 * tokens * p.hidden_size * (inner + projected),
         "scan": 7 * tokens * inner * state,
     }
-    states = part.samples * inner * state / lay.tp * lay.cp
-    return Layer(work, tokens * (_norm(part) + kept), tokens * largest, states=states)
+    states = batch.samples * inner * state / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(batch) + kept), tokens * largest, states=states)
 
 
-def _gated_delta(part: Part) -> Layer:
-    p, lay, tokens, heads = part.p, part.lay, part.tokens, part.p.linear_num_value_heads
+def _gated_delta(batch: RankBatch) -> Layer:
+    p, lay, tokens, heads = batch.p, batch.lay, batch.tokens, batch.p.linear_num_value_heads
     key, value = p.linear_num_key_heads * p.linear_key_head_dim, heads * p.linear_value_head_dim
     projected, mixed, largest = 2 * (key + value + heads), 2 * key + value, 2 * (key + value)
     repeated = 2 * heads * p.linear_key_head_dim  # queries and keys repeated for all value heads
-    if part.fused:
+    if batch.fused:
         kept = projected + mixed + repeated + 3 * value + heads * GDN_CHUNK
     else:
-        chunk = min(GDN_CHUNK, part.seq_length / lay.cp)
+        chunk = min(GDN_CHUNK, batch.seq_length / lay.cp)
         kept = projected + 3 * mixed + 9 * value + 6 * repeated + 5.25 * heads * chunk
         largest = max(largest, heads * chunk)
     work = {
         "gemm": 2 * tokens * p.hidden_size * (projected + value),
         "delta": 2 * tokens * (CONV_KERNEL * mixed + 4 * value * p.linear_value_head_dim),
     }
-    states = part.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
-    return Layer(work, tokens * (_norm(part) + kept), tokens * largest, states=states)
+    states = batch.samples * value * p.linear_key_head_dim / lay.tp * lay.cp
+    return Layer(work, tokens * (_norm(batch) + kept), tokens * largest, states=states)
 
 
-def _experts(part: Part) -> Layer:
-    p, lay, tokens = part.p, part.lay, part.tokens
+def _experts(batch: RankBatch) -> Layer:
+    p, lay, tokens = batch.p, batch.lay, batch.tokens
     h, ffn = p.hidden_size, p.moe_ffn_hidden_size
     shared, sent = p.moe_shared_expert_intermediate_size, p.moe_router_topk
-    kept = _norm(part) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
+    kept = _norm(batch) + 2 * shared + 2 * p.num_experts + 10 * p.moe_router_topk
     kept += sent * lay.etp * (h + 3 * ffn / lay.etp)
     work = {
         "gemm": 2 * tokens * h * (2 * shared + p.num_experts),
@@ -157,20 +157,20 @@ def _experts(part: Part) -> Layer:
     return Layer(work, tokens * kept, tokens * sent * lay.etp * max(h, ffn / lay.etp))
 
 
-def _mlp(part: Part) -> Layer:
-    p, tokens, ffn = part.p, part.tokens, part.p.ffn_hidden_size or 4 * part.p.hidden_size
+def _mlp(batch: RankBatch) -> Layer:
+    p, tokens, ffn = batch.p, batch.tokens, batch.p.ffn_hidden_size or 4 * batch.p.hidden_size
     work = {"gemm": 4 * tokens * p.hidden_size * ffn}
-    return Layer(work, tokens * (_norm(part) + 2 * ffn), tokens * ffn)
+    return Layer(work, tokens * (_norm(batch) + 2 * ffn), tokens * ffn)
 
 
-def head(part: Part) -> Layer:
+def head(batch: RankBatch) -> Layer:
     """Return the final norm and the logits of one microbatch.
 
     In bytes, each logit has an fp32 softmax, and with fused layers an fp32 gradient as well.
     """
-    p, tokens = part.p, part.tokens
+    p, tokens = batch.p, batch.tokens
     work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}
-    return Layer(work, tokens * (_norm(part) + p.vocab_size))
+    return Layer(work, tokens * (_norm(batch) + p.vocab_size))
 
 
 def inputs_of_sample(encoder: str, tiles: float) -> float:

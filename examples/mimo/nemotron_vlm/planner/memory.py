@@ -12,7 +12,7 @@ from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, Part
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, RankBatch
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of_stage, held, padded
 from examples.mimo.nemotron_vlm.planner.plan import Plan
@@ -63,8 +63,12 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
 
 def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
-    part, width, number = plan.part(machine), machine.precision, plan.layouts.num_microbatches
-    parts = dict(_language_kept(part, plan.recompute, number, width, stage.number))
+    batch, width, number = (
+        plan.rank_batch(machine),
+        machine.precision,
+        plan.layouts.num_microbatches,
+    )
+    parts = dict(_language_kept(batch, plan.recompute, number, width, stage.number))
     if plan.layouts.non_colocated:
         return parts
     at_once = plan.encoded_and_kept
@@ -72,8 +76,8 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
     encoder, bridge, is_first = 0.0, 0.0, stage.number == 0
     for each, own in plan.encoders:
         encoder += width * plan.most_inputs(each, own, kept) * each.kept(own)
-        consumed = at_once * plan.inputs_of_sample(each) * part.samples * is_first
-        row = part.p.hidden_size * each.usual_rows()
+        consumed = at_once * plan.inputs_of_sample(each) * batch.samples * is_first
+        row = batch.p.hidden_size * each.usual_rows()
         bridge += width * (plan.most_inputs(each, own, at_once) + 2 * consumed) * row
     if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))
@@ -81,17 +85,17 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
 
 
 @cache
-def _language_kept(part: Part, again: str, number: int, width: int, stage: int) -> Parts:
-    lay, chunks = part.lay, chunks_of_stage(part.p.hybrid_layer_pattern, part.lay, stage)
+def _language_kept(batch: RankBatch, again: str, number: int, width: int, stage: int) -> Parts:
+    lay, chunks = batch.lay, chunks_of_stage(batch.p.hybrid_layer_pattern, batch.lay, stage)
     kinds = set("".join(chunks))
-    of_layer = {kind: layers.kept_with_recompute(kind, part, again) for kind in kinds}
+    of_layer = {kind: layers.kept_with_recompute(kind, batch, again) for kind in kinds}
     kept = tuple(sum(of_layer[kind] for kind in chunk) for chunk in chunks)
     run_again = kinds & set(RECOMPUTED[again])
-    running = [layers.language_layer(kind, part).running for kind in run_again]
+    running = [layers.language_layer(kind, batch).running for kind in run_again]
     is_last = stage == lay.pp - 1
     return {
         "language activations": width * most_in_flight(stage, lay, number, kept),
-        "loss": (4 + width + 4 * part.fused) * layers.head(part).kept * is_last,
+        "loss": (4 + width + 4 * batch.fused) * layers.head(batch).kept * is_last,
         "recomputed layer": width * max(running, default=0.0),
     }
 

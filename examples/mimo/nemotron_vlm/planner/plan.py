@@ -14,7 +14,7 @@ from examples.mimo.nemotron_vlm.data.sample import IMAGES, most_tiles
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
-from examples.mimo.nemotron_vlm.planner.layers import Part, inputs_of_sample
+from examples.mimo.nemotron_vlm.planner.layers import RankBatch, inputs_of_sample
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.schedule.bubble_plan import most_kept
@@ -114,10 +114,12 @@ class Plan:
         deviation = self.images.deviation if encoder.name == IMAGES else 0.0
         return mean + deviation * math.sqrt(samples * 2 * math.log(own.dp))
 
-    def part(self, machine: Machine) -> Part:
+    def rank_batch(self, machine: Machine) -> RankBatch:
         """Return a microbatch as a rank of the language model processes it."""
         lay, batch = self.layouts.language, self.layouts.batch
-        return Part(self.preset.language, lay, batch.micro_size, batch.seq_length, machine.fused)
+        return RankBatch(
+            self.preset.language, lay, batch.micro_size, batch.seq_length, machine.fused
+        )
 
 
 def plan_of(options: Options) -> Plan:

@@ -37,7 +37,7 @@ from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
-from examples.mimo.nemotron_vlm.planner.step_time import Step, estimate, step_time
+from examples.mimo.nemotron_vlm.planner.step_time import StepTime, estimate, step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 MICRO_SIZES = (1, 2, 4, 8)
@@ -68,7 +68,7 @@ class Priced(NamedTuple):
     """A plan with its step time, and the memory of a rank of each stage."""
 
     plan: Plan
-    step: Step
+    step: StepTime
     memory: list[Parts]
 
 

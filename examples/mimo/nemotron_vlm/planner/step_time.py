@@ -18,7 +18,7 @@ import numpy as np
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
-from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, Part
+from examples.mimo.nemotron_vlm.planner.layers import BACKWARD, RECOMPUTED, Layer, RankBatch
 from examples.mimo.nemotron_vlm.planner.machine import (
     Group,
     Machine,
@@ -47,35 +47,37 @@ loss, token count, routers' statistics, and whether all have finite gradients an
 
 
 @cache
-def language_chunks(part: Part, again: str, machine: Machine, first: int) -> tuple[Cost, ...]:
+def language_chunks(batch: RankBatch, again: str, machine: Machine, first: int) -> tuple[Cost, ...]:
     """Return the cost of one microbatch in each virtual stage, in the pipeline's order.
 
     Args:
         again: recompute setting.
         first: the language model's first rank.
     """
-    p, lay = part.p, part.lay
+    p, lay = batch.p, batch.lay
     groups = groups_of(lay, machine.gpus_per_node, first)
     pattern = p.hybrid_layer_pattern
-    of_layer = {kind: _layer(kind, part, again, machine, groups) for kind in set(pattern) - {"|"}}
+    of_layer = {kind: _layer(kind, batch, again, machine, groups) for kind in set(pattern) - {"|"}}
     chunks = [
         sum((of_layer[kind].times(chunk.count(kind)) for kind in sorted(set(chunk))), Cost())
         for chunk in chunks_of(pattern, lay)
     ]
-    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    size = batch.tokens * lay.tp * p.hidden_size * machine.precision
     chunks[0] += Cost(tensor=2 * machine.ring(groups["tp"], size))
-    loss = (1 + BACKWARD) * machine.seconds(layers.head(part).work)
+    loss = (1 + BACKWARD) * machine.seconds(layers.head(batch).work)
     gathered = GATHERS * machine.ring(groups["tp"], size)
     chunks[-1] += Cost(language=machine.with_overhead(loss, "head"), tensor=gathered)
     return tuple(chunks)
 
 
-def _layer(kind: str, part: Part, again: str, machine: Machine, groups: dict[str, Group]) -> Cost:
-    p, lay = part.p, part.lay
-    layer = layers.language_layer(kind, part)
+def _layer(
+    kind: str, batch: RankBatch, again: str, machine: Machine, groups: dict[str, Group]
+) -> Cost:
+    p, lay = batch.p, batch.lay
+    layer = layers.language_layer(kind, batch)
     compute = (1 + BACKWARD) * machine.seconds(layer.work)
     compute = machine.with_overhead(compute, kind, experts=p.num_experts / lay.ep)
-    size = part.tokens * lay.tp * p.hidden_size * machine.precision
+    size = batch.tokens * lay.tp * p.hidden_size * machine.precision
     tensor = GATHERS * machine.ring(groups["tp"], size)
     experts = context = 0.0
     if kind == "E":
@@ -167,14 +169,14 @@ def after_backward(plan: Plan, machine: Machine) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Time of a step and of its parts."""
 
     seconds: float
     parts: dict[str, float]  # of a rank of the busiest pipeline stage; ``bubble`` is waiting
 
 
-def step_time(plan: Plan, machine: Machine) -> Step:
+def step_time(plan: Plan, machine: Machine) -> StepTime:
     """Predict one step by simulating the pipeline, microbatch by microbatch."""
     work = work_of(plan, machine)
     gradients, optimizer = after_backward(plan, machine)
@@ -188,7 +190,7 @@ def step_time(plan: Plan, machine: Machine) -> Step:
         "overhead": machine.step_overhead + work.microbatches * machine.microbatch_overhead,
     }
     parts["bubble"] = max(0.0, total - sum(parts.values()))
-    return Step(total, parts)
+    return StepTime(total, parts)
 
 
 def estimate(plan: Plan, machine: Machine) -> float:
@@ -208,11 +210,11 @@ def estimate(plan: Plan, machine: Machine) -> float:
 def work_of(plan: Plan, machine: Machine) -> Work:
     """Return the work of a plan's step, in seconds of a machine."""
     layouts, lay, number = plan.layouts, plan.layouts.language, plan.layouts.num_microbatches
-    part = plan.part(machine)
+    batch = plan.rank_batch(machine)
     encoders = [encoder_cost(plan, machine, *each) for each in plan.encoders]
-    chunks = language_chunks(part, plan.recompute, machine, layouts.language_offset)
+    chunks = language_chunks(batch, plan.recompute, machine, layouts.language_offset)
     bridge, stages = bridge_seconds(plan, machine), stages_of_pipeline(layouts)
-    size = part.tokens * plan.preset.language.hidden_size * machine.precision
+    size = batch.tokens * plan.preset.language.hidden_size * machine.precision
     hop = machine.send(groups_of(lay, machine.gpus_per_node, layouts.language_offset)["pp"], size)
     shared = {"overhead": machine.microbatch_overhead}
     if layouts.non_colocated:

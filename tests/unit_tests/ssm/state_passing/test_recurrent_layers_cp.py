@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.ssm.head_parallel_limits import check_gated_delta_net
 from megatron.core.tensor_parallel import random
 from megatron.core.token_layout import PaddedLengths, pad_lengths
 from tests.unit_tests.ssm.recurrent_layers import (
@@ -163,13 +162,3 @@ class TestSpreadDeltaNet:
         hidden = random_rows(6, 1, HIDDEN, seed=1)
         call(pair.sharded, hidden, lengths.packed_seq_params(Utils.device))
         assert told == [[0, unit, 3 * unit]]
-
-
-def test_heads_that_do_not_divide_are_refused_with_what_fits():
-    with pytest.raises(ValueError) as refusal:
-        check_gated_delta_net(key_heads=16, value_heads=32, tp_size=2, cp_size=3)
-    assert str(refusal.value) == (
-        "a gated delta net of 16 key and 32 value heads cannot be spread over tp=2, cp=3: "
-        "tp·cp = 6 must divide both; cp sizes that fit with tp=2: 1, 2, 4, 8; "
-        "state passing takes any"
-    )

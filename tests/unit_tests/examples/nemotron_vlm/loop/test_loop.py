@@ -4,6 +4,7 @@
 
 import gc
 import json
+import math
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, rea
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
@@ -78,6 +80,26 @@ class TestStep:
             of_language = num_floating_point_operations(args, 8)
         tiles = 8 * 2  # of a sample: one to three, each as likely
         assert of_batch - of_language == pytest.approx(tiles * of_tile)
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize(("module", "rank"), [("images", 0), ("language", 1)])
+def test_a_step_with_bad_gradients_on_one_rank_is_skipped_by_both(module, rank, monkeypatch):
+    step, steps = MimoOptimizer.step, []
+
+    def struck(optimizer):
+        steps.append(optimizer)
+        if Utils.rank == rank and len(steps) == 3:
+            for leaf in optimizer.module_infos[module].optimizer.chained_optimizers:
+                for buffer in leaf.buffers:
+                    buffer.grad_data.fill_(math.nan)
+        return step(optimizer)
+
+    monkeypatch.setattr(MimoOptimizer, "step", struck)
+    batch = ("--global-batch-size", "8", "--micro-batch-size", "4")
+    layout = ("--placement", "non-colocated", "--no-check-for-nan-in-loss-and-grad")
+    records = trajectory(*layout, *batch, steps=5)
+    assert [record["skipped"] for record in records] == [False, False, True, False, False]
 
 
 @requires_world_size(1)

@@ -16,7 +16,7 @@ from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, planned_rows
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import divides, gather_groups
-from megatron.core.token_layout import Route
+from tests.unit_tests.test_token_layout import exchange_in_one_process
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
 ORDERS = list(itertools.permutations(PRODUCTION))
@@ -53,25 +53,6 @@ def topologies(world: int, every: int = 1):
     for layout in list(layouts(world))[::every]:
         yield topology_of(*layout)
         yield topology_of(*layout, pick.choice(ORDERS), pick.choice((("tp", "dp"), ("dp", "tp"))))
-
-
-def all_to_all(routes: list[Route], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each member's result, [addends, rows]; fail if a place is written twice or never."""
-    sent = [
-        tensor[route.send_places].split(route.send_splits)
-        for route, tensor in zip(routes, tensors, strict=True)
-    ]
-    results = []
-    for member, route in enumerate(routes):
-        assert route.recv_splits == tuple(r.send_splits[member] for r in routes)
-        assert route.recv_splits[member] == 0
-        places = torch.cat([route.recv_places, route.kept_to])
-        assert torch.equal(places.sort().values, torch.arange(route.addends * route.size))
-        values = [*(messages[member] for messages in sent), tensors[member][route.kept_from]]
-        moved = torch.empty(len(places), dtype=torch.int64)
-        moved[places] = torch.cat(values)
-        results.append(moved.view(route.addends, route.size))
-    return results
 
 
 class Batch:
@@ -191,15 +172,15 @@ class TestDelivery:
                 forward, backward = batch.routes(plan_block(topology, members), members)
                 before = [batch.of(topology.encodes(rank)) for rank in members]
                 wanted = [batch.of(consumed(topology, rank)) for rank in members]
-                for rows, got in zip(wanted, all_to_all(forward, before), strict=True):
-                    assert torch.equal(got, rows[None])
+                arrived = exchange_in_one_process(before, forward)
+                assert all(map(torch.equal, arrived, wanted))
                 owners = [torch.from_numpy(batch.owner)[rows] for rows in wanted]
                 grads = [
                     torch.where(owner == topology.dest[rank].cp, rows, -1)
                     for rank, rows, owner in zip(members, wanted, owners, strict=True)
                 ]
-                for rows, got in zip(before, all_to_all(backward, grads), strict=True):
-                    assert torch.equal(got, rows[None])
+                returned = exchange_in_one_process(grads, backward)
+                assert all(map(torch.equal, returned, before))
 
 
 class TestVolume:

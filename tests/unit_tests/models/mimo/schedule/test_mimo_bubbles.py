@@ -5,7 +5,6 @@
 Rows of rows.py with `BUBBLES` compare what is trained with one rank.
 """
 
-import itertools
 import random
 import time
 import weakref
@@ -18,18 +17,14 @@ import torch.distributed as dist
 from examples.mimo.nemotron_vlm.encoders.stage import EncoderStage
 from megatron.core.models.mimo.forward import macro_batches
 from megatron.core.models.mimo.schedule import encoder_work
-from megatron.core.models.mimo.schedule.bubble_plan import (
-    BACKWARD,
-    ENCODE,
-    RETURN,
-    bubble_plan,
-)
+from megatron.core.models.mimo.schedule.bubble_plan import bubble_plan
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, prepare_bubbles
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunDataIterator
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import BUBBLES, FLAT, OVERLAP, PIPELINE, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.models.mimo.schedule.test_mimo_bubble_plan import kept_by_stage
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 PP_4, PP_2, VPP_2 = "pp=4,dp=1", "pp=2,dp=2,ep=2", "pp=2,vpp=2,dp=2,ep=2"
@@ -131,16 +126,9 @@ def most_kept_in_a_step(microbatches: int, monkeypatch) -> int:
 
 def test_activations_do_not_grow_with_the_batch(monkeypatch):
     """A rank keeps what the plan says, 2p + 1 macro-batches at most."""
-    kept = [_most_kept(bubble_plan(4, m, 1), Utils.rank) for m in (8, 16, 32)]
+    kept = [kept_by_stage(bubble_plan(4, m, 1))[Utils.rank] for m in (8, 16, 32)]
     assert [most_kept_in_a_step(m, monkeypatch) for m in (8, 16, 32)] == kept
     assert kept[1] == kept[2] <= 9
-
-
-def _most_kept(plan, stage: int) -> int:
-    """Largest number of macro-batches whose activations a stage of a plan keeps."""
-    pieces = [piece for place in plan.before[stage] for piece in place]
-    changes = [{ENCODE: 1, RETURN: 0, BACKWARD: -1}[piece.kind] for piece in pieces]
-    return max(itertools.accumulate(changes))
 
 
 @pytest.mark.parametrize(
