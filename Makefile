@@ -52,7 +52,7 @@ lock: ## After a change to patches or overlay: canonical patches and the lock
 	@tools/python.sh tools/overlay refresh
 
 $(SHARDS)/tokenizer: | setup
-	$(VENV)/bin/python tools/data/make_digits_webdataset.py $(SHARDS) --samples 8000 --seed 1
+	$(VENV)/bin/python tools/data/make_webdataset.py $(SHARDS) --samples 8000 --seed 1
 	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer $(SHARDS)/tokenizer \
 	    --tile 16 --tokens-per-tile 4
 

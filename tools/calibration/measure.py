@@ -145,7 +145,7 @@ def measured(options: Options) -> Figures:
     with contextlib.redirect_stdout(None), tracking:
         if is_tracked:
             tracking.enter_context(tracker)
-        session = open_session(options, make_source(options.args, options.preset.images))
+        session = open_session(options, make_source(options.args, options.preset))
         session.cfg.model.post_wrap_hooks.append(observe)
         train(session)
         close_session(session)

@@ -12,6 +12,8 @@ import torch
 
 IMAGES = "images"
 """Name of the encoder of image tiles."""
+SOUND = "sound"
+"""Name of the encoder of sound."""
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10

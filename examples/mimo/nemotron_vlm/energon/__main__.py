@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
+from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
@@ -24,6 +27,8 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     make_survey,
 )
 
+_SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
+
 PERCENTILES = (0, 50, 90, 99, 100)
 
 
@@ -31,13 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
     given = _parse(arguments)
     try:
-        chat = Chat(given.tokenizer, given.image_token)
+        sound = Listening(given.sound) if given.sound else None
+        chat = Chat(given.tokenizer, given.image_token, sound is not None)
         if given.patch:
             bounds = given.min_patches, given.max_patches
             images = Resizing(PatchGrids(given.patch, given.pixel_shuffle, *bounds))
         else:
             images = Tiling(given.tile, given.max_tiles, given.thumbnail)
-        encoder = Encoder(chat, images, 1 if given.patch else given.tokens_per_tile, given.prompt)
+        per_tile = 1 if given.patch else given.tokens_per_tile
+        encoder = Encoder(chat, images, per_tile, given.prompt, sound)
         for split in PARTS:
             try:
                 datasets = open_split(given.path, split).datasets
@@ -49,8 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, split, given))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, MissingPackage) as error:
+        line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
+        print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
         return 2
     return 0
 
@@ -65,9 +73,10 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD
     tokens, inputs = survey.tokens[subset][good], survey.inputs[subset][good]
+    alone = np.diff(survey.media_ends, prepend=0)[subset][good] == 0
     lines = [
         f"{dataset.path} {split}: {len(good)} samples in {len(dataset.shards)} shards, "
-        f"{len(tokens)} good, {int((inputs == 0).sum())} of them text only"
+        f"{len(tokens)} good, {int(alone.sum())} of them text only"
     ]
     if len(tokens):
         spread = np.percentile(tokens, PERCENTILES, method="nearest").tolist()
@@ -77,6 +86,9 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
         of = (f"{count} with {number}" for number, count in counts)
         kind = "images" if given.patch else "tiles"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
+        if given.sound:
+            chosen = np.arange(subset.start, subset.stop)[good]
+            lines.append(f"  sound   {survey.count(chosen, SOUND)} clips")
     bad = bad_samples(dataset, survey, seq_length, names)
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
@@ -97,6 +109,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pixel-shuffle", type=int, default=2, help="of images of any size")
     parser.add_argument("--min-patches", type=int, default=1024, help="of images of any size")
     parser.add_argument("--max-patches", type=int, default=13312, help="of images of any size")
+    parser.add_argument(
+        "--sound",
+        type=int,
+        nargs="?",
+        const=8,
+        metavar="FRAMES",
+        help="survey sounds, so many log-mel frames of which become a token (8)",
+    )
     parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
     parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")

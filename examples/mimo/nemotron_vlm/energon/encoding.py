@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of a conversation as tokens, and of its images as tiles or whole.
+"""Encoding of a conversation as tokens, of its images as tiles or whole, and of its sounds.
 
 Tiling is dynamic: an image becomes a grid of square tiles, and a thumbnail of the whole. The grid
 is the one of InternVL 1.5 (Chen et al. 2024, arXiv:2404.16821, section 3.2), which NVLM (Dai et al.
@@ -13,20 +13,28 @@ image's size alone.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
-from examples.mimo.nemotron_vlm.data.sample import Text
-from examples.mimo.nemotron_vlm.energon.conversation import Chat, place_images
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage, one_line
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
+from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.energon.errors import (
+    BadConversation,
+    BadImage,
+    BadMedium,
+    BadSound,
+    one_line,
+)
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Record
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
 
 FORMATS = ("JPEG", "PNG")
 LONGEST = (1 << 15) - 1
@@ -152,77 +160,113 @@ def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[i
     return min(grids, key=preference)
 
 
+class File(NamedTuple):
+    """An image or a sound: its kind, and its file."""
+
+    kind: str
+    data: bytes
+
+
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes samples as tokens and tiles; nothing in it depends on the sequence length.
+    """Encodes samples as tokens, tiles and clips; nothing in it depends on the sequence length.
 
     images: how each image of a sample is prepared, on its own. tokens_per_tile: image tokens of a
-    tile; 1 for whole images. prompt: question for samples that have only a caption.
+    tile; 1 for whole images. prompt: question for samples that have only a caption. sound: how each
+    sound is prepared; None for a model that encodes none.
     """
 
     chat: Chat
     images: Tiling | Resizing
     tokens_per_tile: int
     prompt: str = DEFAULT_PROMPT
+    sound: Listening | None = None
 
     @property
     def settings(self) -> dict[str, object]:
-        """Everything that determines tokens and images, except the data."""
+        """Everything that determines tokens, images and clips, except the data."""
         return {
             "chat": self.chat.fingerprint,
             **asdict(self.images),
             "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
+            "sound": self.sound and asdict(self.sound),
         }
 
     def text(self, record: Record, sizes: Sequence[int]) -> Text:
         """Return the tokens of a record.
 
         Args:
-            sizes: of each image, as `sizes` returns them.
+            sizes: of each image and sound, as `sizes` returns them.
 
         Raises:
             BadConversation: the conversation cannot be tokenized, or no token bears a loss.
         """
-        if len(record.images) != len(sizes):
-            raise BadConversation(f"{len(record.images)} images in the place of {len(sizes)}")
-        ids, answer = self.chat.encode(place_images(record.turns, len(sizes)))
+        if len(record.media) != len(sizes):
+            raise BadConversation(f"{len(record.media)} images or sounds instead of {len(sizes)}")
+        ids, answer = self.chat.encode(record.turns)
         repeats = np.ones(len(ids), np.int64)
-        rows = self.images.rows(np.array(sizes, np.int64))
-        repeats[ids == self.chat.image_token] = rows * self.tokens_per_tile
+        for kind, token in self.chat.ids.items():
+            pairs = zip(record.media, sizes, strict=True)
+            own = np.array([size for medium, size in pairs if medium.kind == kind], np.int64)
+            rows = self.sound.rows(own) if kind == SOUND else self.images.rows(own)
+            repeats[ids == token] = rows * (self.tokens_per_tile if kind == IMAGES else 1)
         ids, answer = np.repeat(ids, repeats), np.repeat(answer, repeats)
         if not answer[1:].any():
             raise BadConversation("no token bears a loss")
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
-    def sizes(self, images: list[bytes]) -> list[int]:
-        """Return each image's number of tiles, or size; only the images' headers are read.
+    def sizes(self, files: list[File]) -> list[int]:
+        """Return each image's number of tiles, or size, and each sound's number of samples.
 
         Raises:
-            BadImage: the header of an image cannot be read.
+            BadMedium: the header of an image cannot be read, or a sound cannot be decoded.
         """
-        return _each(images, lambda image: self.images.size_of(*image.size))
+        return _each(files, self._size)
 
-    def inputs(self, images: list[bytes]) -> torch.Tensor | list[torch.Tensor]:
-        """Return all tiles, uint8 [n, 3, tile, tile]; or the images as `PatchGrids.cut` does.
+    def inputs(self, files: list[File], encoder: str = IMAGES) -> torch.Tensor | list[torch.Tensor]:
+        """Return an encoder's inputs.
+
+        They are all tiles, uint8 [n, 3, tile, tile]; the images as `PatchGrids.cut` returns them;
+        or the sounds as `Listening.cut` does.
 
         Raises:
-            BadImage: an image cannot be decoded.
+            BadMedium: an image or sound cannot be decoded.
         """
-        return self.images.join(_each(images, self.images.cut))
+        own = [file for file in files if file.kind == encoder]
+        made = _each(own, self._cut)
+        return self.images.join(made) if encoder == IMAGES else made
 
-    def tiles(self, images: list[bytes]) -> torch.Tensor:
+    def tiles(self, files: list[File]) -> torch.Tensor:
         """Return all tiles; of whole images those for a picture of them."""
         tiling = self.images if isinstance(self.images, Tiling) else Tiling(64, thumbnail=False)
-        return tiling.join(_each(images, tiling.cut))
+        return replace(self, images=tiling).inputs(files)
+
+    def _size(self, file: File) -> int:
+        if file.kind == SOUND:
+            return self._listening.size_of(file.data)
+        return self.images.size_of(*open_image(file.data).size)
+
+    def _cut(self, file: File) -> torch.Tensor:
+        if file.kind == SOUND:
+            return self._listening.cut(file.data)
+        return self.images.cut(open_image(file.data))
+
+    @property
+    def _listening(self) -> Listening:
+        if self.sound is None:
+            raise BadSound("the model has no encoder of sound")
+        return self.sound
 
 
-def _each(images: list[bytes], read: Callable[[Image.Image], Any]) -> list[Any]:
-    results = []
-    for number, data in enumerate(images, 1):
+def _each(files: list[File], read: Callable[[File], Any]) -> list[Any]:
+    results, counts = [], Counter()
+    for file in files:
+        counts[file.kind] += 1
         try:
-            results.append(read(open_image(data)))
-        except BadImage as error:
-            raise BadImage(f"image {number}: {error}") from error
+            results.append(read(file))
+        except BadMedium as error:
+            name = file.kind.removesuffix("s")
+            raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
     return results

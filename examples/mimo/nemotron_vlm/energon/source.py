@@ -8,8 +8,9 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource, Text
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, Tiling
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
@@ -41,7 +42,7 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and tiles or whole images.
+        encoder: makes tokens of samples, and tiles or whole images, and clips of sound.
         seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
@@ -80,6 +81,17 @@ class EnergonSource(SampleSource):
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
 
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """See `SampleSource`."""
+        return self._encoder.chat.ids
+
+    def inputs_per_sample(self, encoder: str) -> float:
+        """See `SampleSource`."""
+        if encoder == IMAGES:
+            return self.tiles_per_sample
+        return self._stream("train").mean_of(encoder)
+
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
         return self._stream(split).order.epoch_size
@@ -94,19 +106,20 @@ class EnergonSource(SampleSource):
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
         """See `SampleSource`; only the survey is read."""
-        if encoder != IMAGES or isinstance(self._encoder.images, Tiling):
+        if encoder == IMAGES and isinstance(self._encoder.images, Tiling):
             return super().sizes(split, first, count, encoder)
-        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64))
+        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64), encoder)
 
     def text(self, split: str, number: int) -> Text:
-        """Return the tokens of a sample; the survey gives its images' sizes, so no image is read.
+        """Return the tokens of a sample; the survey gives the sizes of images and sounds, so none
+        is read.
 
         Raises:
             ValueError: the sample is not what the survey found; the message names shard and key.
             OSError: the shard cannot be read, even after several tries; the message names it.
         """
         with self._sample(split, number) as (dataset, index, survey):
-            record = dataset.record(dataset.raw(index, images=False), self._encoder.prompt)
+            record = dataset.record(dataset.raw(index, kinds=()), self._encoder.prompt)
             text = self._encoder.text(record, survey.sizes(index))
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
@@ -121,7 +134,7 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._images(split, number, self._encoder.tiles)
+        return self._media(split, number, IMAGES, self._encoder.tiles)
 
     def inputs(
         self, split: str, number: int, encoder: str
@@ -131,15 +144,16 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._images(split, number, self._encoder.inputs) if encoder == IMAGES else []
+        return self._media(split, number, encoder, partial(self._encoder.inputs, encoder=encoder))
 
-    def _images(self, split: str, number: int, make: Callable[[list[bytes]], Any]) -> Any:
-        """Return what is made of a sample's images."""
+    def _media(self, split: str, number: int, kind: str, make: Callable[[list[File]], Any]) -> Any:
+        """Return what is made of a sample's media of a kind, which alone are read."""
         with self._sample(split, number) as (dataset, index, survey):
-            raw = dataset.raw(index)
-            files = [raw[name] for name in dataset.record(raw, self._encoder.prompt).images]
-            if self._encoder.sizes(files) != survey.sizes(index):
-                raise ValueError("its images have other sizes than in the survey")
+            raw = dataset.raw(index, kinds=(kind,))
+            media = dataset.record(raw, self._encoder.prompt).media
+            files = [File(each.kind, raw[each.file]) for each in media if each.kind == kind]
+            if self._encoder.sizes(files) != survey.sizes(index, kind):
+                raise ValueError(f"its {kind} have other sizes than in the survey")
             return make(files)
 
     def words(self, tokens: list[int]) -> str:
@@ -204,6 +218,7 @@ class EnergonSource(SampleSource):
             **sizes,
             "prompt": encoder.prompt,
             "image-token": encoder.chat.image_text,
+            **({"sound": encoder.sound.subsampling} if encoder.sound else {}),
             **({"surveys": self._surveys} if self._surveys else {}),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -275,10 +290,15 @@ class _Stream:
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.inputs[indices]
         return costs
 
-    def sizes(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Return the sizes of each sample's images by number, int64."""
+    def mean_of(self, kind: str) -> float:
+        """Return the mean number of a sample's media of a kind."""
+        means = [survey.count(own, kind) / len(own) for _, survey, own in self._numbered]
+        return float(np.average(means, weights=self.order.shares))
+
+    def sizes(self, numbers: np.ndarray, kind: str) -> list[np.ndarray]:
+        """Return the sizes of each sample's media of a kind by number, int64."""
         found = []
         for place, sample in zip(*self.order.locate(numbers), strict=True):
             _, survey, samples = self._numbered[place]
-            found.append(np.array(survey.sizes(samples[sample]), np.int64))
+            found.append(np.array(survey.sizes(samples[sample], kind), np.int64))
         return found

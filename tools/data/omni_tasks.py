@@ -1,0 +1,76 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of the tasks 'omni': words to read, tones to name, clips to watch, all with true answers.
+
+A line of text has one or two words in Pillow's own font, of any size and place, so images have many
+shapes. A tone goes up, down, or stays high or low, in noise.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+WORDS = ("apple", "bird", "cloud", "door", "fish", "green", "house", "milk", "sun", "tree")
+TONES = {"low": (300, 300), "high": (2400, 2400), "rising": (300, 2400), "falling": (2400, 300)}
+"""Frequencies at the beginning and at the end of a tone, in Hz."""
+
+SIZES = (11, 15)
+"""Range of a word's height in pixels."""
+SECONDS = (0.2, 0.5)
+RATES = (16000, 16000, 8000, 22050)
+ASKED = ("read", "hear")
+VOCABULARY = (*ASKED, *WORDS, *TONES)
+
+
+def sample(draw: np.random.Generator) -> tuple[dict[str, bytes], str, str]:
+    """Draw the files of a sample, a question with their placeholders, and the answer."""
+    kind = draw.choice(["words", "tone", "both", "text"], p=[0.45, 0.3, 0.15, 0.1])
+    words = " ".join(draw.choice(WORDS, size=draw.integers(1, 3)))
+    name = str(draw.choice(list(TONES)))
+    if kind == "text":
+        return {}, f"copy {words}", words
+    if kind == "words":
+        return {"png": line_of(draw, words)}, "read <image>", words
+    if kind == "tone":
+        return {"wav": tone(draw, *TONES[name])}, "hear <sound>", name
+    files = {"png": line_of(draw, words), "wav": tone(draw, *TONES[name])}
+    return files, "read <image> hear <sound>", f"{words} {name}"
+
+
+def line_of(draw: np.random.Generator, text: str) -> bytes:
+    """Draw a line of text, dark on light, as PNG."""
+    font = ImageFont.load_default(int(draw.integers(*SIZES)))
+    left, top, right, bottom = font.getbbox(text)
+    around = draw.integers(1, 5, size=4).tolist()
+    size = (
+        round(right - left) + around[0] + around[1],
+        round(bottom - top) + around[2] + around[3],
+    )
+    light, dark = (int(draw.integers(*range_)) for range_ in ((200, 256), (0, 60)))
+    image = Image.new("RGB", size, (light,) * 3)
+    place = around[0] - left, around[2] - top
+    ImageDraw.Draw(image).text(place, text, font=font, fill=(dark,) * 3)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def tone(draw: np.random.Generator, first: float, last: float) -> bytes:
+    """Make a tone between two frequencies, in noise, as WAV of any rate and one or two channels."""
+    rate, channels = int(draw.choice(RATES)), int(draw.integers(1, 3))
+    count = int(rate * draw.uniform(*SECONDS))
+    first, last = (frequency * draw.uniform(0.9, 1.1) for frequency in (first, last))
+    phase = np.cumsum(np.linspace(first, last, count)) * (2 * np.pi / rate)
+    loud = draw.uniform(0.2, 0.8)
+    samples = loud * np.sin(phase)[:, None] + draw.normal(0, 0.02, (count, channels))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes((samples * 32000).clip(-32768, 32767).astype("<i2").tobytes())
+    return file.getvalue()
