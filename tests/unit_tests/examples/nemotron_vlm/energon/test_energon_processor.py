@@ -1,0 +1,117 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ParakeetFeatureExtractor, PreTrainedTokenizerFast
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+from transformers.processing_utils import ImagesKwargs
+
+from examples.mimo.nemotron_vlm.energon.conversation import AROUND, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, Resizing
+from examples.mimo.nemotron_vlm.energon.records import MediaFile, read_record
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
+from megatron.energon import CrudeSample
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import GRIDS, image
+from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_sounds import wav
+
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
+{%- if item.type == 'text' %}{{ item.text }}{% endif %}
+{%- if item.type == 'image' %}<image>
+{% endif %}{% if item.type == 'audio' %}<so_embedding>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}"""
+SPECIAL = ["<image>", "<so_embedding>", "<|im_start|>", "<|im_end|>", "</s>"]
+
+ITEMS = [
+    {"type": "text", "text": " Is this "},
+    {"type": "image"},
+    {"type": "text", "text": "louder than  that? \n"},
+    {"type": "audio"},
+    {"type": "image"},
+]
+THANKS = [{"type": "text", "text": "So?"}, {"type": "audio"}]
+TALKS = {
+    "items": [("system", "Be  brief."), ("user", ITEMS), ("assistant", " No. ")],
+    "two turns": [("user", ITEMS), ("assistant", "a"), ("user", THANKS), ("assistant", "b")],
+    "text": [("user", "<image>: is it <so_embedding>?"), ("assistant", "Yes.")],
+}
+
+
+SHAPES = [(33, 20), (60, 8)]
+SOUNDS = [np.sin(np.arange(samples) / 9) for samples in (4000, 12801)]
+
+
+class Images:
+    """Stands in for the image processor, which needs torchvision: its grids alone."""
+
+    downsample_ratio = 1 / GRIDS.pixel_shuffle
+    model_input_names = ["image_grid_hw"]
+    valid_kwargs = ImagesKwargs
+
+    def __call__(self, images, **_):
+        shapes = [GRIDS.grid_of(each.height, each.width) for each in images]
+        return {"image_grid_hw": torch.tensor(shapes)}
+
+    def fetch_images(self, images):
+        return images
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path):
+    """Writes a byte-level tokenizer with the released tokens."""
+
+    def write(special: list[str]) -> PreTrainedTokenizerFast:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        made = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.add_special_tokens(special)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATE
+        )
+        fast.save_pretrained(tmp_path)
+        return fast
+
+    return write
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+def test_ids_are_the_released_processors(tokenizer, tmp_path, monkeypatch, talk):
+    made = tokenizer([*SPECIAL, *(token for pair in AROUND.values() for token in pair)])
+    texts = [str(content) for _, content in talk]
+    shapes = SHAPES[: sum(text.count("image") for text in texts)]
+    sounds = SOUNDS[: sum(text.count("audio") + text.count("<so_") for text in texts)]
+
+    monkeypatch.setattr(
+        NemotronH_Omni_Reasoning_V3Processor, "check_argument_for_proper_class", lambda *_: None
+    )
+    extractor = ParakeetFeatureExtractor(16, 16000)
+    processor = NemotronH_Omni_Reasoning_V3Processor(Images(), None, made, extractor)
+    messages = [{"role": role, "content": content} for role, content in talk]
+    text = processor.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    pixels = [Image.new("RGB", shape) for shape in shapes]
+    wanted = processor(images=pixels, text=text, audio=sounds or None)["input_ids"][0]
+
+    files = {f"{n}.png": image(*shape) for n, shape in enumerate(shapes)}
+    files |= {f"{n}.wav": wav(sound) for n, sound in enumerate(sounds)}
+    for message in messages:
+        if isinstance(message["content"], str):  # our placeholder of a sound
+            message["content"] = message["content"].replace("<so_embedding>", "<sound>")
+    named = {name: MediaFile(name) for name in files} | {"json": {"messages": messages}}
+    record = read_record(CrudeSample(named), "")
+    encoder = Encoder(Chat(tmp_path, sound=True), Resizing(GRIDS), 1, sound=Listening(8))
+    sizes = encoder.sizes([File(kind, files[name]) for kind, name in record.media])
+    found = encoder.text(record, sizes)
+    assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
+    answers = [content for role, content in talk if role == "assistant"]
+    heard = made.convert_ids_to_tokens(found.labels[found.loss_mask > 0].tolist())
+    assert "".join(heard).replace("Ġ", " ") == "".join(f"{each}<|im_end|>" for each in answers)
