@@ -10,7 +10,7 @@ OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scan
 each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
 to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
 
-With --tasks omni, samples have words to read and tones to name, one of them, both or neither.
+With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy.
 """
 
 from __future__ import annotations

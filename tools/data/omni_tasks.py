@@ -1,9 +1,9 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of the tasks 'omni': words to read, tones to name, clips to watch, all with true answers.
+"""Samples of the tasks 'omni': words to read, tones to hear, clips to watch, all with true answers.
 
 A line of text has one or two words in Pillow's own font, of any size and place, so images have many
-shapes. A tone goes up, down, or stays high or low, in noise.
+shapes. A tone goes up, down, or stays high or low, in noise. In a clip, a disc moves.
 """
 
 from __future__ import annotations
@@ -18,25 +18,33 @@ WORDS = ("apple", "bird", "cloud", "door", "fish", "green", "house", "milk", "su
 TONES = {"low": (300, 300), "high": (2400, 2400), "rising": (300, 2400), "falling": (2400, 300)}
 """Frequencies at the beginning and at the end of a tone, in Hz."""
 
+WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""Steps of a disc to the right and down."""
+
+FRAMES = (3, 6)
 SIZES = (11, 15)
 """Range of a word's height in pixels."""
 SECONDS = (0.2, 0.5)
 RATES = (16000, 16000, 8000, 22050)
-ASKED = ("read", "hear")
-VOCABULARY = (*ASKED, *WORDS, *TONES)
+ASKED = ("read", "hear", "watch")
+LABELS = ("Frame", "frame", "and", ":")
+VOCABULARY = (*ASKED, *LABELS, *WORDS, *TONES, *WAYS)
 
 
 def sample(draw: np.random.Generator) -> tuple[dict[str, bytes], str, str]:
     """Draw the files of a sample, a question with their placeholders, and the answer."""
-    kind = draw.choice(["words", "tone", "both", "text"], p=[0.45, 0.3, 0.15, 0.1])
+    kind = draw.choice(["words", "tone", "clip", "both", "text"], p=[0.4, 0.2, 0.2, 0.1, 0.1])
     words = " ".join(draw.choice(WORDS, size=draw.integers(1, 3)))
-    name = str(draw.choice(list(TONES)))
+    name, way = (str(draw.choice(list(known))) for known in (TONES, WAYS))
     if kind == "text":
         return {}, f"copy {words}", words
     if kind == "words":
         return {"png": line_of(draw, words)}, "read <image>", words
     if kind == "tone":
         return {"wav": tone(draw, *TONES[name])}, "hear <sound>", name
+    if kind == "clip":
+        frames = enumerate(clip(draw, *WAYS[way]))
+        return {f"video.{n}.png": frame for n, frame in frames}, "watch <video>", way
     files = {"png": line_of(draw, words), "wav": tone(draw, *TONES[name])}
     return files, "read <image> hear <sound>", f"{words} {name}"
 
@@ -54,6 +62,26 @@ def line_of(draw: np.random.Generator, text: str) -> bytes:
     image = Image.new("RGB", size, (light,) * 3)
     place = around[0] - left, around[2] - top
     ImageDraw.Draw(image).text(place, text, font=font, fill=(dark,) * 3)
+    return _png(image)
+
+
+def clip(draw: np.random.Generator, right: int, down: int) -> list[bytes]:
+    """Draw the frames of a clip, in which a dark disc moves, as PNG."""
+    count, radius, step = int(draw.integers(*FRAMES)), draw.uniform(2.5, 4), draw.uniform(3, 5)
+    width, height = draw.integers(24, 33, size=2).tolist()
+    light, dark = int(draw.integers(200, 256)), int(draw.integers(0, 60))
+    x, y = (draw.uniform(side / 2 - 3, side / 2 + 3) for side in (width, height))
+    frames = []
+    for number in range(count):
+        image = Image.new("RGB", (width, height), (light,) * 3)
+        far = (number - (count - 1) / 2) * step
+        place = x + right * far, y + down * far
+        ImageDraw.Draw(image).circle(place, radius, fill=(dark,) * 3)
+        frames.append(_png(image))
+    return frames
+
+
+def _png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

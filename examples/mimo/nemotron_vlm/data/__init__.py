@@ -85,16 +85,21 @@ def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
     # These need the energon extra.
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
-    from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+    from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
     from examples.mimo.nemotron_vlm.energon.sounds import Listening
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+    from examples.mimo.nemotron_vlm.energon.videos import Watching
 
     entries = {each.name: each for each in preset.encoders}
     images, sound = preset.images, entries.get(SOUND)
     chat = Chat(args.tokenizer_model, args.image_token, sound is not None)
     listening = Listening(sound.subsampling_factor) if sound else None
     if args.dynamic_resolution:
-        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt, listening)
+        watching = None
+        if images.clips:
+            watching = Watching(images.clips, args.video_frames, args.video_fps)
+        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt, listening, watching)
     else:
         tiling = Tiling(images.tile, args.max_tiles, args.thumbnail)
         encoder = Encoder(chat, tiling, images.tokens_per_tile, args.prompt, listening)

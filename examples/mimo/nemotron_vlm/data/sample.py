@@ -83,6 +83,10 @@ class SampleSource:
         """Return an encoder's inputs for sample ``number``."""
         return self.tiles(split, number) if encoder == IMAGES else []
 
+    def pictures(self, split: str, number: int) -> Sequence[torch.Tensor]:
+        """Return pictures of a sample for a report, uint8 [3, H, W] each."""
+        return self.tiles(split, number)
+
     def inputs_per_sample(self, encoder: str) -> float:
         """Return the mean number of an encoder's inputs, as ``tiles_per_sample`` is of tiles."""
         return self.tiles_per_sample if encoder == IMAGES else 0.0

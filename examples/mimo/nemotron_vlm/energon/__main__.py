@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.data.sample import SOUND
-from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
@@ -26,6 +28,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
+from examples.mimo.nemotron_vlm.energon.videos import Watching
 
 _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 
@@ -44,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             images = Tiling(given.tile, given.max_tiles, given.thumbnail)
         per_tile = 1 if given.patch else given.tokens_per_tile
-        encoder = Encoder(chat, images, per_tile, given.prompt, sound)
+        video = None
+        if given.video:
+            clips = ClipGrids(given.patch, given.pixel_shuffle, given.tubelet, given.video)
+            video = Watching(clips, given.video_frames, given.video_fps)
+        encoder = Encoder(chat, images, per_tile, given.prompt, sound, video)
         for split in PARTS:
             try:
                 datasets = open_split(given.path, split).datasets
@@ -86,9 +93,9 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
         of = (f"{count} with {number}" for number, count in counts)
         kind = "images" if given.patch else "tiles"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
-        if given.sound:
+        for kind in filter(vars(given).get, (VIDEO, SOUND)):
             chosen = np.arange(subset.start, subset.stop)[good]
-            lines.append(f"  sound   {survey.count(chosen, SOUND)} clips")
+            lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
     bad = bad_samples(dataset, survey, seq_length, names)
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
@@ -117,6 +124,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FRAMES",
         help="survey sounds, so many log-mel frames of which become a token (8)",
     )
+    parser.add_argument(
+        "--video",
+        type=int,
+        nargs="?",
+        const=1024,
+        metavar="PATCHES",
+        help="survey clips with --patch, whose frames have about so many patches (1024)",
+    )
+    parser.add_argument("--tubelet", type=int, default=2, help="frames that become rows together")
+    parser.add_argument("--video-frames", type=int, help="of a clip")
+    parser.add_argument("--video-fps", type=float, help="frames of a clip in a second")
     parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
     parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
@@ -135,6 +153,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.tile and not given.tokens_per_tile:
         parser.error("--tile needs --tokens-per-tile")
+    if given.video and not given.patch:
+        parser.error("--video needs --patch")
     if given.patch and not 0 < given.pixel_shuffle**2 <= given.min_patches <= given.max_patches:
         parser.error("--pixel-shuffle squared, --min-patches and --max-patches must ascend")
     return given

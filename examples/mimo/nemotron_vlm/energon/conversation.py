@@ -4,14 +4,14 @@
 
 The ids are those of the processor of Nemotron 3 Nano Omni in transformers, if the tokenizer has its
 tokens: an image is between ``<img>`` and ``</img>`` then, a sound between ``<so_start>`` and
-``<so_end>``.
+``<so_end>``. A clip becomes an image for each tubelet, after a label of its frames.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +21,16 @@ import numpy as np
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, one_line
 
-PLACEHOLDERS = {IMAGES: "<image>", SOUND: "<sound>"}
+VIDEO = "video"
+"""Kind of media that the encoder of images encodes, too."""
+
+KINDS_OF = {IMAGES: (IMAGES, VIDEO), SOUND: (SOUND,)}
+"""Kinds of media that each encoder takes."""
+
+PLACEHOLDERS = {IMAGES: "<image>", VIDEO: "<video>", SOUND: "<sound>"}
 """Placeholder of each kind of media in the text of a data set."""
 
-ITEMS = {IMAGES: "image", SOUND: "audio"}
+ITEMS = {IMAGES: "image", VIDEO: "video", SOUND: "audio"}
 """Type of each kind in a content of items, for templates."""
 
 IMAGE, SOUND_TOKEN = PLACEHOLDERS[IMAGES], "<so_embedding>"
@@ -154,10 +160,16 @@ class Chat:
         """Return the text of tokens, without special ones."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def encode(self, turns: list[Turn]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, turns: list[Turn], labels: Sequence[Sequence[str]] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize a conversation with the chat template.
 
-        Each placeholder becomes the token of its kind, between those of `AROUND`.
+        Each placeholder becomes the token of its kind, between those of `AROUND`; that of a clip
+        becomes a label and an image for each tubelet.
+
+        Args:
+            labels: those of each clip's tubelets.
 
         Returns:
             The n tokens, int64 [n]; and which are of an answer or the end of turn after it, bool
@@ -168,7 +180,9 @@ class Chat:
                 a token of media.
         """
         text = self._render(turns)
-        text, spans = self._surrounded(text, self._answers(turns, text))
+        spans = self._answers(turns, text)
+        self._compare(PLACEHOLDERS[VIDEO], text.count(PLACEHOLDERS[VIDEO]), len(labels))
+        text, spans = self._surrounded(text, spans, labels)
         tokens = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = np.array(tokens["input_ids"], np.int64)
         first, end = np.array(tokens["offset_mapping"], np.int64).reshape(-1, 2).T
@@ -177,22 +191,31 @@ class Chat:
             answer |= (end > span.start) & (first < span.stop)
         for kind, token in self._tokens.items():
             wanted = sum(turn.text.count(PLACEHOLDERS[kind]) for turn in turns)
-            if (found := (ids == self.ids[kind]).sum()) > wanted:
-                raise BadConversation(f"its text has the token {token}")
-            if found < wanted:
-                raise BadConversation(f"the chat template leaves out {token}")
+            wanted += sum(map(len, labels)) if kind == IMAGES else 0
+            self._compare(token, (ids == self.ids[kind]).sum(), wanted)
         return ids, answer
 
-    def _surrounded(self, text: str, spans: list[range]) -> tuple[str, list[range]]:
+    @staticmethod
+    def _compare(token: str, found: int, wanted: int) -> None:
+        if found > wanted:
+            raise BadConversation(f"its text has the token {token}")
+        if found < wanted:
+            raise BadConversation(f"the chat template leaves out {token}")
+
+    def _surrounded(
+        self, text: str, spans: list[range], labels: Sequence[Sequence[str]]
+    ) -> tuple[str, list[range]]:
         """Return the text with the tokens around media, and the answers' spans there."""
         whole = {}
         for kind, token in self._tokens.items():
             first, last = self._around.get(kind, ("", ""))
             whole[token] = f"{first}{token}{last}"
-        token = re.compile("|".join(map(re.escape, whole)))
+        image = whole[self.image_text]
+        token = re.compile("|".join(map(re.escape, [*whole, PLACEHOLDERS[VIDEO]])))
 
         def longer(part: str) -> str:
-            return token.sub(lambda found: whole[found[0]], part)
+            clips = ("\n".join(label + image for label in each) for each in labels)
+            return token.sub(lambda found: whole.get(found[0]) or next(clips), part)
 
         starts = [len(longer(text[: span.start])) for span in spans]
         pairs = zip(starts, spans, strict=True)
@@ -222,7 +245,7 @@ class Chat:
     def _content(self, turn: Turn) -> str | list[dict[str, str]]:
         """Return a turn's content as the template takes it."""
         if not turn.has_items or turn.role == "assistant" or not self._takes_items:
-            return _PLACE.sub(lambda found: self._tokens.get(_KINDS[found[0]], ""), turn.text)
+            return _PLACE.sub(lambda at: self._tokens.get(_KINDS[at[0]], at[0]), turn.text)
         parts = filter(None, re.split(f"({_PLACE.pattern})", turn.text))
         return [
             {"type": ITEMS[_KINDS[part]]} if part in _KINDS else {"type": "text", "text": part}

@@ -4,13 +4,13 @@
 
 
 class BadConversation(ValueError):
-    """A conversation that cannot be written as tokens, or does not fit its images and sounds."""
+    """A conversation that cannot be written as tokens, or does not fit its media."""
 
     kind = "bad text"
 
 
 class BadMedium(ValueError):
-    """An image or sound that cannot be decoded."""
+    """An image, sound or clip that cannot be decoded."""
 
 
 class BadImage(BadMedium):
@@ -23,6 +23,12 @@ class BadSound(BadMedium):
     """A sound that cannot be decoded."""
 
     kind = "bad sound"
+
+
+class BadClip(BadMedium):
+    """A clip of video that cannot be decoded."""
+
+    kind = "bad video"
 
 
 class BadShard(ValueError):

@@ -1,14 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Energon's samples as conversations with images and sounds.
+"""Energon's samples as conversations with images, sounds and clips of video.
 
 Two kinds of energon's samples are read:
 
 - ``CaptioningSample`` (a ``field_map`` names its image and caption): the prompt, and the caption
   as the answer.
-- ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images and sounds beside a ``json``
-with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an optional
-``prompt``; or beside a ``txt`` with the caption. Without images and sounds it is text only.
+- ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images, sounds and clips beside a
+``json`` with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an
+optional ``prompt``; or beside a ``txt`` with the caption. Without any it is text only. A clip is an
+``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, Turn, place_media
+from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from megatron.energon import CaptioningSample, CrudeSample
 
@@ -32,29 +33,34 @@ ROLES = {
     "assistant": "assistant",
 }
 SUFFIXES = {"jpg": IMAGES, "jpeg": IMAGES, "png": IMAGES, "wav": SOUND, "flac": SOUND}
-ITEMS = {"image": IMAGES, "audio": SOUND, "sound": SOUND}
+SUFFIXES["mp4"] = VIDEO
+FRAME = re.compile(r"(?i)(video\d*)\.\d+\.(?:jpg|jpeg|png)")
+"""Name of a frame of a clip, and of the clip therein."""
+
+ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
 """Types of the items of a message's content, beside text."""
 DECODERS = {"json": json.loads, "txt": bytes.decode}
 DEFAULT_PROMPT = "Describe the image."
 
 
 class MediaFile(str):
-    """Name of an image or sound file, in the place of its bytes.
+    """Name of a file of an image, a sound or a clip, in the place of its bytes.
 
-    The length of a text follows from the sizes of images and sounds, which the survey knows. So
-    energon decodes samples without them; a data set's own code that looks into them fails.
+    The length of a text follows from the sizes of its media, which the survey knows. So energon
+    decodes samples without them; a data set's own code that looks into them fails.
     """
 
 
 class Medium(NamedTuple):
-    """An image or a sound of a sample: its kind and the name of its file."""
+    """An image, sound or clip: its kind, the names of its files, and fps as `File` has it."""
 
     kind: str
-    file: str
+    files: tuple[str, ...]
+    fps: float = 0.0
 
 
 class Record(NamedTuple):
-    """A conversation, and its images and sounds in the order of their placeholders."""
+    """A conversation, and its media in the order of their placeholders."""
 
     turns: list[Turn]
     media: list[Medium]
@@ -93,30 +99,41 @@ def read_record(sample: Any, prompt: str) -> Record:
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
     if "conversations" in content:
-        return _record(_turns(content["conversations"]), files)
+        return _record(_turns(content["conversations"]), files, content.get("fps", 0))
     if "messages" in content:
-        return _record(_messages(content["messages"]), files)
+        return _record(_messages(content["messages"]), files, content.get("fps", 0))
     caption = content.get("caption", sample.get("txt"))
     if caption is None:
         raise BadConversation(
             "has neither conversations, messages nor a caption in json, nor a txt"
         )
-    return _record(_captioning(content.get("prompt", prompt), caption), files)
+    turns = _captioning(content.get("prompt", prompt), caption)
+    return _record(turns, files, content.get("fps", 0))
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a sample's file by its name; None if it is neither image nor sound."""
-    return SUFFIXES.get(_suffix(name))
+    """Return the kind of a sample's file by its name; None if it is of no medium."""
+    return VIDEO if FRAME.fullmatch(name) else SUFFIXES.get(_suffix(name))
 
 
-def _record(turns: list[Turn], files: Sequence[Any]) -> Record:
-    """Return a conversation with its placeholders; files of a kind are in their order."""
+def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
+    """Return a conversation with its placeholders; media of a kind are in their files' order."""
+    if not isinstance(fps, int | float) or not 0 <= fps <= 1000:
+        raise BadConversation(f"its fps is {fps!r}, no number of frames in a second up to 1000")
+    clips: dict[str, tuple[str, ...]] = {}
     of: dict[str, list[Medium]] = {kind: [] for kind in PLACEHOLDERS}
     for file in files:
         if not isinstance(file, MediaFile):
             raise BadConversation(f"an image is of type {type(file).__name__}")
         kind = kind_of(file) or IMAGES  # a field may map to a file of any name
-        of[kind].append(Medium(kind, file))
+        if kind != VIDEO:
+            of[kind].append(Medium(kind, (file,)))
+            continue
+        frame = FRAME.fullmatch(file)
+        clip = frame[1] if frame else file
+        clips[clip] = (*clips.get(clip, ()), file)
+    for clip in sorted(clips, key=_numerically):  # video before video2
+        of[VIDEO].append(Medium(VIDEO, clips[clip], float(fps)))
     turns, kinds = place_media(turns, {kind: len(media) for kind, media in of.items()})
     return Record(turns, [of[kind].pop(0) for kind in kinds])
 

@@ -63,6 +63,13 @@ class Listening:
         return rows_of(sizes, self.subsampling)
 
 
+def picture_of(clip: torch.Tensor) -> torch.Tensor:
+    """Return the spectrogram of a clip, uint8 [3, 64, W], dark where and when it is loud."""
+    spectrum = torch.stft(clip, 126, 160, window=torch.hann_window(126), return_complex=True)
+    loud = spectrum.abs().clamp(1e-2, 10).log10()
+    return ((1 - loud) * (255 / 3)).byte().flip(0).expand(3, -1, -1)
+
+
 def _read(data: bytes) -> tuple[np.ndarray, int]:
     """Return a file's samples, float64 [samples, channels] from -1 to 1, and its rate."""
     try:

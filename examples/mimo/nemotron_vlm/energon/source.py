@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource, Text
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, Tiling
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
+from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -29,6 +31,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     bad_samples,
     load_survey,
 )
+from examples.mimo.nemotron_vlm.energon.videos import Watching
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
@@ -120,7 +123,7 @@ class EnergonSource(SampleSource):
         """
         with self._sample(split, number) as (dataset, index, survey):
             record = dataset.record(dataset.raw(index, kinds=()), self._encoder.prompt)
-            text = self._encoder.text(record, survey.sizes(index))
+            text = self._encoder.text(record, survey.extents(index))
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
@@ -129,12 +132,18 @@ class EnergonSource(SampleSource):
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
 
-        Of whole images they are for a picture.
+        Raises:
+            ValueError, OSError: as for `text`.
+        """
+        return self.inputs(split, number, IMAGES)
+
+    def pictures(self, split: str, number: int) -> list[torch.Tensor]:
+        """See `SampleSource`.
 
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._media(split, number, IMAGES, self._encoder.tiles)
+        return self._media(split, number, None, self._encoder.pictures)
 
     def inputs(
         self, split: str, number: int, encoder: str
@@ -146,14 +155,21 @@ class EnergonSource(SampleSource):
         """
         return self._media(split, number, encoder, partial(self._encoder.inputs, encoder=encoder))
 
-    def _media(self, split: str, number: int, kind: str, make: Callable[[list[File]], Any]) -> Any:
-        """Return what is made of a sample's media of a kind, which alone are read."""
+    def _media(
+        self, split: str, number: int, encoder: str | None, make: Callable[[list[File]], Any]
+    ) -> Any:
+        """Return what is made of a sample's media for an encoder, which alone are read.
+
+        Args:
+            encoder: None for all media.
+        """
+        kinds = KINDS_OF[encoder] if encoder else PLACEHOLDERS
         with self._sample(split, number) as (dataset, index, survey):
-            raw = dataset.raw(index, kinds=(kind,))
+            raw = dataset.raw(index, kinds)
             media = dataset.record(raw, self._encoder.prompt).media
-            files = [File(each.kind, raw[each.file]) for each in media if each.kind == kind]
-            if self._encoder.sizes(files) != survey.sizes(index, kind):
-                raise ValueError(f"its {kind} have other sizes than in the survey")
+            files = read_files(raw, [each for each in media if each.kind in kinds])
+            if self._encoder.extents(files) != survey.extents(index, encoder):
+                raise ValueError(f"its {encoder or 'media'} have other sizes than in the survey")
             return make(files)
 
     def words(self, tokens: list[int]) -> str:
@@ -219,11 +235,18 @@ class EnergonSource(SampleSource):
             "prompt": encoder.prompt,
             "image-token": encoder.chat.image_text,
             **({"sound": encoder.sound.subsampling} if encoder.sound else {}),
+            **(_video_options(encoder.video) if encoder.video else {}),
             **({"surveys": self._surveys} if self._surveys else {}),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         words += switches
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
+
+
+def _video_options(video: Watching) -> dict[str, object]:
+    options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
+    options |= {"video-frames": video.frames, "video-fps": video.fps}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Numbered(NamedTuple):
@@ -290,15 +313,19 @@ class _Stream:
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.inputs[indices]
         return costs
 
-    def mean_of(self, kind: str) -> float:
-        """Return the mean number of a sample's media of a kind."""
-        means = [survey.count(own, kind) / len(own) for _, survey, own in self._numbered]
+    def mean_of(self, encoder: str) -> float:
+        """Return the mean number of an encoder's inputs in a sample."""
+        means = [
+            sum(survey.count(own, kind) for kind in KINDS_OF[encoder]) / len(own)
+            for _, survey, own in self._numbered
+        ]
         return float(np.average(means, weights=self.order.shares))
 
-    def sizes(self, numbers: np.ndarray, kind: str) -> list[np.ndarray]:
-        """Return the sizes of each sample's media of a kind by number, int64."""
+    def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
+        """Return the sizes of an encoder's inputs of each sample by number, int64."""
         found = []
         for place, sample in zip(*self.order.locate(numbers), strict=True):
             _, survey, samples = self._numbered[place]
-            found.append(np.array(survey.sizes(samples[sample], kind), np.int64))
+            extents = survey.extents(samples[sample], encoder)
+            found.append(np.array([extent.size for extent in extents], np.int64))
         return found

@@ -1,17 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The survey of a data set: tokens, tiles and sounds of every sample, or why it is bad.
-
-Of images of any size it has the sizes of `PatchGrids` in the place of the numbers of tiles.
+"""The survey of a data set: tokens, images, sounds and clips of every sample, or why it is bad.
 
 Making it reads and decodes everything once. Its file names hash everything that it depends on, so a
 survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
 on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
 - ``survey-NAME.npy``, int32 [4, samples]: state, tokens and inputs (tiles, or whole images) of each
-  sample, and the cumulative number of images and sounds, its own included;
-- ``survey-NAME.media.npy``, int64 [media, 2]: kind of each image and sound, as an index into
-  `KINDS`; and tiles of the image, or its size, or the samples of the sound;
+  sample, and the cumulative number of media, its own included;
+- ``survey-NAME.media.npy``, `MEDIA` [media]: kind of each image, sound and clip, as an index into
+  `KINDS`, and its extent; the size of an image is its number of tiles, or its grid;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
@@ -28,17 +26,20 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
+from examples.mimo.nemotron_vlm.data.sample import SOUND
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded
 from examples.mimo.nemotron_vlm.energon.store import DataSet
+from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
 FORMAT = 3
-STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", Excluded.kind)
-STATES += ("too long",)
+STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
+STATES += (Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
-KINDS = (IMAGES, SOUND)
+KINDS = tuple(PLACEHOLDERS)
+MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 
@@ -62,7 +63,7 @@ class Survey:
     state, tokens, inputs: int32 [samples of the data set], memory-mapped from the file.
 
     media_ends: int32 [samples], cumulative number of media, each sample's own included.
-    media: int64 [media, 2], kind and size of each.
+    media: `MEDIA` [media].
     fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
     the same for a copy of the data.
     """
@@ -75,15 +76,16 @@ class Survey:
     bad: list[BadSample]
     fingerprint: str
 
-    def sizes(self, index: int, kind: str | None = None) -> list[int]:
-        """Return what `Encoder.sizes` returned of a sample's media, or of those of one kind."""
+    def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
+        """Return what `Encoder.extents` returned of a sample's media, or of an encoder's."""
         first = self.media_ends[index - 1] if index else 0
         media = self.media[first : self.media_ends[index]]
-        return media[media[:, 0] == KINDS.index(kind) if kind else slice(None), 1].tolist()
+        kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
+        return [Extent(*extent) for kind, *extent in media.tolist() if kind in kinds]
 
     def count(self, indices: np.ndarray, kind: str) -> int:
         """Return the number of media of a kind in samples."""
-        own = np.cumsum(np.append(0, self.media[:, 0] == KINDS.index(kind)))
+        own = np.cumsum(np.append(0, self.media["kind"] == KINDS.index(kind)))
         ends = own[self.media_ends]
         return int(np.diff(ends, prepend=0)[indices].sum())
 
@@ -176,8 +178,8 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, inputs and media of each sample, int32 [4, samples]; kind and size of
-            each medium, int64 [media, 2]; the bad samples; and a hash of the samples' bytes.
+            State, tokens, inputs and media of each sample, int32 [4, samples]; kind and extent of
+            each medium, `MEDIA` [media]; the bad samples; and a hash of the samples' bytes.
         """
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
@@ -192,18 +194,18 @@ class _Shards(Dataset):
                         digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode())
                         digest.update(content)
                 record = dataset.record(raw, encoder.prompt)
-                files = [File(kind, raw[name]) for kind, name in record.media]
-                sizes = encoder.sizes(files)
-                text, inputs = encoder.text(record, sizes), encoder.inputs(files)
+                files = read_files(raw, record.media)
+                extents = encoder.extents(files)
+                text, inputs = encoder.text(record, extents), encoder.inputs(files)
                 encoder.inputs(files, SOUND)
-                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(sizes)
-                kinds = (KINDS.index(file.kind) for file in files)
-                media += zip(kinds, sizes, strict=True)
+                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(extents)
+                pairs = zip(files, extents, strict=True)
+                media += [(KINDS.index(file.kind), *extent) for file, extent in pairs]
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
                 bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
                 digest.update(f"{place} {state}\n".encode())
-        return rows, np.array(media, np.int64).reshape(-1, 2), bad, digest.hexdigest()
+        return rows, np.array(media, MEDIA), bad, digest.hexdigest()
 
 
 def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:

@@ -19,11 +19,13 @@ import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
+from examples.mimo.nemotron_vlm.energon.videos import Watching
 from examples.mimo.nemotron_vlm.model.presets import tiny, tiny_omni
 from megatron.energon import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.itar import ITarFile
@@ -35,6 +37,7 @@ import make_webdataset  # noqa: E402
 
 CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
+CLIPS = tiny_omni().with_images_of_any_size(None, None).images.clips
 GRIDS = tiny().with_images_of_any_size(None, None).images.grids
 
 
@@ -45,7 +48,7 @@ def make_digits(path: Path, samples: int, seed: int, *more: str) -> None:
 
 
 def make_omni(path: Path, samples: int, seed: int) -> None:
-    """Write a data set of lines of text and tones."""
+    """Write a data set of lines of text, tones and clips."""
     make_digits(path, samples, seed, "--tasks", "omni")
 
 
@@ -94,7 +97,8 @@ def omni(tokenizer: Path) -> Encoder:
     """Make the encoder of the preset ``tiny-omni`` with images of any size."""
     chat = Chat(tokenizer, sound=True)
     sound = Listening(tiny_omni().encoders[1].subsampling_factor)
-    return Encoder(chat, Resizing(GRIDS), tokens_per_tile=1, sound=sound)
+    video = Watching(CLIPS)
+    return Encoder(chat, Resizing(GRIDS), tokens_per_tile=1, sound=sound, video=video)
 
 
 ENCODERS = {"tiles": encoder, "any size": whole}

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
+from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.records import (
     MediaFile,
     Medium,
@@ -22,6 +23,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     decode_text,
     read_record,
 )
+from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
 
@@ -117,12 +119,12 @@ class TestImages:
     def test_become_tokens_for_each_tile(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
-        files = [File(IMAGES, image(16, 16)), File(IMAGES, image(32, 16))]
+        files = [File(IMAGES, (image(16, 16),)), File(IMAGES, (image(32, 16),))]
         text, tiles = (
-            encoder.text(Record(turns, [Medium(IMAGES, "")] * 2), [1, 3]),
-            encoder.tiles(files),
+            encoder.text(Record(turns, [Medium(IMAGES, ("",))] * 2), [Extent(1), Extent(3)]),
+            encoder.inputs(files),
         )
-        assert encoder.sizes(files) == [1, 3]
+        assert encoder.extents(files) == [Extent(1), Extent(3)]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()
@@ -141,7 +143,7 @@ class TestImages:
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: neither of"):
-            encoder.tiles([File(IMAGES, image(16, 16)), File(IMAGES, b"nothing")])
+            encoder.inputs([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
 
 
 def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokenizer, tmp_path):
@@ -159,7 +161,7 @@ class TestRecords:
         files = {name: MediaFile(name) for name in ("10.png", "2.jpg")}
         caption = {"json": {"caption": " a cat ", "prompt": "ask"}}
         asked = read_record(CrudeSample(files | caption), "?")
-        assert asked.media == [(IMAGES, "2.jpg"), (IMAGES, "10.png")]
+        assert asked.media == [Medium(IMAGES, ("2.jpg",)), Medium(IMAGES, ("10.png",))]
         assert asked.turns == [Turn("user", "<image>\n<image>\nask"), Turn("assistant", "a cat")]
         asked = read_record(CrudeSample({"txt": "a dog"}), "what?")
         assert asked.turns == [Turn("user", "what?"), Turn("assistant", "a dog")]

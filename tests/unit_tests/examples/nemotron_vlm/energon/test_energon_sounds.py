@@ -146,7 +146,7 @@ class TestSamples:
         arguments = [str(tmp_path), "--tokenizer", str(shards / "tokenizer"), "--sound"]
         assert main([*arguments, "--tile", "16", "--tokens-per-tile", "4"]) == 0
         printed = capsys.readouterr().out
-        assert "1 good, 0 of them text only" in printed and "sound   1 clips" in printed
+        assert "1 good, 0 of them text only" in printed and "sound   1" in printed
         assert "bad sound: 5" in printed and "a.tar/1: sound 1: " in printed
         assert "319 samples, of 16000 a second, are less than 320" in printed
 
