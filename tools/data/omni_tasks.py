@@ -3,7 +3,7 @@
 """Samples of the tasks 'omni': words to read, tones to hear, clips to watch, all with true answers.
 
 A line of text has one or two words in Pillow's own font, of any size and place, so images have many
-shapes. A tone goes up, down, or stays high or low, in noise. In a clip, a disc moves.
+shapes. A tone rises, falls, or does one after the other, in noise. In a clip, a disc moves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 WORDS = ("apple", "bird", "cloud", "door", "fish", "green", "house", "milk", "sun", "tree")
-TONES = {"low": (300, 300), "high": (2400, 2400), "rising": (300, 2400), "falling": (2400, 300)}
-"""Frequencies at the beginning and at the end of a tone, in Hz."""
+LOW, HIGH = 300, 2800
+TONES = {"rising": (LOW, HIGH), "falling": (HIGH, LOW)}
+TONES |= {"hill": (LOW, HIGH, LOW), "valley": (HIGH, LOW, HIGH)}
+"""Frequencies through which a tone goes, in Hz. None stays: a sound's features are what changes."""
 
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Steps of a disc to the right and down."""
@@ -87,12 +89,13 @@ def _png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def tone(draw: np.random.Generator, first: float, last: float) -> bytes:
-    """Make a tone between two frequencies, in noise, as WAV of any rate and one or two channels."""
+def tone(draw: np.random.Generator, *through: float) -> bytes:
+    """Make a tone through frequencies, in noise, as WAV of any rate and one or two channels."""
     rate, channels = int(draw.choice(RATES)), int(draw.integers(1, 3))
     count = int(rate * draw.uniform(*SECONDS))
-    first, last = (frequency * draw.uniform(0.9, 1.1) for frequency in (first, last))
-    phase = np.cumsum(np.linspace(first, last, count)) * (2 * np.pi / rate)
+    frequencies = draw.uniform(0.9, 1.1) * np.array(through)
+    times = np.linspace(0, len(through) - 1, count)
+    phase = np.cumsum(np.interp(times, range(len(through)), frequencies)) * (2 * np.pi / rate)
     loud = draw.uniform(0.2, 0.8)
     samples = loud * np.sin(phase)[:, None] + draw.normal(0, 0.02, (count, channels))
     file = io.BytesIO()
