@@ -140,6 +140,14 @@ class TestImages:
         with pytest.raises(BadConversation, match="has the token <|image_pad|>"):
             chat.encode([Turn("user", "say it"), Turn("assistant", "<|image_pad|>")])
 
+    def test_in_items_are_text_for_a_template_that_knows_none(self, tokenizer):
+        chat = Chat(tokenizer(CHATML))
+        (ids, _), (wanted, _) = (
+            chat.encode([Turn("user", "is <image> 3 ?", has_items), *ASKED[1:]])
+            for has_items in (True, False)
+        )
+        assert ids.tolist() == wanted.tolist()
+
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: neither of"):
@@ -152,6 +160,8 @@ def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokeni
             Chat(path)
     with pytest.raises(ValueError, match="no token <picture> for images"):
         Chat(tokenizer(CHATML), "<picture>")
+    with pytest.raises(ValueError, match="no token <so_embedding> for sound"):
+        Chat(tokenizer(CHATML), sound=True)
     one, same, other = (Chat(tokenizer(t)).fingerprint for t in (CHATML, CHATML, SHOUTING))
     assert one == same != other
 
