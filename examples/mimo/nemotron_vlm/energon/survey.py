@@ -26,7 +26,6 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded
@@ -197,7 +196,6 @@ class _Shards(Dataset):
                 files = read_files(raw, record.media)
                 extents = encoder.extents(files)
                 text, inputs = encoder.text(record, extents), encoder.inputs(files)
-                encoder.inputs(files, SOUND)
                 rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(extents)
                 pairs = zip(files, extents, strict=True)
                 media += [(KINDS.index(file.kind), *extent) for file, extent in pairs]
