@@ -9,7 +9,7 @@ import shutil
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import pytest
 import webdataset
 import yaml
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
@@ -60,6 +62,18 @@ def make_shard(path: Path, samples: list[dict], config: dict) -> None:
     parts = [("train", "a.*"), ("val", "b.*")]
     BaseWebdatasetFactory.prepare_dataset(path, ["a.tar"], split_parts_patterns=parts, workers=1)
     (path / ".nv-meta" / "dataset.yaml").write_text(yaml.dump(config))
+
+
+def byte_tokenizer(path: Path, template: str | None, special: Sequence[str]) -> Path:
+    """Write a tokenizer with a template: every byte is a token, and those of ``special``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "</s>", *special])
+    given = {"tokenizer_object": made, "eos_token": "</s>", "chat_template": template}
+    PreTrainedTokenizerFast(**given).save_pretrained(path)
+    return path
 
 
 def image(width: int, height: int, kind: str = "PNG") -> bytes:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
@@ -25,7 +23,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
 )
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import byte_tokenizer, image
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -39,22 +37,8 @@ TWICE = [*ASKED, Turn("user", "assistant 3 : twice ?"), Turn("assistant", "3 3 .
 
 @pytest.fixture
 def tokenizer(tmp_path: Path):
-    """Writes a byte-level tokenizer with a template: every byte is a token."""
-
-    def write(template: str | None, image: str = "<image>") -> Path:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        symbols = {symbol: number for number, symbol in enumerate(alphabet)}
-        made = Tokenizer(models.BPE(symbols, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens([image, "<|im_start|>", "<|im_end|>", "</s>"])
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="</s>", chat_template=template
-        )
-        fast.save_pretrained(tmp_path / "tokenizer")
-        return tmp_path / "tokenizer"
-
-    return write
+    """Writes a byte-level tokenizer with a template."""
+    return lambda template, image="<image>": byte_tokenizer(tmp_path / "t", template, [image])
 
 
 def answered(chat: Chat, turns: list[Turn]) -> str:

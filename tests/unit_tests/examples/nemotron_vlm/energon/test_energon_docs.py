@@ -25,7 +25,7 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     survey,
     whole,
 )
-from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_sounds import tone, wav
+from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import tone, wav
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()

@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import ParakeetFeatureExtractor, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ParakeetFeatureExtractor
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
@@ -23,8 +21,13 @@ from examples.mimo.nemotron_vlm.energon.records import MediaFile, read_record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.videos import Watching
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import CLIPS, GRIDS, image
-from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_sounds import wav
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CLIPS,
+    GRIDS,
+    byte_tokenizer,
+    image,
+)
+from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import wav
 
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
@@ -34,7 +37,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}{% if item.type == 'audio' %}<so_embedding>{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}"""
-SPECIAL = ["<image>", "<so_embedding>", "<|im_start|>", "<|im_end|>", "</s>"]
+SPECIAL = ["<image>", "<so_embedding>", *(token for pair in AROUND.values() for token in pair)]
 
 ITEMS = [
     {"type": "text", "text": " Is this "},
@@ -90,30 +93,13 @@ class Videos:
         return {"pixel_values_videos": pixels} | given
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path):
-    """Writes a byte-level tokenizer with the released tokens."""
-
-    def write(special: list[str]) -> PreTrainedTokenizerFast:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        made = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.add_special_tokens(special)
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="</s>", chat_template=TEMPLATE
-        )
-        fast.save_pretrained(tmp_path)
-        return fast
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("name", "fps"), [*((name, 0) for name in TALKS), ("clip", 2), ("clip", 6.3)]
 )
-def test_ids_are_the_released_processors(tokenizer, tmp_path, monkeypatch, name, fps):
+def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     talk = TALKS[name]
-    made = tokenizer([*SPECIAL, *(token for pair in AROUND.values() for token in pair)])
+    byte_tokenizer(tmp_path, TEMPLATE, SPECIAL)
+    made = AutoTokenizer.from_pretrained(tmp_path)
     texts = [str(content) for _, content in talk]
     shapes = SHAPES[: sum(text.count("image") for text in texts)]
     sounds = SOUNDS[: sum(text.count("audio") + text.count("<so_") for text in texts)]
