@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
     parser.add_argument("--tasks", choices=["digits", "omni"], default="digits")
-    parser.add_argument("--samples-per-shard", type=int, default=256, metavar="N")
+    parser.add_argument("--samples-per-shard", type=int, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
         parser.error(f"--samples {given.samples}: at least {HELD_OUT}")

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -274,6 +274,7 @@ class _Stream:
         seed: tuple[int, str],
     ) -> None:
         self.left_out: Counter[str] = Counter()
+        self.locate = lru_cache(maxsize=4096)(self._locate)
         self._numbered: list[_Numbered] = []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
@@ -297,7 +298,7 @@ class _Stream:
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
-    def locate(self, number: int) -> tuple[DataSet, int, Survey]:
+    def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
         (place,), (sample,) = self.order.locate(np.array([number], np.int64))
         dataset, survey, samples = self._numbered[place]
@@ -323,9 +324,11 @@ class _Stream:
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs of each sample by number, int64."""
-        found = []
-        for place, sample in zip(*self.order.locate(numbers), strict=True):
-            _, survey, samples = self._numbered[place]
-            extents = survey.extents(samples[sample], encoder)
-            found.append(np.array([extent.size for extent in extents], np.int64))
-        return found
+        if len(numbers) == 1:  # of a sample that is being read
+            places = [self.locate(int(numbers[0]))[1:]]
+        else:
+            numbered = zip(*self.order.locate(numbers), strict=True)
+            pairs = ((self._numbered[place], drawn) for place, drawn in numbered)
+            places = [(samples[drawn], survey) for (_, survey, samples), drawn in pairs]
+        found = (survey.extents(index, encoder) for index, survey in places)
+        return [np.array([extent.size for extent in each], np.int64) for each in found]
