@@ -6,16 +6,24 @@ VENV := .venv
 CHECKOUT := build/Megatron-LM
 DATA ?= digits
 RUN ?= build/runs/$(if $(filter digits,$(DATA)),train,$(DATA))
-SHARDS := build/digits
+TASKS := $(if $(filter omni,$(DATA)),omni,digits)
+SHARDS := build/$(TASKS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 TRAIN_RANKS ?= 8
-TRAIN_ARGS ?= --model tiny --device cpu --placement colocated \
-	--encoder tp=2,dp=4 --language tp=1,cp=2,pp=2,dp=2,ep=2 --seed 1 \
-	--global-batch-size 64 --micro-batch-size 16 --seq-length 32 \
-	--train-iters 350 --lr 3e-3 --lr-warmup-iters 20 --eval-interval 50 --eval-iters 4
+ifeq ($(DATA),omni)
+MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --encoder sound:dp=8 \
+	--seq-length 48 --train-iters 450
+SURVEY := --patch 4 --min-patches 4 --max-patches 96 --video 16 --sound
+else
+MODEL := --model tiny --encoder tp=2,dp=4 --seq-length 32 --train-iters 350
+SURVEY := --tile 16 --tokens-per-tile 4
+endif
+TRAIN_ARGS ?= $(MODEL) --device cpu --placement colocated \
+	--language tp=1,cp=2,pp=2,dp=2,ep=2 --seed 1 --global-batch-size 64 --micro-batch-size 16 \
+	--lr 3e-3 --lr-warmup-iters 20 --eval-interval 50 --eval-iters 4
 TRAIN_DATA = --data digits
-ifeq ($(DATA),energon)
+ifneq ($(filter energon omni,$(DATA)),)
 TRAIN_DATA = --data energon:$(abspath $(SHARDS)) --tokenizer-model $(abspath $(SHARDS))/tokenizer
 endif
 TRAIN_OUT = --metrics-out $(abspath $(RUN))/metrics.jsonl --report $(abspath $(RUN))/report.png \
@@ -52,11 +60,10 @@ lock: ## After a change to patches or overlay: canonical patches and the lock
 	@tools/python.sh tools/overlay refresh
 
 $(SHARDS)/tokenizer: | setup
-	$(VENV)/bin/python tools/data/make_digits_webdataset.py $(SHARDS) --samples 8000 --seed 1
-	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer $(SHARDS)/tokenizer \
-	    --tile 16 --tokens-per-tile 4
+	$(VENV)/bin/python tools/data/make_webdataset.py $(SHARDS) --samples 8000 --seed 1 --tasks $(TASKS)
+	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer $(SHARDS)/tokenizer $(SURVEY)
 
-train: setup $(if $(filter energon,$(DATA)),$(SHARDS)/tokenizer) ## Train the tiny VLM on real digits, on CPU ranks; DATA=energon reads them from shards
+train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train the tiny VLM on real digits, on CPU ranks; DATA=energon reads them from shards, DATA=omni has video and sound
 	@mkdir -p $(RUN)
 	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/torchrun \
 	    --standalone --nproc-per-node $(TRAIN_RANKS) \

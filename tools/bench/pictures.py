@@ -18,7 +18,7 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset
 DATA_TOOLS = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA_TOOLS))
 
-from make_digits_webdataset import (  # noqa: E402
+from make_webdataset import (  # noqa: E402
     conversation,
     prepare,
     strip_bytes,

@@ -102,7 +102,7 @@ def measured(options: Options) -> Figures:
         return stages
 
     with contextlib.redirect_stdout(None):
-        session = open_session(options, make_source(options.args, options.preset.images))
+        session = open_session(options, make_source(options.args, options.preset))
         session.cfg.model.post_wrap_hooks.append(observe)
         train(session)
         close_session(session)

@@ -94,7 +94,7 @@ def test_rows_are_theirs(layout, shared_path):
 
         def encode(parts):
             given = entry.collate(parts)
-            given["patches"] = given["patches"].to(Utils.device)
+            given |= {name: given[name].to(Utils.device) for name in ("patches", "tubelets")}
             return stage(encoder_inputs={entry.key: given}).clone()
 
         nothing, seen = encode([]), []

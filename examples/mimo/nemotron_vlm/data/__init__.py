@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.mock import MockStrips
-from examples.mimo.nemotron_vlm.data.sample import SampleSource
+from examples.mimo.nemotron_vlm.data.sample import SOUND, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 
 if TYPE_CHECKING:  # a survey is made without Megatron-LM
-    from examples.mimo.nemotron_vlm.encoders.radio import Radio
+    from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 
@@ -23,14 +23,14 @@ DIGITS = "digits:"
 ENERGON = "energon:"
 
 
-def make_source(args: Namespace, images: Radio) -> SampleSource:
-    """Build the source that ``--data`` names, for the encoder ``images``.
+def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
+    """Build the source that ``--data`` names, for a model's encoders.
 
     Raises:
         UserError: there is no such source, or its samples do not fit the tile, the sequence length
             or the vocabulary.
     """
-    name = args.data
+    name, images = args.data, preset.images
     sizes = {
         "tile": images.tile,
         "tokens_per_tile": most_rows(images) if args.dynamic_resolution else images.tokens_per_tile,
@@ -39,7 +39,7 @@ def make_source(args: Namespace, images: Radio) -> SampleSource:
     }
     try:
         if name.startswith(ENERGON):
-            source = _energon(name.removeprefix(ENERGON), args, images)
+            source = _energon(name.removeprefix(ENERGON), args, preset)
         elif name.startswith(DIGITS):
             source = DigitStrips(**sizes, digits=_count(name.removeprefix(DIGITS)))
             source.text("train", 0)
@@ -80,19 +80,28 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _energon(path: str, args: Namespace, images: Radio) -> SampleSource:
+def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
     # These need the energon extra.
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
-    from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+    from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
+    from examples.mimo.nemotron_vlm.energon.sounds import Listening
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+    from examples.mimo.nemotron_vlm.energon.videos import Watching
 
-    chat = Chat(args.tokenizer_model, args.image_token)
+    entries = {each.name: each for each in preset.encoders}
+    images, sound = preset.images, entries.get(SOUND)
+    chat = Chat(args.tokenizer_model, args.image_token, sound is not None)
+    listening = Listening(sound.subsampling_factor) if sound else None
     if args.dynamic_resolution:
-        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt)
+        watching = None
+        if images.clips:
+            watching = Watching(images.clips, args.video_frames, args.video_fps)
+        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt, listening, watching)
     else:
         tiling = Tiling(images.tile, args.max_tiles, args.thumbnail)
-        encoder = Encoder(chat, tiling, images.tokens_per_tile, args.prompt)
+        encoder = Encoder(chat, tiling, images.tokens_per_tile, args.prompt, listening)
     rest = args.seq_length, args.seed, args.bad_samples, args.surveys
     return EnergonSource(path, encoder, *rest)

@@ -12,13 +12,32 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-COLUMN_BITS = 16
-"""Bits of an image's size that hold its grid's columns; its rows are above them."""
+BITS = 16
+"""Bits of a size that hold the columns of a grid; as many above them hold its rows, and those above
+hold the tubelets of a clip: none of an image."""
+
+
+def packed_size(tubelets: int, rows: int, columns: int) -> int:
+    """Return the size, as data sources give it, of an image or a clip (clip_grids.py)."""
+    return (tubelets << BITS | rows) << BITS | columns
 
 
 def grids_of(sizes: np.ndarray) -> np.ndarray:
-    """Return the grids, int64 [images, 2], of sizes as `PatchGrids.size_of` gives them."""
-    return np.stack([sizes >> COLUMN_BITS, sizes & (1 << COLUMN_BITS) - 1], axis=1)
+    """Return the grids, int64 [inputs, 2], of sizes of images and clips."""
+    return np.stack([sizes >> BITS, sizes], axis=1) & (1 << BITS) - 1
+
+
+def tubelets_of(sizes: np.ndarray) -> np.ndarray:
+    """Return the tubelets of images and clips by their sizes, int64 [inputs]; an image has none."""
+    return sizes >> 2 * BITS
+
+
+def resized(images: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return images [n, 3, H, W] with a height and width, in fp32, resized as released."""
+    if images.shape[2:] == shape:
+        return images.float()
+    smooth = {"mode": "bicubic", "antialias": True, "align_corners": False}
+    return F.interpolate(images.float(), shape, **smooth)
 
 
 @dataclass(frozen=True)
@@ -36,8 +55,7 @@ class PatchGrids:
 
     def size_of(self, height: int, width: int) -> int:
         """Return the size, as data sources give it, of an image of so many pixels."""
-        rows, columns = self.grid_of(height, width)
-        return rows << COLUMN_BITS | columns
+        return packed_size(0, *self.grid_of(height, width))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return the rows that images of these sizes become, int64 [images]."""
@@ -79,8 +97,5 @@ class PatchGrids:
             float32 [rows, columns, 3 · patch²]; pixels may be slightly below 0 or above 255.
         """
         rows, columns = self.grid_of(*image.shape[1:])
-        shape, pixels = (rows * self.patch, columns * self.patch), image.float()
-        if image.shape[1:] != shape:
-            smooth = {"mode": "bicubic", "antialias": True, "align_corners": False}
-            pixels = F.interpolate(pixels[None], shape, **smooth)[0]
+        (pixels,) = resized(image[None], (rows * self.patch, columns * self.patch))
         return rearrange(pixels, "c (h y) (w x) -> h w (c y x)", h=rows, w=columns)

@@ -12,6 +12,8 @@ import torch
 
 IMAGES = "images"
 """Name of the encoder of image tiles."""
+SOUND = "sound"
+"""Name of the encoder of sound."""
 
 PAD, BOS, EOS, IMAGE, READ = range(5)
 FIRST_DIGIT = 10
@@ -80,6 +82,10 @@ class SampleSource:
     def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
         """Return an encoder's inputs for sample ``number``."""
         return self.tiles(split, number) if encoder == IMAGES else []
+
+    def pictures(self, split: str, number: int) -> Sequence[torch.Tensor]:
+        """Return pictures of a sample for a report, uint8 [3, H, W] each."""
+        return self.tiles(split, number)
 
     def inputs_per_sample(self, encoder: str) -> float:
         """Return the mean number of an encoder's inputs, as ``tiles_per_sample`` is of tiles."""

@@ -26,6 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout
+from examples.mimo.nemotron_vlm.data.clips import HOP, SAMPLING_RATE, SHORTEST, rows_of
+from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import (
     Files,
@@ -48,15 +50,6 @@ from megatron.core.transformer import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-SAMPLING_RATE = 16000
-"""Samples of a clip in a second."""
-
-HOP = 160
-"""Samples from one log-mel frame to the next."""
-
-SHORTEST = 2 * HOP
-"""Samples of the shortest clip: frames are scaled by their deviation."""
-
 KERNEL = 3
 """Side of the kernels that halve the frames."""
 
@@ -68,7 +61,7 @@ class Sound(Encoder):
     The size of a clip is its number of samples. projector_ffn: the projector's inner width.
     """
 
-    name = "sound"
+    name = SOUND
     key = "parakeet"
     token = 5
     usual = 10 * SAMPLING_RATE
@@ -100,7 +93,7 @@ class Sound(Encoder):
         }
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        return sizes // (HOP * self.subsampling_factor) + 1
+        return rows_of(sizes, self.subsampling_factor)
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
         rows, hidden, channels = self.rows(sizes), self.hidden_size, self.subsampling_conv_channels

@@ -65,7 +65,7 @@ class EncoderStage(VisionModalitySubmodules):
         output = encoder(**inputs, **received)
         if self.is_last_stage:
             output = self.project_embeddings([output])
-            if not len(next(iter(inputs.values()))):
+            if not any(map(len, inputs.values())):
                 output = output[:0]  # only now: norm kernels take no empty tensors
         # The schedule frees the output once it is sent, and for one input it would be a view.
         return make_viewless_tensor(output, output.requires_grad, keep_graph=True)

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
-from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+from examples.mimo.nemotron_vlm.data.sample import SOUND
+from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
@@ -23,6 +28,9 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
+from examples.mimo.nemotron_vlm.energon.videos import Watching
+
+_SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
@@ -31,13 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
     given = _parse(arguments)
     try:
-        chat = Chat(given.tokenizer, given.image_token)
+        sound = Listening(given.sound) if given.sound else None
+        chat = Chat(given.tokenizer, given.image_token, sound is not None)
         if given.patch:
             bounds = given.min_patches, given.max_patches
             images = Resizing(PatchGrids(given.patch, given.pixel_shuffle, *bounds))
         else:
             images = Tiling(given.tile, given.max_tiles, given.thumbnail)
-        encoder = Encoder(chat, images, 1 if given.patch else given.tokens_per_tile, given.prompt)
+        per_tile = 1 if given.patch else given.tokens_per_tile
+        video = None
+        if given.video:
+            clips = ClipGrids(given.patch, given.pixel_shuffle, given.tubelet, given.video)
+            video = Watching(clips, given.video_frames, given.video_fps)
+        encoder = Encoder(chat, images, per_tile, given.prompt, sound, video)
         for split in PARTS:
             try:
                 datasets = open_split(given.path, split).datasets
@@ -49,8 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, split, given))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, MissingPackage) as error:
+        line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
+        print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
         return 2
     return 0
 
@@ -65,9 +80,10 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD
     tokens, inputs = survey.tokens[subset][good], survey.inputs[subset][good]
+    alone = np.diff(survey.media_ends, prepend=0)[subset][good] == 0
     lines = [
         f"{dataset.path} {split}: {len(good)} samples in {len(dataset.shards)} shards, "
-        f"{len(tokens)} good, {int((inputs == 0).sum())} of them text only"
+        f"{len(tokens)} good, {int(alone.sum())} of them text only"
     ]
     if len(tokens):
         spread = np.percentile(tokens, PERCENTILES, method="nearest").tolist()
@@ -77,6 +93,9 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
         of = (f"{count} with {number}" for number, count in counts)
         kind = "images" if given.patch else "tiles"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
+        for kind in filter(vars(given).get, (VIDEO, SOUND)):
+            chosen = np.arange(subset.start, subset.stop)[good]
+            lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
     bad = bad_samples(dataset, survey, seq_length, names)
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
@@ -97,6 +116,25 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pixel-shuffle", type=int, default=2, help="of images of any size")
     parser.add_argument("--min-patches", type=int, default=1024, help="of images of any size")
     parser.add_argument("--max-patches", type=int, default=13312, help="of images of any size")
+    parser.add_argument(
+        "--sound",
+        type=int,
+        nargs="?",
+        const=8,
+        metavar="FRAMES",
+        help="survey sounds, so many log-mel frames of which become a token (8)",
+    )
+    parser.add_argument(
+        "--video",
+        type=int,
+        nargs="?",
+        const=1024,
+        metavar="PATCHES",
+        help="survey clips with --patch, whose frames have about so many patches (1024)",
+    )
+    parser.add_argument("--tubelet", type=int, default=2, help="frames that become rows together")
+    parser.add_argument("--video-frames", type=int, help="of a clip")
+    parser.add_argument("--video-fps", type=float, help="frames of a clip in a second")
     parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
     parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
@@ -115,6 +153,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.tile and not given.tokens_per_tile:
         parser.error("--tile needs --tokens-per-tile")
+    if given.video and not given.patch:
+        parser.error("--video needs --patch")
     if given.patch and not 0 < given.pixel_shuffle**2 <= given.min_patches <= given.max_patches:
         parser.error("--pixel-shuffle squared, --min-patches and --max-patches must ascend")
     return given

@@ -1,228 +1,177 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of a conversation as tokens, and of its images as tiles or whole.
-
-Tiling is dynamic: an image becomes a grid of square tiles, and a thumbnail of the whole. The grid
-is the one of InternVL 1.5 (Chen et al. 2024, arXiv:2404.16821, section 3.2), which NVLM (Dai et al.
-2024, arXiv:2409.11402, section 4.2.1) takes as well: of all grids of at most ``max_tiles`` tiles,
-the one whose aspect ratio is closest to the image's; of grids with the same ratio (1×1, 2×2, …) the
-largest of which the image's own pixels fill more than half. The number of tiles follows from the
-image's size alone.
-"""
+"""Encoding of a conversation as tokens, and of its images, sounds and clips as encoders' inputs."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
-from examples.mimo.nemotron_vlm.data.sample import Text
-from examples.mimo.nemotron_vlm.energon.conversation import Chat, place_images
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage, one_line
-from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Record
-
-FORMATS = ("JPEG", "PNG")
-LONGEST = (1 << 15) - 1
-"""Patches of a side of an image whose size fits the survey's int32."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Settings of how images are cut into tiles.
-
-    tile: height and width of a tile in pixels. max_tiles: tiles that an image's grid may have, the
-    thumbnail not counted. thumbnail: whether the whole image follows as one more tile if the grid
-    has several.
-    """
-
-    tile: int
-    max_tiles: int = 12
-    thumbnail: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_tiles < 1:
-            raise ValueError(f"{self.max_tiles} tiles of an image are too few; it needs 1")
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return the columns and rows of the grid of an image, whose size is in pixels."""
-        return _closest_grid(width, height, self.tile, self.max_tiles)
-
-    def size_of(self, width: int, height: int) -> int:
-        """Return the number of tiles of an image, thumbnail included; its size is in pixels."""
-        columns, rows = self.grid(width, height)
-        return columns * rows + (self.thumbnail and columns * rows > 1)
-
-    def cut(self, image: Image.Image) -> torch.Tensor:
-        """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile].
-
-        Raises:
-            BadImage: the image cannot be decoded.
-        """
-        columns, rows = self.grid(*image.size)
-        image = _decoded(image)
-        size = self.tile
-        whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
-        tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
-        tiles = torch.from_numpy(np.ascontiguousarray(tiles).reshape(-1, 3, size, size))
-        if not self.thumbnail or len(tiles) == 1:
-            return tiles
-        small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
-        return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
-
-    def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the tiles of images, each of which becomes ``tokens_per_tile`` tokens."""
-        return sizes
-
-    def join(self, images: list[torch.Tensor]) -> torch.Tensor:
-        """Return the inputs of a sample: the tiles of all images, uint8 [n, 3, tile, tile]."""
-        return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *images])
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.errors import (
+    BadClip,
+    BadConversation,
+    BadMedium,
+    BadSound,
+)
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
+from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
+from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of
+from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 
 
-@dataclass(frozen=True)
-class Resizing:
-    """Settings of how images are resized, which are encoded whole; the methods are `Tiling`'s."""
+class File(NamedTuple):
+    """An image, sound or clip: its kind, its files, and a clip's frames in a second if known."""
 
-    grids: PatchGrids
-
-    def size_of(self, width: int, height: int) -> int:
-        """Return the size of an image, as `PatchGrids` codes it.
-
-        Raises:
-            BadImage: it is so long that its size has no code.
-        """
-        if max(self.grids.grid_of(height, width)) > LONGEST:
-            raise BadImage(f"{width} × {height} pixels are too long a strip")
-        return self.grids.size_of(height, width)
-
-    def cut(self, image: Image.Image) -> torch.Tensor:
-        """Return the patches of an image, as `PatchGrids.cut` does.
-
-        Raises:
-            BadImage: the image cannot be decoded.
-        """
-        return self.grids.cut(torch.from_numpy(np.array(_decoded(image))).permute(2, 0, 1))
-
-    def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the rows that images become, each of which is a token."""
-        return self.grids.rows(sizes)
-
-    def join(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the inputs of a sample: its images."""
-        return images
+    kind: str
+    data: tuple[bytes, ...]
+    fps: float = 0.0
 
 
-def _decoded(image: Image.Image) -> Image.Image:
-    try:
-        return image.convert("RGB")
-    except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
-        raise BadImage(one_line(error)) from error
-
-
-def open_image(data: bytes) -> Image.Image:
-    """Open an image and read its header; pixels are decoded when they are used.
-
-    Raises:
-        BadImage: it is neither JPEG nor PNG, or its header is damaged.
-    """
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError as error:
-        raise BadImage(f"neither of {', '.join(FORMATS)}") from error
-    except Exception as error:
-        raise BadImage(one_line(error)) from error
-
-
-@lru_cache(maxsize=65536)
-def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[int, int]:
-    def preference(grid: tuple[int, int]) -> tuple[float, bool, int]:
-        columns, rows = grid
-        tiles = columns * rows
-        filled = 2 * width * height > tile * tile * tiles
-        return abs(width / height - columns / rows), not filled, -tiles if filled else tiles
-
-    sizes = range(1, max_tiles + 1)
-    grids = ((columns, rows) for columns in sizes for rows in sizes if columns * rows <= max_tiles)
-    return min(grids, key=preference)
+def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[File]:
+    """Return the files of media from those of a sample."""
+    return [File(m.kind, tuple(raw[name] for name in m.files), m.fps) for m in media]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes samples as tokens and tiles; nothing in it depends on the sequence length.
+    """Encodes samples as tokens, tiles and clips; nothing in it depends on the sequence length.
 
     images: how each image of a sample is prepared, on its own. tokens_per_tile: image tokens of a
-    tile; 1 for whole images. prompt: question for samples that have only a caption.
+    tile; 1 for whole images. prompt: question for samples that have only a caption. sound, video:
+    how sounds and clips are prepared; None for a model that encodes none.
     """
 
     chat: Chat
     images: Tiling | Resizing
     tokens_per_tile: int
     prompt: str = DEFAULT_PROMPT
+    sound: Listening | None = None
+    video: Watching | None = None
 
     @property
     def settings(self) -> dict[str, object]:
-        """Everything that determines tokens and images, except the data."""
+        """Everything that determines tokens and inputs, except the data."""
         return {
             "chat": self.chat.fingerprint,
             **asdict(self.images),
             "tokens_per_tile": self.tokens_per_tile,
             "prompt": self.prompt,
+            "sound": self.sound and asdict(self.sound),
+            "video": self.video and asdict(self.video),
         }
 
-    def text(self, record: Record, sizes: Sequence[int]) -> Text:
+    def text(self, record: Record, extents: Sequence[Extent]) -> Text:
         """Return the tokens of a record.
 
         Args:
-            sizes: of each image, as `sizes` returns them.
+            extents: of each image, sound and clip, as `extents` returns them.
 
         Raises:
             BadConversation: the conversation cannot be tokenized, or no token bears a loss.
         """
-        if len(record.images) != len(sizes):
-            raise BadConversation(f"{len(record.images)} images in the place of {len(sizes)}")
-        ids, answer = self.chat.encode(place_images(record.turns, len(sizes)))
+        if len(record.media) != len(extents):
+            raise BadConversation(f"{len(record.media)} media in the place of {len(extents)}")
+        runs: dict[str, list[int]] = {kind: [] for kind in self.chat.ids}
+        labels = []
+        for medium, extent in zip(record.media, extents, strict=True):
+            size = np.array([extent.size], np.int64)
+            if medium.kind == SOUND:
+                runs[SOUND] += self.sound.rows(size).tolist()
+            elif medium.kind == VIDEO:
+                labels.append(self.video.labels(extent))
+                runs[IMAGES] += self.images.rows(size).tolist() * len(labels[-1])
+            else:
+                runs[IMAGES] += (self.images.rows(size) * self.tokens_per_tile).tolist()
+        ids, answer = self.chat.encode(record.turns, labels)
         repeats = np.ones(len(ids), np.int64)
-        rows = self.images.rows(np.array(sizes, np.int64))
-        repeats[ids == self.chat.image_token] = rows * self.tokens_per_tile
+        for kind, token in self.chat.ids.items():
+            repeats[ids == token] = runs[kind]
         ids, answer = np.repeat(ids, repeats), np.repeat(answer, repeats)
         if not answer[1:].any():
             raise BadConversation("no token bears a loss")
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
-    def sizes(self, images: list[bytes]) -> list[int]:
-        """Return each image's number of tiles, or size; only the images' headers are read.
+    def extents(self, files: list[File]) -> list[Extent]:
+        """Return the extent of each image, whose size may be its number of tiles, sound and clip.
 
         Raises:
-            BadImage: the header of an image cannot be read.
+            BadMedium: the header of an image or a clip cannot be read, or a sound cannot be
+                decoded.
         """
-        return _each(images, lambda image: self.images.size_of(*image.size))
+        return _each(files, self._extent)
 
-    def inputs(self, images: list[bytes]) -> torch.Tensor | list[torch.Tensor]:
-        """Return all tiles, uint8 [n, 3, tile, tile]; or the images as `PatchGrids.cut` does.
+    def inputs(self, files: list[File], encoder: str = IMAGES) -> torch.Tensor | list[torch.Tensor]:
+        """Return an encoder's inputs.
+
+        They are all tiles, uint8 [n, 3, tile, tile]; the images and clips as `PatchGrids` and
+        `ClipGrids` cut them; or the sounds as `Listening.cut` returns them.
 
         Raises:
-            BadImage: an image cannot be decoded.
+            BadMedium: an image, sound or clip cannot be decoded.
         """
-        return self.images.join(_each(images, self.images.cut))
+        made = _each([file for file in files if file.kind in KINDS_OF[encoder]], self._cut)
+        return self.images.join(made) if encoder == IMAGES else made
 
-    def tiles(self, images: list[bytes]) -> torch.Tensor:
-        """Return all tiles; of whole images those for a picture of them."""
-        tiling = self.images if isinstance(self.images, Tiling) else Tiling(64, thumbnail=False)
-        return tiling.join(_each(images, tiling.cut))
+    def pictures(self, files: list[File]) -> list[torch.Tensor]:
+        """Return pictures of what a sample has: images or tiles, frames and spectrograms.
+
+        uint8 [3, H, W] each, of any size.
+        """
+        return [picture for file in files for picture in self._pictures(file)]
+
+    def _pictures(self, file: File) -> Sequence[torch.Tensor]:
+        if file.kind == SOUND:
+            return [picture_of(self._cut(file))]
+        if file.kind == VIDEO:
+            frames = self._watching.frames_of(file.data, file.fps)
+        elif isinstance(self.images, Tiling):
+            return self._cut(file)
+        else:
+            frames = [np.array(decoded(open_image(*file.data)))]
+        return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
+
+    def _extent(self, file: File) -> Extent:
+        if file.kind == SOUND:
+            return Extent(self._listening.size_of(*file.data))
+        if file.kind == VIDEO:
+            return self._watching.extent_of(file.data, file.fps)
+        return Extent(self.images.size_of(*open_image(*file.data).size))
+
+    def _cut(self, file: File) -> torch.Tensor:
+        if file.kind == SOUND:
+            return self._listening.cut(*file.data)
+        if file.kind == VIDEO:
+            return self._watching.cut(file.data, file.fps)
+        return self.images.cut(open_image(*file.data))
+
+    @property
+    def _listening(self) -> Listening:
+        if self.sound is None:
+            raise BadSound("the model has no encoder of sound")
+        return self.sound
+
+    @property
+    def _watching(self) -> Watching:
+        if self.video is None:
+            raise BadClip("the model encodes no video, or no images of any size")
+        return self.video
 
 
-def _each(images: list[bytes], read: Callable[[Image.Image], Any]) -> list[Any]:
-    results = []
-    for number, data in enumerate(images, 1):
+def _each(files: list[File], read: Callable[[File], Any]) -> list[Any]:
+    results, counts = [], Counter()
+    for file in files:
+        counts[file.kind] += 1
         try:
-            results.append(read(open_image(data)))
-        except BadImage as error:
-            raise BadImage(f"image {number}: {error}") from error
+            results.append(read(file))
+        except BadMedium as error:
+            name = file.kind.removesuffix("s")
+            raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
     return results

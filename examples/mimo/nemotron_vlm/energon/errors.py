@@ -4,15 +4,31 @@
 
 
 class BadConversation(ValueError):
-    """A conversation that cannot be written as tokens, or does not fit its images."""
+    """A conversation that cannot be written as tokens, or does not fit its media."""
 
     kind = "bad text"
 
 
-class BadImage(ValueError):
+class BadMedium(ValueError):
+    """An image, sound or clip that cannot be decoded."""
+
+
+class BadImage(BadMedium):
     """An image that cannot be decoded."""
 
     kind = "bad image"
+
+
+class BadSound(BadMedium):
+    """A sound that cannot be decoded."""
+
+    kind = "bad sound"
+
+
+class BadClip(BadMedium):
+    """A clip of video that cannot be decoded."""
+
+    kind = "bad video"
 
 
 class BadShard(ValueError):
@@ -33,7 +49,11 @@ class Excluded(ValueError):
     kind = "excluded by split.yaml"
 
 
-UNUSABLE = BadConversation, BadImage, BadShard, Unreadable, Excluded
+class MissingPackage(OSError):
+    """A package that the data needs is not installed, which does not mean that the data is bad."""
+
+
+UNUSABLE = BadConversation, BadMedium, BadShard, Unreadable, Excluded
 
 
 def one_line(error: BaseException) -> str:

@@ -1,23 +1,26 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Energon's samples as conversations with images.
+"""Energon's samples as conversations with images, sounds and clips of video.
 
 Two kinds of energon's samples are read:
 
 - ``CaptioningSample`` (a ``field_map`` names its image and caption): the prompt, and the caption
   as the answer.
-- ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images beside a ``json`` with
-LLaVA's ``conversations``, or with a ``caption`` and an optional ``prompt``; or beside a ``txt``
-with the caption. Without images it is a text-only sample.
+- ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images, sounds and clips beside a
+``json`` with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an
+optional ``prompt``; or beside a ``txt`` with the caption. Without any it is text only. A clip is an
+``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from examples.mimo.nemotron_vlm.energon.conversation import Turn
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation
 from megatron.energon import CaptioningSample, CrudeSample
 
@@ -29,24 +32,38 @@ ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
-SUFFIXES = ("jpg", "jpeg", "png")
+SUFFIXES = {"jpg": IMAGES, "jpeg": IMAGES, "png": IMAGES, "wav": SOUND, "flac": SOUND}
+SUFFIXES["mp4"] = VIDEO
+FRAME = re.compile(r"(?i)(video\d*)\.\d+\.(?:jpg|jpeg|png)")
+"""Name of a frame of a clip, and of the clip therein."""
+
+ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
+"""Types of the items of a message's content, beside text."""
 DECODERS = {"json": json.loads, "txt": bytes.decode}
 DEFAULT_PROMPT = "Describe the image."
 
 
-class ImageFile(str):
-    """Name of an image file, in the place of its bytes.
+class MediaFile(str):
+    """Name of a file of an image, a sound or a clip, in the place of its bytes.
 
-    The length of a text follows from the sizes of the images, which the survey knows. So energon
-    decodes samples without images; a data set's own code that looks into them fails.
+    The length of a text follows from the sizes of its media, which the survey knows. So energon
+    decodes samples without them; a data set's own code that looks into them fails.
     """
 
 
+class Medium(NamedTuple):
+    """An image, sound or clip: its kind, the names of its files, and fps as `File` has it."""
+
+    kind: str
+    files: tuple[str, ...]
+    fps: float = 0.0
+
+
 class Record(NamedTuple):
-    """A conversation. images: names of files, in the order of their placeholders."""
+    """A conversation, and its media in the order of their placeholders."""
 
     turns: list[Turn]
-    images: list[ImageFile]
+    media: list[Medium]
 
 
 def decode_text(sample: dict[str, Any]) -> dict[str, Any]:
@@ -73,26 +90,52 @@ def read_record(sample: Any, prompt: str) -> Record:
         prompt: question for samples that have only a caption.
 
     Raises:
-        BadConversation: fields are missing or have the wrong type.
+        BadConversation: fields are missing or have the wrong type, or do not fit the files.
     """
     if isinstance(sample, CaptioningSample):
-        return Record(_captioning(prompt, sample.caption), [_image(sample.image)])
-    names = sorted(filter(is_image, sample), key=_numerically)
-    images = [_image(sample[name]) for name in names]
+        return _record(_captioning(prompt, sample.caption), [sample.image])
+    files = [sample[name] for name in sorted(filter(kind_of, sample), key=_numerically)]
     content = sample.get("json", {})
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
     if "conversations" in content:
-        return Record(_turns(content["conversations"]), images)
+        return _record(_turns(content["conversations"]), files, content.get("fps", 0))
+    if "messages" in content:
+        return _record(_messages(content["messages"]), files, content.get("fps", 0))
     caption = content.get("caption", sample.get("txt"))
     if caption is None:
-        raise BadConversation("has neither conversations nor a caption in json, nor a txt")
-    return Record(_captioning(content.get("prompt", prompt), caption), images)
+        raise BadConversation(
+            "has neither conversations, messages nor a caption in json, nor a txt"
+        )
+    turns = _captioning(content.get("prompt", prompt), caption)
+    return _record(turns, files, content.get("fps", 0))
 
 
-def is_image(name: str) -> bool:
-    """Return whether a file of a sample is an image, by its name."""
-    return _suffix(name) in SUFFIXES
+def kind_of(name: str) -> str | None:
+    """Return the kind of a sample's file by its name; None if it is of no medium."""
+    return VIDEO if FRAME.fullmatch(name) else SUFFIXES.get(_suffix(name))
+
+
+def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
+    """Return a conversation with its placeholders; media of a kind are in their files' order."""
+    if not isinstance(fps, int | float) or not 0 <= fps <= 1000:
+        raise BadConversation(f"its fps is {fps!r}, no number of frames in a second up to 1000")
+    clips: dict[str, tuple[str, ...]] = {}
+    of: dict[str, list[Medium]] = {kind: [] for kind in PLACEHOLDERS}
+    for file in files:
+        if not isinstance(file, MediaFile):
+            raise BadConversation(f"an image is of type {type(file).__name__}")
+        kind = kind_of(file) or IMAGES  # a field may map to a file of any name
+        if kind != VIDEO:
+            of[kind].append(Medium(kind, (file,)))
+            continue
+        frame = FRAME.fullmatch(file)
+        clip = frame[1] if frame else file
+        clips[clip] = (*clips.get(clip, ()), file)
+    for clip in sorted(clips, key=_numerically):  # video before video2
+        of[VIDEO].append(Medium(VIDEO, clips[clip], float(fps)))
+    turns, kinds = place_media(turns, {kind: len(media) for kind, media in of.items()})
+    return Record(turns, [of[kind].pop(0) for kind in kinds])
 
 
 def _suffix(name: str) -> str:
@@ -111,6 +154,32 @@ def _turns(conversations: Any) -> list[Turn]:
     return turns
 
 
+def _messages(messages: Any) -> list[Turn]:
+    """Return Hugging Face's messages as they are, with a placeholder for each item."""
+    turns = []
+    for entry in messages if isinstance(messages, list) else [None]:
+        if not isinstance(entry, dict) or not {"role", "content"} <= entry.keys():
+            raise BadConversation('messages is no list of {"role": …, "content": …}')
+        role, content = entry["role"], entry["content"]
+        if role not in ROLES.values():
+            raise BadConversation(f"unknown role {role!r}; known: system, user, assistant")
+        if isinstance(content, str):
+            turns.append(Turn(role, content))
+            continue
+        items = content if isinstance(content, list) else [None]
+        turns.append(Turn(role, "".join(map(_item, items)), has_items=True))
+    return turns
+
+
+def _item(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "text" and isinstance(item.get("text"), str):
+        return item["text"]
+    if kind in ITEMS:
+        return PLACEHOLDERS[ITEMS[kind]]
+    raise BadConversation(f"content is no list of items of type text, {', '.join(ITEMS)}")
+
+
 def _captioning(prompt: Any, caption: Any) -> list[Turn]:
     return [Turn("user", _text(prompt)), Turn("assistant", _text(caption))]
 
@@ -119,12 +188,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise BadConversation(f"a text is of type {type(value).__name__}")
     return value.strip()
-
-
-def _image(value: Any) -> ImageFile:
-    if not isinstance(value, ImageFile):
-        raise BadConversation(f"an image is of type {type(value).__name__}")
-    return value
 
 
 def _numerically(name: str) -> list[int | str]:

@@ -8,8 +8,9 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource, Text
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
+from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
@@ -28,6 +31,7 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     bad_samples,
     load_survey,
 )
+from examples.mimo.nemotron_vlm.energon.videos import Watching
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
@@ -41,7 +45,7 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and tiles or whole images.
+        encoder: makes tokens of samples, and tiles or whole images, and clips of sound.
         seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
@@ -80,6 +84,17 @@ class EnergonSource(SampleSource):
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
 
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """See `SampleSource`."""
+        return self._encoder.chat.ids
+
+    def inputs_per_sample(self, encoder: str) -> float:
+        """See `SampleSource`."""
+        if encoder == IMAGES:
+            return self.tiles_per_sample
+        return self._stream("train").mean_of(encoder)
+
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
         return self._stream(split).order.epoch_size
@@ -94,20 +109,21 @@ class EnergonSource(SampleSource):
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
         """See `SampleSource`; only the survey is read."""
-        if encoder != IMAGES or isinstance(self._encoder.images, Tiling):
+        if encoder == IMAGES and isinstance(self._encoder.images, Tiling):
             return super().sizes(split, first, count, encoder)
-        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64))
+        return self._stream(split).sizes(np.arange(first, first + count, dtype=np.int64), encoder)
 
     def text(self, split: str, number: int) -> Text:
-        """Return the tokens of a sample; the survey gives its images' sizes, so no image is read.
+        """Return the tokens of a sample; the survey gives the sizes of images and sounds, so none
+        is read.
 
         Raises:
             ValueError: the sample is not what the survey found; the message names shard and key.
             OSError: the shard cannot be read, even after several tries; the message names it.
         """
         with self._sample(split, number) as (dataset, index, survey):
-            record = dataset.record(dataset.raw(index, images=False), self._encoder.prompt)
-            text = self._encoder.text(record, survey.sizes(index))
+            record = dataset.record(dataset.raw(index, kinds=()), self._encoder.prompt)
+            text = self._encoder.text(record, survey.extents(index))
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
@@ -116,12 +132,18 @@ class EnergonSource(SampleSource):
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
 
-        Of whole images they are for a picture.
+        Raises:
+            ValueError, OSError: as for `text`.
+        """
+        return self.inputs(split, number, IMAGES)
+
+    def pictures(self, split: str, number: int) -> list[torch.Tensor]:
+        """See `SampleSource`.
 
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._images(split, number, self._encoder.tiles)
+        return self._media(split, number, None, self._encoder.pictures)
 
     def inputs(
         self, split: str, number: int, encoder: str
@@ -131,15 +153,23 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._images(split, number, self._encoder.inputs) if encoder == IMAGES else []
+        return self._media(split, number, encoder, partial(self._encoder.inputs, encoder=encoder))
 
-    def _images(self, split: str, number: int, make: Callable[[list[bytes]], Any]) -> Any:
-        """Return what is made of a sample's images."""
+    def _media(
+        self, split: str, number: int, encoder: str | None, make: Callable[[list[File]], Any]
+    ) -> Any:
+        """Return what is made of a sample's media for an encoder, which alone are read.
+
+        Args:
+            encoder: None for all media.
+        """
+        kinds = KINDS_OF[encoder] if encoder else PLACEHOLDERS
         with self._sample(split, number) as (dataset, index, survey):
-            raw = dataset.raw(index)
-            files = [raw[name] for name in dataset.record(raw, self._encoder.prompt).images]
-            if self._encoder.sizes(files) != survey.sizes(index):
-                raise ValueError("its images have other sizes than in the survey")
+            raw = dataset.raw(index, kinds)
+            media = dataset.record(raw, self._encoder.prompt).media
+            files = read_files(raw, [each for each in media if each.kind in kinds])
+            if self._encoder.extents(files) != survey.extents(index, encoder):
+                raise ValueError(f"its {encoder or 'media'} have other sizes than in the survey")
             return make(files)
 
     def words(self, tokens: list[int]) -> str:
@@ -204,11 +234,19 @@ class EnergonSource(SampleSource):
             **sizes,
             "prompt": encoder.prompt,
             "image-token": encoder.chat.image_text,
+            **({"sound": encoder.sound.subsampling} if encoder.sound else {}),
+            **(_video_options(encoder.video) if encoder.video else {}),
             **({"surveys": self._surveys} if self._surveys else {}),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         words += switches
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
+
+
+def _video_options(video: Watching) -> dict[str, object]:
+    options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
+    options |= {"video-frames": video.frames, "video-fps": video.fps}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class _Numbered(NamedTuple):
@@ -236,6 +274,7 @@ class _Stream:
         seed: tuple[int, str],
     ) -> None:
         self.left_out: Counter[str] = Counter()
+        self.locate = lru_cache(maxsize=4096)(self._locate)
         self._numbered: list[_Numbered] = []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
@@ -259,7 +298,7 @@ class _Stream:
         ]
         self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
 
-    def locate(self, number: int) -> tuple[DataSet, int, Survey]:
+    def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
         (place,), (sample,) = self.order.locate(np.array([number], np.int64))
         dataset, survey, samples = self._numbered[place]
@@ -275,10 +314,21 @@ class _Stream:
             costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.inputs[indices]
         return costs
 
-    def sizes(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Return the sizes of each sample's images by number, int64."""
-        found = []
-        for place, sample in zip(*self.order.locate(numbers), strict=True):
-            _, survey, samples = self._numbered[place]
-            found.append(np.array(survey.sizes(samples[sample]), np.int64))
-        return found
+    def mean_of(self, encoder: str) -> float:
+        """Return the mean number of an encoder's inputs in a sample."""
+        means = [
+            sum(survey.count(own, kind) for kind in KINDS_OF[encoder]) / len(own)
+            for _, survey, own in self._numbered
+        ]
+        return float(np.average(means, weights=self.order.shares))
+
+    def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
+        """Return the sizes of an encoder's inputs of each sample by number, int64."""
+        if len(numbers) == 1:  # of a sample that is being read
+            places = [self.locate(int(numbers[0]))[1:]]
+        else:
+            numbered = zip(*self.order.locate(numbers), strict=True)
+            pairs = ((self._numbered[place], drawn) for place, drawn in numbered)
+            places = [(samples[drawn], survey) for (_, survey, samples), drawn in pairs]
+        found = (survey.extents(index, encoder) for index, survey in places)
+        return [np.array([extent.size for extent in each], np.int64) for each in found]

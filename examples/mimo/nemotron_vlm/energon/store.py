@@ -8,6 +8,7 @@ import hashlib
 import logging
 import time
 from bisect import bisect_right
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,10 +22,10 @@ from examples.mimo.nemotron_vlm.energon.errors import (
 )
 from examples.mimo.nemotron_vlm.energon.records import (
     KINDS,
-    ImageFile,
+    MediaFile,
     Record,
     decode_text,
-    is_image,
+    kind_of,
     read_record,
 )
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
@@ -97,7 +98,8 @@ class DataSet:
             )
         self.weight = loaded.weight if loaded.repetitions is None else loaded.repetitions
         self._factory, self._place = factory, place
-        self._unread: dict[str, bytes] | None = None
+        self._unread: dict[str, bytes] = {}
+        self._kinds: Collection[str] | None = None
         self._given_up: set[str] = set()
         self._open()
         after_in_child_fork_hook(self._open)
@@ -118,10 +120,11 @@ class DataSet:
         )
 
     def _takes(self, file: str) -> bool:
-        """Return whether to read a file of a sample; note the images that are not wanted."""
+        """Return whether to read a file of a sample; note the media that are not wanted."""
         if not self._factory.part_filter(file):
             return False
-        if self._unread is None or not is_image(file):
+        kind = kind_of(file)
+        if self._kinds is None or kind is None or kind in self._kinds:
             return True
         self._unread[file] = b""
         return False
@@ -138,11 +141,11 @@ class DataSet:
         files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
         return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
-    def raw(self, index: int, images: bool = True) -> dict[str, Any]:
+    def raw(self, index: int, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Return a sample's files as bytes, with energon's ``__key__``.
 
         Args:
-            images: whether to read the images; otherwise they are empty.
+            kinds: kinds of media to read; others are empty. None reads all.
 
         Raises:
             BadShard: the shard is damaged or missing, or is not the one that was indexed.
@@ -153,7 +156,7 @@ class DataSet:
         shard, _ = self._locate(index)
         for pause in (0,) if shard in self._given_up else (*PAUSES_S, 0):
             try:
-                return self._read(index, images)
+                return self._read(index, kinds)
             except Unreadable as error:
                 if not pause:
                     self._given_up.add(shard)
@@ -164,8 +167,8 @@ class DataSet:
                 logger.warning("%s: %s; next try in %d s", self.path / shard, error, pause)
                 time.sleep(pause)
 
-    def _read(self, index: int, images: bool) -> dict[str, Any]:
-        self._unread = None if images else {}
+    def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
+        self._unread, self._kinds = {}, kinds
         try:
             raw = self._reader[index]
         except Exception as error:  # from tarfile, the file system or energon itself
@@ -176,7 +179,7 @@ class DataSet:
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
             raise Excluded(Excluded.kind)
-        return raw | (self._unread or {})
+        return raw | self._unread
 
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.
@@ -187,7 +190,7 @@ class DataSet:
         Raises:
             BadConversation: a field is missing, or text is damaged.
         """
-        sample = {name: ImageFile(name) if is_image(name) else raw[name] for name in raw}
+        sample = {name: MediaFile(name) if kind_of(name) else raw[name] for name in raw}
         try:
             return read_record(self._factory.load_sample(sample), prompt)
         except BadConversation:

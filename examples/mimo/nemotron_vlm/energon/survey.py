@@ -1,16 +1,15 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The survey of a data set: tokens and tiles of every sample, or why it is bad.
-
-Of images of any size it has the sizes of `PatchGrids` in the place of the numbers of tiles.
+"""The survey of a data set: tokens, images, sounds and clips of every sample, or why it is bad.
 
 Making it reads and decodes everything once. Its file names hash everything that it depends on, so a
 survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
 on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
 - ``survey-NAME.npy``, int32 [4, samples]: state, tokens and inputs (tiles, or whole images) of each
-  sample, and the cumulative number of images, its own included;
-- ``survey-NAME.images.npy``, int32 [images]: tiles of each image, or its size;
+  sample, and the cumulative number of media, its own included;
+- ``survey-NAME.media.npy``, `MEDIA` [media]: kind of each image, sound and clip, as an index into
+  `KINDS`, and its extent; the size of an image is its number of tiles, or its grid;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
@@ -27,14 +26,19 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
 from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded
 from examples.mimo.nemotron_vlm.energon.store import DataSet
+from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 2
-STATES = ("good", "unreadable shard", "bad text", "bad image", Excluded.kind, "too long")
+FORMAT = 3
+STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
+STATES += (Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
+KINDS = tuple(PLACEHOLDERS)
+MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 
@@ -57,24 +61,32 @@ class Survey:
 
     state, tokens, inputs: int32 [samples of the data set], memory-mapped from the file.
 
-    image_ends: int32 [samples], cumulative number of images, each sample's own included.
-    image_sizes: int32 [images], tiles of each image, or its size.
-    fingerprint: hash of the samples' bytes and of the settings that determine tokens and images;
+    media_ends: int32 [samples], cumulative number of media, each sample's own included.
+    media: `MEDIA` [media].
+    fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
     the same for a copy of the data.
     """
 
     state: np.ndarray
     tokens: np.ndarray
     inputs: np.ndarray
-    image_ends: np.ndarray
-    image_sizes: np.ndarray
+    media_ends: np.ndarray
+    media: np.ndarray
     bad: list[BadSample]
     fingerprint: str
 
-    def sizes(self, index: int) -> list[int]:
-        """Return what `Encoder.sizes` returned of a sample's images."""
-        first = self.image_ends[index - 1] if index else 0
-        return self.image_sizes[first : self.image_ends[index]].tolist()
+    def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
+        """Return what `Encoder.extents` returned of a sample's media, or of an encoder's."""
+        first = self.media_ends[index - 1] if index else 0
+        media = self.media[first : self.media_ends[index]]
+        kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
+        return [Extent(*extent) for kind, *extent in media.tolist() if kind in kinds]
+
+    def count(self, indices: np.ndarray, kind: str) -> int:
+        """Return the number of media of a kind in samples."""
+        own = np.cumsum(np.append(0, self.media["kind"] == KINDS.index(kind)))
+        ends = own[self.media_ends]
+        return int(np.diff(ends, prepend=0)[indices].sum())
 
     def states(self, seq_length: int) -> np.ndarray:
         """Return the states of all samples, int32; those of more tokens are too long."""
@@ -109,10 +121,10 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
     path = _path(dataset, encoder, folder)
     if not path.is_file():
         return None
-    rows, images = (np.load(file, mmap_mode="r") for file in (path, _images(path)))
+    rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
     notes = json.loads(path.with_suffix(".json").read_text())
     bad = [BadSample(**entry) for entry in notes["bad"]]
-    return Survey(*rows, images, bad, notes["fingerprint"])
+    return Survey(*rows, media, bad, notes["fingerprint"])
 
 
 def make_survey(
@@ -133,7 +145,7 @@ def make_survey(
         multiprocessing_context="forkserver" if workers else None,
     )
     shards = list(tqdm(loader, str(dataset.path), unit="shard", disable=None))
-    rows, images, bad, digests = zip(*shards, strict=True)
+    rows, media, bad, digests = zip(*shards, strict=True)
     digest = hashlib.sha256(json.dumps(encoder.settings).encode())
     for one in digests:
         digest.update(one.encode())
@@ -148,7 +160,7 @@ def make_survey(
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(notes, ensure_ascii=False, indent=1).encode()
     _write(path.with_suffix(".json"), lambda file: file.write(text))
-    _write(_images(path), lambda file: np.save(file, np.concatenate(images)))
+    _write(_media(path), lambda file: np.save(file, np.concatenate(media)))
     _write(path, lambda file: np.save(file, table))  # if it is there, the survey is complete
 
 
@@ -165,13 +177,13 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, inputs and images of each sample, int32 [4, samples]; size of each image,
-            int32 [images]; the bad samples; and a hash of the samples' bytes.
+            State, tokens, inputs and media of each sample, int32 [4, samples]; kind and extent of
+            each medium, `MEDIA` [media]; the bad samples; and a hash of the samples' bytes.
         """
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
         rows = np.zeros((4, len(indices)), np.int32)
-        images, bad = [], []
+        media, bad = [], []
         digest = hashlib.blake2b(digest_size=16)
         for place, index in enumerate(indices):
             try:
@@ -181,16 +193,17 @@ class _Shards(Dataset):
                         digest.update(f"{raw['__key__']}.{name} {len(content)}\n".encode())
                         digest.update(content)
                 record = dataset.record(raw, encoder.prompt)
-                files = [raw[name] for name in record.images]
-                sizes = encoder.sizes(files)
-                text, inputs = encoder.text(record, sizes), encoder.inputs(files)
-                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(sizes)
-                images += sizes
+                files = read_files(raw, record.media)
+                extents = encoder.extents(files)
+                text, inputs = encoder.text(record, extents), encoder.inputs(files)
+                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(extents)
+                pairs = zip(files, extents, strict=True)
+                media += [(KINDS.index(file.kind), *extent) for file, extent in pairs]
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
                 bad.append(BadSample(index, dataset.name(index), int(state), str(error)))
                 digest.update(f"{place} {state}\n".encode())
-        return rows, np.array(images, np.int32), bad, digest.hexdigest()
+        return rows, np.array(media, MEDIA), bad, digest.hexdigest()
 
 
 def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
@@ -200,8 +213,8 @@ def _path(dataset: DataSet, encoder: Encoder, folder: Path | None) -> Path:
     return (folder or dataset.path / MAIN_FOLDER_NAME) / f"survey-{name}.npy"
 
 
-def _images(path: Path) -> Path:
-    return path.with_suffix(".images.npy")
+def _media(path: Path) -> Path:
+    return path.with_suffix(".media.npy")
 
 
 def _write(path: Path, write: Callable) -> None:

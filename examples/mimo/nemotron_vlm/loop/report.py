@@ -1,9 +1,10 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The picture at the end of a run: curves of loss and accuracy, and answers on test images."""
+"""The picture at the end of a run: curves of loss and accuracy, and answers on test samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.loop.forward_step import Answers
@@ -19,23 +21,36 @@ from examples.mimo.nemotron_vlm.loop.forward_step import Answers
 
 @dataclass(frozen=True)
 class Reading:
-    """A held-out sample: its tiles [n, 3, H, W], the true answer, and the model's."""
+    """A held-out sample: its pictures beside each other [H, W], the true answer, the model's."""
 
-    tiles: torch.Tensor
+    strip: torch.Tensor
     answer: str
     read: str
 
 
 def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading]:
-    """Return the first ``count`` samples with images that the model answered."""
-    numbers = sorted({sample for sample, _ in answers})
+    """Return the first ``count`` samples with pictures that the model answered."""
     found = []
-    for number in [n for n in numbers if source.costs("test", n, 1)[0, 1]][:count]:
+    for number in sorted({sample for sample, _ in answers}):
+        pictures = source.pictures("test", number)
+        if not len(pictures):
+            continue
+        if len(found) == count:
+            break
         text = source.text("test", number)
         answer = source.words(text.labels[text.loss_mask.bool()].tolist())
         read = source.words([answers[place] for place in sorted(answers) if place[0] == number])
-        found.append(Reading(source.tiles("test", number) / 255, answer, read))
+        found.append(Reading(_strip(pictures), answer, read))
     return found
+
+
+def _strip(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put pictures [3, H, W] beside each other, all of the height of the first; [H, W] in 0 … 1."""
+    height, resized = pictures[0].shape[1], []
+    for picture in pictures:
+        shape = height, max(1, round(picture.shape[2] * height / picture.shape[1]))
+        resized.append(F.interpolate(picture[None] / 255, shape, mode="bilinear")[0])
+    return torch.cat(resized, dim=-1).mean(0)
 
 
 def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> None:
@@ -55,8 +70,7 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
     _curve(accuracy_axes, records, {"eval_accuracy": "held out"}, "accuracy of answers")
     if readings:
         for axes, reading in zip(bottom.subplots(rows, 4).flat, readings, strict=False):
-            strip = torch.cat(list(reading.tiles), dim=-1).mean(0)
-            axes.imshow(strip, cmap="gray_r", vmin=0, vmax=1)
+            axes.imshow(reading.strip, cmap="gray_r", vmin=0, vmax=1)
             wrong = reading.answer != reading.read
             title = f"read {reading.read}" + (f", is {reading.answer}" if wrong else "")
             axes.set_title(title, fontsize=9, color="crimson" if wrong else "black")

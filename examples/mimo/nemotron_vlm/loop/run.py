@@ -106,7 +106,7 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
-        source = make_source(args, options.preset.images)
+        source = make_source(args, options.preset)
         _say_left_out(source, args)
         session = open_session(options, source)
         lay = options.layouts

@@ -125,11 +125,12 @@ def tiny() -> VLMPreset:
 
 
 def tiny_omni() -> VLMPreset:
-    """``tiny`` with sound."""
+    """``tiny`` with video and sound."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     small = {"num_mel_bins": 16, "subsampling_conv_channels": 8, "conv_kernel_size": 5}
     sound = Sound(layers=2, projector_ffn=64, **sizes, **small)
-    return replace(tiny(), name="tiny-omni", encoders=(*tiny().encoders, sound))
+    images = replace(tiny().images, tubelet=2, clip_patches=16)
+    return replace(tiny(), name="tiny-omni", encoders=(images, sound))
 
 
 def nano_vl_30b_a3b() -> VLMPreset:
@@ -159,7 +160,7 @@ def nano_vl_30b_a3b() -> VLMPreset:
 
 
 def nano_omni_30b_a3b() -> VLMPreset:
-    """Published sizes of Nemotron-3-Nano-Omni-30B-A3B-Reasoning, without its embedder of video.
+    """Published sizes of Nemotron-3-Nano-Omni-30B-A3B-Reasoning.
 
     They are its repository's ``config.json``; what that leaves out (RADIO's tokens and epsilon,
     Parakeet's attention without biases), it has from transformers' defaults for it. The published
@@ -170,7 +171,7 @@ def nano_omni_30b_a3b() -> VLMPreset:
         "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
         "pixel_std": (0.26862954, 0.26130258, 0.27577711),
     }
-    images = replace(base.images, class_tokens=10, norm_epsilon=1e-6, **clip)
+    images = replace(base.images, class_tokens=10, norm_epsilon=1e-6, tubelet=2, **clip)
     sizes = {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096}
     sound = Sound(layers=24, projector_ffn=4096, **sizes)
     return replace(base, name="nano-omni-30b-a3b", encoders=(images, sound))

@@ -93,6 +93,10 @@ class OwnOptions:
     """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
     dynamic_resolution_max_patches: int | None = None
     """with --dynamic-resolution, shrink images of more patches; default: the model's"""
+    video_frames: int | None = None
+    """frames of a clip of video, or all of a shorter one; default: --video-fps"""
+    video_fps: float | None = None
+    """frames of a clip in a second; default: all"""
     max_tiles: int = 12
     """most tiles of an image, not counting its thumbnail"""
     thumbnail: bool = True

@@ -76,7 +76,7 @@ def options_of(*arguments: str, preset: VLMPreset | None = None) -> Options:
 def session_of(options: Options, source: SampleSource | None = None) -> Iterator[Session]:
     """The program with its groups made; all it made ends with the block."""
     args = options.args
-    source = source or make_source(args, options.preset.images)
+    source = source or make_source(args, options.preset)
     before = groups()
     session = open_session(options, source)
     try:

@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""RADIO on whole images of any size: dynamic resolution, as Nemotron 3 Nano Omni has it.
+"""RADIO on whole images of any size, and on clips, as Nemotron 3 Nano Omni has it.
 
-An image is resized to a *grid* of patches, rows and columns, near its own. The patches of all
-images are one packed sequence, in which each image attends to itself alone. The host knows every
-grid, so that nothing waits for the device.
+An image is resized to a *grid* of patches, rows and columns, near its own. A clip is tubelets of
+some frames each, of one grid (data/clip_grids.py). The patches of all images, and then those of all
+tubelets, are one packed sequence, in which each image and each tubelet attends to itself alone. The
+host knows every grid, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -16,55 +17,96 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of
+from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
+from examples.mimo.nemotron_vlm.data.patch_grids import (
+    PatchGrids,
+    grids_of,
+    packed_size,
+    tubelets_of,
+)
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper, normalize
+from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
 from megatron.core.token_layout.device_copy import copied_to
 
 
+class GroupedRADIO(RADIOViTModel):
+    """Upstream's model on patches of images and of tubelets, grouped on the host."""
+
+    def _apply_temporal_grouping(self, x, imgs_sizes, num_frames, packed_seq_params, **_):
+        """Take ``x`` as the pair of both, [1, patches, features] each; upstream groups frames on
+        the device.
+        """
+        return x, imgs_sizes, num_frames, packed_seq_params, (True, False)
+
+
 class PackedRADIOEncoder(RADIOEncoderWrapper):
-    """`RADIOEncoderWrapper` on the packed patches of images, which upstream embeds."""
+    """`RADIOEncoderWrapper` on the packed patches of images and clips, which upstream embeds."""
 
     dynamic_resolution = True
+    model = GroupedRADIO
 
     def forward(
-        self, patches: torch.Tensor, grids: np.ndarray, hidden_states: torch.Tensor | None = None
+        self,
+        patches: torch.Tensor,
+        tubelets: torch.Tensor,
+        grids: np.ndarray,
+        hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Encode images; without any, encode a blank one, whose output the caller drops.
+        """Encode images and clips; without any, encode a blank image, whose output the caller
+        drops.
 
         Args:
             patches: [patches, 3 · patch²], pixels of about 0 … 255, row by row of each image. Only
                 the first stage reads them.
-            grids: int64 [images, 2], on the host: rows and columns of each image's patches.
+            tubelets: the same of clips, [patches, tubelet · 3 · patch²].
+            grids: int64 [inputs, 3], on the host: each input's tubelets, 0 of an image, and the
+                rows and columns of its patches.
             hidden_states: [1, patches and class tokens, hidden], output of the stage before.
 
         Returns:
-            [rows, output_size], or hidden states for the next stage.
+            [rows, output_size] in the order of the inputs, or hidden states for the next stage.
         """
         sizes, first = self.sizes, self.is_first_stage
         if not len(grids):
-            grids = np.full((1, 2), sizes.pixel_shuffle)
+            grids = np.array([[0, sizes.pixel_shuffle, sizes.pixel_shuffle]])
             patches = patches.new_zeros(sizes.pixel_shuffle**2, patches.size(1))
-        lengths = grids.prod(axis=1)
+        counts = np.maximum(grids[:, 0], 1)
+        is_clip, shapes = (grids[:, 0] > 0).repeat(counts), grids[:, 1:].repeat(counts, axis=0)
+        images_first = np.argsort(is_clip, kind="stable")
+        lengths = shapes[images_first].prod(axis=1)
         whole = lengths + sizes.class_tokens
         # RADIOViTModel adds its class tokens to the boundaries.
         packed = _packed(lengths if first else whole, patches.device)
         PaddedLengths.note(packed, whole.tolist())
         if first:
-            pixels = normalize(patches.unflatten(1, (3, -1)), sizes).flatten(1)
-            pixels = pixels.to(self.config.params_dtype)[None]
-            shapes = (grids * sizes.patch).tolist()
-            features = self.radio(pixels, imgs_sizes=shapes, packed_seq_params=packed)
+            pixels = self._pixels(patches)
+            given = {
+                "imgs_sizes": (shapes[images_first] * sizes.patch).tolist(),
+                "packed_seq_params": packed,
+            }
+            if sizes.tubelet > 1:
+                both = pixels, self._pixels(tubelets)
+                features, *_ = self.radio(both, num_frames=counts, **given)
+            else:
+                features = self.radio(pixels, **given)
         else:
             self.radio.decoder.set_input_tensor(hidden_states.transpose(0, 1).contiguous())
             features = self.radio.decoder(None, attention_mask=None, packed_seq_params=packed)
             features = features.transpose(0, 1)
         if not self.is_last_stage:
             return features.contiguous()
-        order = copied_to(features.device, shuffled(grids, sizes.class_tokens, sizes.pixel_shuffle))
+        order = shuffled(shapes, images_first, sizes.class_tokens, sizes.pixel_shuffle)
+        order = copied_to(features.device, order)
         return features[0].index_select(0, order).view(-1, sizes.output_size)
+
+    def _pixels(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return normalized patches [patches, frames · 3 · patch²] as [1, …]."""
+        channels = patches.reshape(-1, 3, self.sizes.patch**2)
+        pixels = normalize(channels, self.sizes).view(patches.shape)
+        return pixels.to(self.config.params_dtype)[None]
 
 
 def _packed(lengths: np.ndarray, device: torch.device) -> PackedSeqParams:
@@ -81,29 +123,32 @@ def _packed(lengths: np.ndarray, device: torch.device) -> PackedSeqParams:
     )
 
 
-def shuffled(grids: np.ndarray, class_tokens: int, factor: int) -> torch.Tensor:
+def shuffled(
+    shapes: np.ndarray, packed: np.ndarray, class_tokens: int, factor: int
+) -> torch.Tensor:
     """Return the order in which patches form rows, each of ``factor`` × ``factor`` of them.
 
     Args:
-        grids: int64 [images, 2].
-        class_tokens: tokens before the patches of each image.
+        shapes: int64 [images and tubelets, 2], rows and columns of each, in the order of the rows.
+        packed: their order in the packed sequence, int64 [images and tubelets].
+        class_tokens: tokens before the patches of each.
 
     Returns:
-        int64 [patches], indices into the sequence of all images.
+        int64 [patches], indices into the packed sequence.
     """
-    orders, start = [], 0
-    for rows, columns in grids.tolist():
-        start += class_tokens
+    lengths = shapes.prod(axis=1)
+    starts = np.empty_like(lengths)
+    starts[packed] = np.cumsum(lengths[packed] + class_tokens) - lengths[packed]
+    orders = []
+    for start, (rows, columns) in zip(starts, shapes, strict=True):
         order = np.arange(start, start + rows * columns).reshape(rows, columns)
-        squares = rearrange(order, "(h a) (w b) -> (h w a b)", a=factor, b=factor)
-        orders.append(squares)
-        start += rows * columns
+        orders.append(rearrange(order, "(h a) (w b) -> (h w a b)", a=factor, b=factor))
     return torch.from_numpy(np.concatenate(orders))
 
 
 @dataclass(frozen=True)
 class RadioOfAnySize(Radio):
-    """`Radio` on whole images: the same parameters, names and sizes.
+    """`Radio` on whole images and clips: the same parameters, names and sizes.
 
     The usual image is as large as a tile.
     """
@@ -120,15 +165,34 @@ class RadioOfAnySize(Radio):
         """The grids that images are resized to."""
         return PatchGrids(self.patch, self.pixel_shuffle, self.min_patches, self.max_patches)
 
+    @property
+    def clips(self) -> ClipGrids | None:
+        """The grids that frames of clips are resized to; None if the model has no video."""
+        if self.tubelet == 1:
+            return None
+        return ClipGrids(self.patch, self.pixel_shuffle, self.tubelet, self.clip_patches)
+
     def count_patches(self, sizes: np.ndarray) -> np.ndarray:
-        return grids_of(sizes).prod(axis=1)
+        """See `Radio`; a tubelet's count once, not for each of its frames."""
+        return grids_of(sizes).prod(axis=1) * np.maximum(tubelets_of(sizes), 1)
+
+    def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
+        """See `Encoder`; a tubelet is an image, of which more pixels are embedded."""
+        tubelets, images = tubelets_of(sizes), packed_size(0, *grids_of(sizes).T)
+        counts = np.maximum(tubelets, 1)
+        work = {kind: each * counts for kind, each in super().work(images, width).items()}
+        features = 3 * self.patch**2 * (self.tubelet - 1) * (tubelets > 0)
+        return work | {"vit": work["vit"] + 6 * self.count_patches(sizes) * features * self.hidden}
 
     def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, object]:
-        """See `Encoder`; parts are images as `PatchGrids.cut` returns them."""
-        images = [image for part in parts for image in part]
-        none = torch.empty(0, 3 * self.patch**2)
-        grids = np.array([image.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
+        """See `Encoder`; parts are images and clips as `PatchGrids` and `ClipGrids` cut them."""
+        inputs = [each for part in parts for each in part]
+        features = 3 * self.patch**2
+        images = [each.flatten(0, -2) for each in inputs if each.ndim == 3]
+        clips = [each.flatten(0, -2) for each in inputs if each.ndim == 4]
+        grids = [(0, *each.shape[:-1])[-3:] for each in inputs]
         return {
-            "patches": torch.cat([none, *(each.flatten(0, 1) for each in images)]),
-            "grids": grids,
+            "patches": torch.cat([torch.empty(0, features), *images]),
+            "tubelets": torch.cat([torch.empty(0, features * self.tubelet), *clips]),
+            "grids": np.array(grids, dtype=np.int64).reshape(-1, 3),
         }

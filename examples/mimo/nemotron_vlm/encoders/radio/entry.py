@@ -36,7 +36,8 @@ class Radio(Encoder):
 
     projector_ffn: the projector's inner width. pixel_mean, pixel_std: mean and deviation by
     channel, for normalizing pixels in [0, 1]. min_patches, max_patches: of an image that is encoded
-    whole, with dynamic resolution (any_size.py).
+    whole, with dynamic resolution (any_size.py). tubelet: frames of a clip that are embedded
+    together, by an embedder of their own; 1 is a model without it. clip_patches: of a frame, about.
     """
 
     name = IMAGES
@@ -60,6 +61,8 @@ class Radio(Encoder):
     pixel_std: tuple[float, ...] = (1.0, 1.0, 1.0)
     min_patches: int = 1024
     max_patches: int = 13312
+    tubelet: int = 1
+    clip_patches: int = 1024
 
     @property
     def tokens_per_tile(self) -> int:

@@ -49,7 +49,7 @@ class RADIOEncoderWrapper(MegatronModule):
     """RADIO ViT whose output has no class tokens and is pixel-shuffled.
 
     The position embeddings are deterministic, so the output is the same on whichever rank.
-    ``dynamic_resolution`` is RADIOViTModel's argument.
+    ``dynamic_resolution`` is RADIOViTModel's argument. An embedder of video is kept as it is.
 
     Args:
         config: configuration of the ViT; sequence parallelism must be off.
@@ -60,6 +60,7 @@ class RADIOEncoderWrapper(MegatronModule):
     """
 
     dynamic_resolution = False
+    model = RADIOViTModel
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class RADIOEncoderWrapper(MegatronModule):
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
         self.sizes = sizes
-        self.radio = RADIOViTModel(
+        self.radio = self.model(
             transformer_config=config,
             transformer_layer_spec=layer_spec,
             class_token_len=sizes.class_tokens,
@@ -82,13 +83,20 @@ class RADIOEncoderWrapper(MegatronModule):
             max_img_w=sizes.max_tile,
             dynamic_resolution=self.dynamic_resolution,
             force_cpe_eval_mode=True,
+            temporal_patch_dim=sizes.tubelet,
+            separate_video_embedder=True,
             pg_collection=pg_collection,
         )
         stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
         self.is_first_stage, self.is_last_stage = stage == 0, stage == stages - 1
         if not self.is_first_stage:
             del self.radio.embedder, self.radio.class_token, self.radio.position_embeddings
+            if sizes.tubelet > 1:
+                del self.radio.video_embedder
             self.radio.decoder.pre_process = False
+        elif sizes.tubelet > 1 and not self.dynamic_resolution:
+            self.radio.temporal_patch_dim = 1
+            self.radio.video_embedder.requires_grad_(False)
 
     def forward(
         self, tiles: torch.Tensor, hidden_states: torch.Tensor | None = None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 EMBEDDER = "model.patch_generator.embedder.weight"
 """Name of the embedder's weight, after a file's common prefix, mostly ``radio_model.``."""
 
+VIDEO_EMBEDDER = "model.patch_generator.video_embedder.weight"
+
 EXPECTED = {
     "hidden_act": "gelu",
     "layerscale_value": 1.0,
@@ -60,9 +62,9 @@ MEAN, STD = "input_conditioner.norm_mean", "input_conditioner.norm_std"
 SCALES = "model.blocks.*.layer_scale?.lambda1"
 """Pattern of scaling factors that our model does not have: they must all be 1."""
 
-NOT_HELD = (MEAN, STD, SCALES, "summary_idxs", "model.patch_generator.video_embedder.weight")
+NOT_HELD = (MEAN, STD, SCALES, "summary_idxs")
 """Patterns of tensors that our model does not have: pixels are normalized by values in the preset,
-and there is neither a summary nor video."""
+and there is no summary."""
 
 
 class RadioPart(Part):
@@ -100,11 +102,13 @@ class RadioPart(Part):
             max_tile=config.max_img_size,
             class_tokens=config.num_cls_tokens + config.num_registers,
             norm_epsilon=config.layer_norm_eps,
+            tubelet=config.video_temporal_patch_size or 1,
             **pixels,
         )
 
     def table(self, sizes: Radio) -> Table:
-        table = {ours: (TensorRows(theirs),) for ours, theirs in TOP.items()}
+        top = TOP | ({"video_embedder.weight": VIDEO_EMBEDDER} if sizes.tubelet > 1 else {})
+        table = {ours: (TensorRows(theirs),) for ours, theirs in top.items()}
         for number in range(sizes.layers):
             theirs = f"model.blocks.{number}."
             for name, other in BLOCK.items():

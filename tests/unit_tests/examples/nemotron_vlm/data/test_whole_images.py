@@ -62,7 +62,7 @@ def test_work_counts_patches_and_their_attention():
 def test_samples_have_as_many_image_tokens_as_their_images_rows(data):
     options = parse(["--data", data, "--dynamic-resolution"], 1)
     images = options.preset.images
-    source = make_source(options.args, images)
+    source = make_source(options.args, options.preset)
     found, counts = [], set()
     for number in range(40):
         (sizes,) = source.sizes("train", number, 1, IMAGES)

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,29 +17,41 @@ import pytest
 import webdataset
 import yaml
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Resizing, Tiling
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from examples.mimo.nemotron_vlm.energon.survey import make_survey
-from examples.mimo.nemotron_vlm.model.presets import tiny
+from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.model.presets import tiny, tiny_omni
 from megatron.energon import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.itar import ITarFile
 from tests.unit_tests.test_utilities import Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[5] / "tools" / "data"))
 
-import make_digits_webdataset  # noqa: E402
+import make_webdataset  # noqa: E402
 
+CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
+CLIPS = tiny_omni().with_images_of_any_size(None, None).images.clips
 GRIDS = tiny().with_images_of_any_size(None, None).images.grids
 
 
-def make_digits(path: Path, samples: int, seed: int) -> None:
+def make_digits(path: Path, samples: int, seed: int, *more: str) -> None:
     """Write a data set in shards of 24 samples."""
     options = ["--samples", str(samples), "--seed", str(seed), "--samples-per-shard", "24"]
-    assert make_digits_webdataset.main([str(path), *options]) == 0
+    assert make_webdataset.main([str(path), *options, *more]) == 0
+
+
+def make_omni(path: Path, samples: int, seed: int) -> None:
+    """Write a data set of lines of text, tones and clips."""
+    make_digits(path, samples, seed, "--tasks", "omni")
 
 
 def make_shard(path: Path, samples: list[dict], config: dict) -> None:
@@ -52,6 +64,18 @@ def make_shard(path: Path, samples: list[dict], config: dict) -> None:
     (path / ".nv-meta" / "dataset.yaml").write_text(yaml.dump(config))
 
 
+def byte_tokenizer(path: Path, template: str | None, special: Sequence[str]) -> Path:
+    """Write a tokenizer with a template: every byte is a token, and those of ``special``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "</s>", *special])
+    given = {"tokenizer_object": made, "eos_token": "</s>", "chat_template": template}
+    PreTrainedTokenizerFast(**given).save_pretrained(path)
+    return path
+
+
 def image(width: int, height: int, kind: str = "PNG") -> bytes:
     """Return the file of a black image."""
     file = io.BytesIO()
@@ -61,13 +85,15 @@ def image(width: int, height: int, kind: str = "PNG") -> bytes:
 
 @contextlib.contextmanager
 def shared_digits(samples: int) -> Iterator[Path]:
-    """Make and survey a data set on the first rank, for all ranks."""
+    """Make and survey a data set on the first rank, for all ranks; ``omni`` is beside it."""
     with Utils.shared_directory() as directory:
         made = directory / "digits"
         with Utils.first_rank_first() as first:
             if first:
                 make_digits(made, samples, seed=2)
                 survey(made)
+                make_omni(directory / "omni", samples, seed=2)
+                survey(directory / "omni", makes=[omni])
         yield made
 
 
@@ -81,14 +107,28 @@ def whole(tokenizer: Path, **bounds) -> Encoder:
     return Encoder(Chat(tokenizer), Resizing(replace(GRIDS, **bounds)), tokens_per_tile=1)
 
 
+def omni(tokenizer: Path) -> Encoder:
+    """Make the encoder of the preset ``tiny-omni`` with images of any size."""
+    chat = Chat(tokenizer, sound=True)
+    sound = Listening(tiny_omni().encoders[1].subsampling_factor)
+    video = Watching(CLIPS)
+    return Encoder(chat, Resizing(GRIDS), tokens_per_tile=1, sound=sound, video=video)
+
+
 ENCODERS = {"tiles": encoder, "any size": whole}
 
 
-def survey(path: Path, tokenizer: Path | None = None, splits=("train", "test"), **options) -> None:
+def survey(
+    path: Path,
+    tokenizer: Path | None = None,
+    splits=("train", "test"),
+    makes=None,
+    **options,
+) -> None:
     """Survey a data set as tiles and as images of any size; its tokenizer is in it by default."""
     for split in splits:
         for dataset in open_split(path, split).datasets:
-            for make in ENCODERS.values():
+            for make in makes or ENCODERS.values():
                 make_survey(dataset, make(tokenizer or path / "tokenizer"), **options)
 
 

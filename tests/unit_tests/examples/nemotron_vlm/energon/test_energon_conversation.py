@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_images
-from examples.mimo.nemotron_vlm.energon.encoding import Encoder, Tiling
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
-from examples.mimo.nemotron_vlm.energon.records import ImageFile, Record, decode_text, read_record
+from examples.mimo.nemotron_vlm.energon.images import Tiling
+from examples.mimo.nemotron_vlm.energon.records import (
+    MediaFile,
+    Medium,
+    Record,
+    decode_text,
+    read_record,
+)
+from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon import CrudeSample
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import byte_tokenizer, image
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -30,22 +37,8 @@ TWICE = [*ASKED, Turn("user", "assistant 3 : twice ?"), Turn("assistant", "3 3 .
 
 @pytest.fixture
 def tokenizer(tmp_path: Path):
-    """Writes a byte-level tokenizer with a template: every byte is a token."""
-
-    def write(template: str | None, image: str = "<image>") -> Path:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        symbols = {symbol: number for number, symbol in enumerate(alphabet)}
-        made = Tokenizer(models.BPE(symbols, []))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        made.add_special_tokens([image, "<|im_start|>", "<|im_end|>", "</s>"])
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="</s>", chat_template=template
-        )
-        fast.save_pretrained(tmp_path / "tokenizer")
-        return tmp_path / "tokenizer"
-
-    return write
+    """Writes a byte-level tokenizer with a template."""
+    return lambda template, image="<image>": byte_tokenizer(tmp_path / "t", template, [image])
 
 
 def answered(chat: Chat, turns: list[Turn]) -> str:
@@ -87,10 +80,10 @@ class TestAnswers:
 
 class TestImages:
     def test_stand_where_the_text_has_them_or_before_the_first_question(self):
-        placed = place_images([Turn("system", "s"), *ASKED], 2)
+        placed, _ = place_media([Turn("system", "s"), *ASKED], {IMAGES: 2})
         assert placed[1].text == "<image>\n<image>\nis it 3 ?"
         turns = [Turn("user", "this <image> and <image>"), Turn("assistant", "yes")]
-        assert place_images(turns, 2) == turns
+        assert place_media(turns, {IMAGES: 2}) == (turns, [IMAGES] * 2)
 
     @pytest.mark.parametrize(
         ("turns", "images", "text"),
@@ -105,14 +98,17 @@ class TestImages:
     )
     def test_that_do_not_add_up_are_refused(self, turns, images, text):
         with pytest.raises(BadConversation, match=text):
-            place_images(turns, images)
+            place_media(turns, {IMAGES: images})
 
     def test_become_tokens_for_each_tile(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
-        files = [image(16, 16), image(32, 16)]
-        text, tiles = encoder.text(Record(turns, ["", ""]), [1, 3]), encoder.tiles(files)
-        assert encoder.sizes(files) == [1, 3]
+        files = [File(IMAGES, (image(16, 16),)), File(IMAGES, (image(32, 16),))]
+        text, tiles = (
+            encoder.text(Record(turns, [Medium(IMAGES, ("",))] * 2), [Extent(1), Extent(3)]),
+            encoder.inputs(files),
+        )
+        assert encoder.extents(files) == [Extent(1), Extent(3)]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()
@@ -123,15 +119,23 @@ class TestImages:
 
     def test_have_the_tokenizers_own_token(self, tokenizer):
         chat = Chat(tokenizer(CHATML, "<|image_pad|>"), "<|image_pad|>")
-        ids, _ = chat.encode(place_images(ASKED, 1))
+        ids, _ = chat.encode(place_media(ASKED, {IMAGES: 1})[0])
         assert (ids == chat.image_token).sum() == 1
         with pytest.raises(BadConversation, match="has the token <|image_pad|>"):
             chat.encode([Turn("user", "say it"), Turn("assistant", "<|image_pad|>")])
 
+    def test_in_items_are_text_for_a_template_that_knows_none(self, tokenizer):
+        chat = Chat(tokenizer(CHATML))
+        (ids, _), (wanted, _) = (
+            chat.encode([Turn("user", "is <image> 3 ?", has_items), *ASKED[1:]])
+            for has_items in (True, False)
+        )
+        assert ids.tolist() == wanted.tolist()
+
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: neither of"):
-            encoder.tiles([image(16, 16), b"nothing"])
+            encoder.inputs([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
 
 
 def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokenizer, tmp_path):
@@ -140,17 +144,19 @@ def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokeni
             Chat(path)
     with pytest.raises(ValueError, match="no token <picture> for images"):
         Chat(tokenizer(CHATML), "<picture>")
+    with pytest.raises(ValueError, match="no token <so_embedding> for sound"):
+        Chat(tokenizer(CHATML), sound=True)
     one, same, other = (Chat(tokenizer(t)).fingerprint for t in (CHATML, CHATML, SHOUTING))
     assert one == same != other
 
 
 class TestRecords:
     def test_files_are_ordered_by_number_and_captions_are_answers_to_a_prompt(self):
-        files = {name: ImageFile(name) for name in ("10.png", "2.jpg")}
+        files = {name: MediaFile(name) for name in ("10.png", "2.jpg")}
         caption = {"json": {"caption": " a cat ", "prompt": "ask"}}
         asked = read_record(CrudeSample(files | caption), "?")
-        assert asked.images == ["2.jpg", "10.png"]
-        assert asked.turns == [Turn("user", "ask"), Turn("assistant", "a cat")]
+        assert asked.media == [Medium(IMAGES, ("2.jpg",)), Medium(IMAGES, ("10.png",))]
+        assert asked.turns == [Turn("user", "<image>\n<image>\nask"), Turn("assistant", "a cat")]
         asked = read_record(CrudeSample({"txt": "a dog"}), "what?")
         assert asked.turns == [Turn("user", "what?"), Turn("assistant", "a dog")]
 
@@ -159,7 +165,7 @@ class TestRecords:
         [
             (b"{", "its json is damaged"),
             (b"[]", "is no object"),
-            (b"{}", "neither conversations nor a caption"),
+            (b"{}", "neither conversations, messages nor a caption"),
             (json.dumps({"conversations": "hello"}).encode(), "is no list of"),
             (json.dumps({"conversations": [{"from": "x", "value": ""}]}).encode(), "speaker 'x'"),
             (json.dumps({"caption": 3}).encode(), "a text is of type int"),

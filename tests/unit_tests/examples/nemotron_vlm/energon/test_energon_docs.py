@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import names, source, whole
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CRUDE,
+    image,
+    make_omni,
+    make_shard,
+    names,
+    omni,
+    source,
+    survey,
+    whole,
+)
+from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import tone, wav
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 DOCUMENT = (REPOSITORY / "docs" / "user" / "your-own-data.md").read_text()
@@ -45,18 +57,19 @@ def folder(tmp_path, digits) -> Path:
     return tmp_path
 
 
-def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
-    def run(command: str) -> str:
-        program, *arguments = shlex.split(command.replace("\\\n", " "))
-        if program.startswith("tools/"):
-            program = str(REPOSITORY / program)
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(
-            [program, *arguments], env=os.environ | {"PATH": path}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def run(command: str) -> str:
+    program, *arguments = shlex.split(command.replace("\\\n", " "))
+    if program.startswith("tools/"):
+        program = str(REPOSITORY / program)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [program, *arguments], env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
+
+def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(folder)
     Path("shards.py").write_text(block("python", "ShardWriter"))
@@ -66,7 +79,7 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     assert "--max-tiles 6" in survey and "--max-tiles 6" in block("bash", "energon:../photos")
     printed = run(survey)
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
-    assert "39 with 1 · mean 0.67" in run(block("bash", "--patch 4"))
+    assert "39 with 1 · mean 0.67" in run(block("bash", "digits/tokenizer --patch 4"))
     tokenizer = Path("build/digits/tokenizer")
     assert source(Path("build/photos"), tokenizer, encoder=whole(tokenizer))
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
@@ -75,3 +88,23 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     drawn = [opened.name("train", number) for number in range(40)]
     assert sum("photos" in name for name in drawn) == 30
     assert len(names(opened, "test", range(2))) == 2
+
+
+def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "build" / "omni"
+    make, _, asked = block("bash", "--tasks omni").partition("\n")
+    make_omni(made, samples=16, seed=1)
+    assert "train: 14 samples in 1 shards, 14 good" in run(asked)
+    assert source(made, encoder=omni(made / "tokenizer"), seq_length=48)
+    assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "tiny-omni")
+
+    files = {f"video.{number}.png": image(32, 24) for number in range(3)}
+    files |= {"wav": wav(tone(4000)), "json": block("json", '"messages"').encode()}
+    own = tmp_path / "own"
+    own.mkdir()
+    make_shard(own, [files], CRUDE)
+    survey(own, made / "tokenizer", splits=["train"], makes=[omni])
+    opened = source(own, made / "tokenizer", encoder=omni(made / "tokenizer"), seq_length=99)
+    assert [len(opened.inputs("train", 0, encoder)) for encoder in (IMAGES, SOUND)] == [1, 1]

@@ -10,7 +10,7 @@ import pytest
 import examples.mimo.nemotron_vlm.energon as package
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    make_digits_webdataset,
+    make_webdataset,
     source,
 )
 
@@ -22,7 +22,7 @@ def test_a_missing_package_is_refused_with_the_extra(monkeypatch):
 
 
 def test_the_tool_does_not_write_over_data(digits, capsys):
-    assert make_digits_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
+    assert make_webdataset.main([str(digits), "--samples", "8", "--seed", "0"]) == 2
     assert "is there already" in capsys.readouterr().err
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadImage
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
@@ -129,7 +130,7 @@ class TestSurvey:
             )
             rows = int((text.input_ids == opened.image_token).sum())
             assert rows == GRIDS.rows(sizes[number]).sum()
-            assert opened.tiles("train", number).shape[1:] == (3, 64, 64)
+            assert len(opened.pictures("train", number)) == len(images)
             seen.update(sizes[number].tolist())
         assert len(seen) > 8 and 0 in costs[:, 1]
 
@@ -137,10 +138,12 @@ class TestSurvey:
         noise = np.random.default_rng(0).integers(256, size=(20, 33, 3), dtype=np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise).save(file, "PNG")
-        (found,) = whole(digits / "tokenizer").inputs([file.getvalue()])
+        (found,) = whole(digits / "tokenizer").inputs([File(IMAGES, (file.getvalue(),))])
         assert found.equal(GRIDS.cut(torch.from_numpy(noise).permute(2, 0, 1)))
         with pytest.raises(BadImage, match="image 1: 4 × 200000 pixels are too long a strip"):
-            whole(digits / "tokenizer", max_patches=10**6).sizes([image(4, 200000)])
+            whole(digits / "tokenizer", max_patches=10**6).extents(
+                [File(IMAGES, (image(4, 200000),))]
+            )
 
     @pytest.mark.parametrize(
         ("make", "settings"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.energon.encoding import BadImage, Tiling, open_image
+from examples.mimo.nemotron_vlm.energon.images import BadImage, Tiling, open_image
 
 
 def published_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:

@@ -83,6 +83,7 @@ SIX_LAYERS = ("--hybrid-layer-pattern", "ME*E*M")  # language pp=2, 3 and 6 divi
 FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage has none
 SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
 ANY_SIZE = ("--dynamic-resolution",)
+OMNI = tuple(option.replace("{shards}", "{shards}/../omni") for option in SHARDS)
 PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size(None, None).images, 64, 0)
 GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
 
@@ -99,6 +100,12 @@ MODELS = {
     "packed shards": Model((*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS), samples=16, packed=True),
     "packed shards of any size": Model(
         (*OWN_DEFAULTS, *LOCAL, *PACK, *SHARDS, *ANY_SIZE), samples=16, packed=True, steps=4
+    ),
+    "packed shards of all media": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *OMNI, *ANY_SIZE, "--model", "tiny-omni"),
+        samples=16,
+        packed=True,
+        steps=4,
     ),
     "digits of any size": Model(ANY_SIZE),
     "packed images of any size": Model(

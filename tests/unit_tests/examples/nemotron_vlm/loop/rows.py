@@ -272,6 +272,10 @@ ON_SHARDS = [
         *(4, "packed shards of any size", "dp=4", "cp=2,dp=2,ep=2"),
         then=(("tp=2,dp=2", "dp=4,ep=2", ()),),
     ),
+    Row(
+        *(4, "packed shards of all media", "images:tp=2,dp=2 sound:dp=4", PIPELINE),
+        then=(("images:dp=4 sound:dp=4", "tp=2,dp=2,ep=2,etp=1", WORKERS),),
+    ),
 ]
 """Rows on CPU ranks that read shards."""
 

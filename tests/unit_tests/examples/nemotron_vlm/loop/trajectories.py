@@ -124,7 +124,7 @@ def _program(arguments: list[str], log: Path, source: SampleSource | None) -> No
     from examples.mimo.pretrain_nemotron_vlm import main
 
     if source:
-        run.make_source = lambda args, encoder: source
+        run.make_source = lambda args, preset: source
     for name in filter(_is_of_this_process, list(os.environ)):
         del os.environ[name]
     with log.open("w") as file:

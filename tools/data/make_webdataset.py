@@ -3,12 +3,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small data set for --data energon: strips of handwritten digits to be read.
 
-    tools/data/make_digits_webdataset.py OUT --samples N --seed S
+    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni]
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
 OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
 each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
 to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
+
+With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 try:
@@ -28,6 +31,7 @@ try:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    import omni_tasks
     from megatron.energon import BaseWebdatasetFactory
 except ImportError as error:
     sys.exit(f"error: {error}; install with pip install '.[energon]'")
@@ -45,6 +49,8 @@ HELD_OUT = 8
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<unk>"]
 WORDS = ["?", "read", "copy", *"0123456789", *"what digits are these them in order".split()]
+OMNI = ["<img>", "</img>", "<so_start>", "<so_embedding>", "<so_end>"]
+"""Special tokens of Nemotron 3 Nano Omni, beside ``<image>``."""
 TEMPLATE = (
     "<s>{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "<assistant>{{ message['content'] }}</s>{% else %}<user>{{ message['content'] }}{% endif %}"
@@ -58,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
-    parser.add_argument("--samples-per-shard", type=int, default=256, metavar="N")
+    parser.add_argument("--tasks", choices=["digits", "omni"], default="digits")
+    parser.add_argument("--samples-per-shard", type=int, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
         parser.error(f"--samples {given.samples}: at least {HELD_OUT}")
@@ -78,10 +85,16 @@ def main(arguments: list[str] | None = None) -> int:
             shards.append(name)
             with webdataset.TarWriter(str(given.out / name), mtime=0) as tar:
                 for number in range(first, min(first + given.samples_per_shard, size)):
-                    sample = _sample(draw, scans.images[mine], scans.target[mine])
+                    if given.tasks == "omni":
+                        sample, *asked = omni_tasks.sample(draw)
+                        sample["json"] = conversation(*asked)
+                    else:
+                        sample = _sample(draw, scans.images[mine], scans.target[mine])
                     tar.write({"__key__": f"{part}-{number:06d}", **sample})
     prepare(given.out, shards)
-    write_tokenizer(given.out / "tokenizer")
+    omni = given.tasks == "omni"
+    more = (OMNI, omni_tasks.VOCABULARY) if omni else ()
+    write_tokenizer(given.out / "tokenizer", *more)
     print(f"{given.out}: {sizes['train']} samples to train, {sizes['val']} held out")
     return 0
 
@@ -95,14 +108,22 @@ def prepare(path: Path, shards: list[str]) -> None:
     (path / ".nv-meta" / "dataset.yaml").write_text(kind)
 
 
-def write_tokenizer(path: Path) -> None:
-    """Write a tokenizer of words and single digits, in which the digit d has the id 10 + d."""
-    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+def write_tokenizer(path: Path, special: Sequence[str] = (), more: Sequence[str] = ()) -> None:
+    """Write a tokenizer of words and single digits, in which the digit d has the id 10 + d.
+
+    Args:
+        special: more special tokens.
+        more: more words.
+    """
+    known = dict.fromkeys([*SPECIAL, *WORDS, *special, *more])
+    words = {word: number for number, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
     )
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in [*SPECIAL, *special]]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

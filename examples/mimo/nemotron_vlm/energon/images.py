@@ -1,0 +1,152 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Images of samples as tiles, or whole.
+
+Tiling is dynamic: an image becomes a grid of square tiles, and a thumbnail of the whole. The grid
+is the one of InternVL 1.5 (Chen et al. 2024, arXiv:2404.16821, section 3.2), which NVLM (Dai et al.
+2024, arXiv:2409.11402, section 4.2.1) takes as well: of all grids of at most ``max_tiles`` tiles,
+the one whose aspect ratio is closest to the image's; of grids with the same ratio (1×1, 2×2, …) the
+largest of which the image's own pixels fill more than half. The number of tiles follows from the
+image's size alone.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from PIL import Image
+
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
+from examples.mimo.nemotron_vlm.energon.errors import BadImage, one_line
+
+FORMATS = ("JPEG", "PNG")
+LONGEST = (1 << 15) - 1
+"""Patches of a side of an image whose size fits the survey's int32."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Settings of how images are cut into tiles.
+
+    tile: height and width of a tile in pixels. max_tiles: tiles that an image's grid may have, the
+    thumbnail not counted. thumbnail: whether the whole image follows as one more tile if the grid
+    has several.
+    """
+
+    tile: int
+    max_tiles: int = 12
+    thumbnail: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tiles < 1:
+            raise ValueError(f"{self.max_tiles} tiles of an image are too few; it needs 1")
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows of the grid of an image, whose size is in pixels."""
+        return _closest_grid(width, height, self.tile, self.max_tiles)
+
+    def size_of(self, width: int, height: int) -> int:
+        """Return the number of tiles of an image, thumbnail included; its size is in pixels."""
+        columns, rows = self.grid(width, height)
+        return columns * rows + (self.thumbnail and columns * rows > 1)
+
+    def cut(self, image: Image.Image) -> torch.Tensor:
+        """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile].
+
+        Raises:
+            BadImage: the image cannot be decoded.
+        """
+        columns, rows = self.grid(*image.size)
+        image = decoded(image)
+        size = self.tile
+        whole = np.array(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
+        tiles = whole.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+        tiles = torch.from_numpy(np.ascontiguousarray(tiles).reshape(-1, 3, size, size))
+        if not self.thumbnail or len(tiles) == 1:
+            return tiles
+        small = np.array(image.resize((size, size), Image.Resampling.BICUBIC))
+        return torch.cat([tiles, torch.from_numpy(small).permute(2, 0, 1)[None]])
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the tiles of images, each of which becomes ``tokens_per_tile`` tokens."""
+        return sizes
+
+    def join(self, images: list[torch.Tensor]) -> torch.Tensor:
+        """Return the inputs of a sample: the tiles of all images, uint8 [n, 3, tile, tile]."""
+        return torch.cat([torch.empty(0, 3, self.tile, self.tile, dtype=torch.uint8), *images])
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """Settings of how images are resized, which are encoded whole; the methods are `Tiling`'s."""
+
+    grids: PatchGrids
+
+    def size_of(self, width: int, height: int) -> int:
+        """Return the size of an image, as `PatchGrids` codes it.
+
+        Raises:
+            BadImage: it is so long that its size has no code.
+        """
+        if max(self.grids.grid_of(height, width)) > LONGEST:
+            raise BadImage(f"{width} × {height} pixels are too long a strip")
+        return self.grids.size_of(height, width)
+
+    def cut(self, image: Image.Image) -> torch.Tensor:
+        """Return the patches of an image, as `PatchGrids.cut` does.
+
+        Raises:
+            BadImage: the image cannot be decoded.
+        """
+        return self.grids.cut(torch.from_numpy(np.array(decoded(image))).permute(2, 0, 1))
+
+    def rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the rows that images become, each of which is a token."""
+        return self.grids.rows(sizes)
+
+    def join(self, images: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the inputs of a sample: its images."""
+        return images
+
+
+def decoded(image: Image.Image) -> Image.Image:
+    """Return an image in RGB.
+
+    Raises:
+        BadImage: it cannot be decoded.
+    """
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files
+        raise BadImage(one_line(error)) from error
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Open an image and read its header; pixels are decoded when they are used.
+
+    Raises:
+        BadImage: it is neither JPEG nor PNG, or its header is damaged.
+    """
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise BadImage(f"neither of {', '.join(FORMATS)}") from error
+    except Exception as error:
+        raise BadImage(one_line(error)) from error
+
+
+@lru_cache(maxsize=65536)
+def _closest_grid(width: int, height: int, tile: int, max_tiles: int) -> tuple[int, int]:
+    def preference(grid: tuple[int, int]) -> tuple[float, bool, int]:
+        columns, rows = grid
+        tiles = columns * rows
+        filled = 2 * width * height > tile * tile * tiles
+        return abs(width / height - columns / rows), not filled, -tiles if filled else tiles
+
+    sizes = range(1, max_tiles + 1)
+    grids = ((columns, rows) for columns in sizes for rows in sizes if columns * rows <= max_tiles)
+    return min(grids, key=preference)

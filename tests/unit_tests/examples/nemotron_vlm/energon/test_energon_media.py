@@ -1,0 +1,264 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sounds and clips in shards: files of all kinds, their rows, and those that are broken."""
+
+import io
+import json
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from examples.mimo.nemotron_vlm.data.clips import SAMPLING_RATE
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.energon.__main__ import main
+from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadSound, MissingPackage
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
+from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
+from examples.mimo.nemotron_vlm.model.presets import tiny_omni
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CLIPS,
+    CRUDE,
+    GRIDS,
+    ShardReads,
+    encoder,
+    image,
+    make_omni,
+    make_shard,
+    omni,
+    source,
+    survey,
+)
+
+ENTRY = tiny_omni().encoders[1]
+LISTENING = Listening(ENTRY.subsampling_factor)
+SAMPLES = 84
+
+
+def tone(samples: int, rate: int = SAMPLING_RATE) -> np.ndarray:
+    """A tone of 440 Hz at half of the full scale, float64 [samples]."""
+    return np.sin(np.arange(samples) * (2 * np.pi * 440 / rate)) / 2
+
+
+def wav(samples: np.ndarray, rate: int = SAMPLING_RATE, width: int = 2) -> bytes:
+    """Return a file of samples from -1 to 1, [samples] or [samples, channels], of so many bytes."""
+    whole = np.round(samples * (2 ** (8 * width - 1) - 1)).astype("<i8")
+    whole += 128 * (width == 1)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(samples[0].size)
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        writer.writeframes(whole.reshape(-1, 1).view(np.uint8)[:, :width].tobytes())
+    return file.getvalue()
+
+
+def flac(samples: np.ndarray, rate: int = SAMPLING_RATE) -> bytes:
+    file = io.BytesIO()
+    pytest.importorskip("soundfile").write(file, samples, rate, format="FLAC")
+    return file.getvalue()
+
+
+class TestSounds:
+    @pytest.mark.parametrize("write", [wav, flac])
+    @pytest.mark.parametrize("channels", [1, 2, 6])
+    def test_are_the_mean_of_their_channels(self, write, channels):
+        samples = tone(1000)[:, None] * np.linspace(1, 0.5, channels)
+        found = LISTENING.cut(write(samples))
+        assert found.dtype == torch.float32
+        assert np.abs(found.numpy() - samples.mean(1)).max() < 2**-14
+
+    @pytest.mark.parametrize("width", [1, 2, 3, 4])
+    def test_of_any_width_have_the_same_scale(self, width):
+        found = LISTENING.cut(wav(tone(1000), width=width)).numpy()
+        assert np.abs(found - tone(1000)).max() < max(2.0 ** (2 - 8 * width), 1e-7)
+
+    @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+    def test_of_another_rate_are_resampled(self, rate):
+        file = wav(tone(rate // 4 + 1, rate), rate)
+        found = LISTENING.cut(file).numpy()
+        assert len(found) == LISTENING.size_of(file) == -(-(rate // 4 + 1) * SAMPLING_RATE // rate)
+        inner = slice(200, -200)  # the filter sees nothing beyond the ends
+        assert np.abs(found - tone(len(found)))[inner].max() < 2e-3
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """Lines of text and tones: one, both or neither."""
+    path = tmp_path_factory.mktemp("data") / "omni"
+    make_omni(path, samples=96, seed=1)
+    survey(path, makes=[omni])
+    return path
+
+    def test_of_flac_that_are_damaged_are_refused(self):
+        with pytest.raises(BadSound, match="^[^<]*$"):
+            LISTENING.cut(flac(tone(5000))[:40])
+
+
+class TestSamplesWithSound:
+    def opened(self, path: Path, **options) -> EnergonSource:
+        return source(path, encoder=omni(path / "tokenizer"), seq_length=64, **options)
+
+    def test_have_the_rows_of_their_clips_and_no_file_is_read_for_a_text(self, shards, monkeypatch):
+        opened, reads, counts = self.opened(shards), ShardReads(monkeypatch), set()
+        for number in range(SAMPLES):
+            ids = opened.text("train", number).input_ids
+            assert not reads.images
+            (sizes,) = opened.sizes("train", number, 1, SOUND)
+            (images,) = opened.sizes("train", number, 1, IMAGES)
+            assert (ids == opened.token_ids[SOUND]).sum() == ENTRY.rows(sizes).sum()
+            counts.add((len(images), len(sizes)))
+            clips = opened.inputs("train", number, SOUND)
+            assert [len(clip) for clip in clips] == sizes.tolist()
+            assert reads.images.total() == len(clips)  # no image
+            reads.images.clear()
+        assert counts == {(0, 0), (0, 1), (1, 0), (1, 1)}
+        assert opened.inputs_per_sample(SOUND) == pytest.approx(
+            sum(len(each) for each in opened.sizes("train", 0, SAMPLES, SOUND)) / SAMPLES
+        )
+
+    def test_of_a_model_without_sound_are_left_out(self, shards):
+        plain = encoder(shards / "tokenizer")
+        survey(shards, makes=[lambda tokenizer: plain])
+        left_out = source(shards, encoder=plain, bad_samples="skip").left_out("train")
+        with_sound = sum(map(len, self.opened(shards).sizes("train", 0, SAMPLES, SOUND)))
+        assert left_out["bad sound"] == with_sound
+        with pytest.raises(ValueError, match="sound 1: the model has no encoder of sound"):
+            source(shards, encoder=plain, bad_samples="refuse")
+
+    def test_that_cannot_be_heard_are_counted_and_named(self, shards, tmp_path, capsys):
+        whole = wav(tone(4000))
+        files = [whole, whole[:3000], whole[:30], b"nothing", wav(tone(319)), b""]
+        turns = [{"from": "human", "value": "hear"}, {"from": "gpt", "value": "low"}]
+        talk = json.dumps({"conversations": turns}).encode()
+        make_shard(tmp_path, [{"json": talk, "wav": file} for file in files], CRUDE)
+        arguments = [str(tmp_path), "--tokenizer", str(shards / "tokenizer"), "--sound"]
+        assert main([*arguments, "--tile", "16", "--tokens-per-tile", "4"]) == 0
+        printed = capsys.readouterr().out
+        assert "1 good, 0 of them text only" in printed and "sound   1" in printed
+        assert "bad sound: 5" in printed and "a.tar/1: sound 1: " in printed
+        assert "319 samples, of 16000 a second, are less than 320" in printed
+
+    def test_of_flac_need_a_package(self, shards, tmp_path, monkeypatch, capsys):
+        monkeypatch.delitem(sys.modules, "soundfile", raising=False)
+        (tmp_path / "soundfile.py").write_text("raise ModuleNotFoundError")
+        monkeypatch.syspath_prepend(tmp_path)
+        talk = json.dumps({"caption": "low", "prompt": "hear"}).encode()
+        make_shard(tmp_path, [{"json": talk, "flac": b"fLaC"}], CRUDE)
+        arguments = [str(tmp_path), "--tokenizer", str(shards / "tokenizer"), "--sound"]
+        sizes = ["--tile", "16", "--tokens-per-tile", "4", "--workers"]
+        for workers in "01":
+            assert main([*arguments, *sizes, workers]) == 2
+            refused = capsys.readouterr().err.splitlines()[-1]
+            assert refused == "error: FLAC needs soundfile: pip install '.[flac]'"
+
+
+SHADES = [0, 60, 120, 180, 240]
+
+
+def frames(width: int = 32, height: int = 24) -> list[Image.Image]:
+    return [Image.new("RGB", (width, height), (shade,) * 3) for shade in SHADES]
+
+
+def pngs() -> tuple[bytes, ...]:
+    files = [io.BytesIO() for _ in SHADES]
+    for file, frame in zip(files, frames(), strict=True):
+        frame.save(file, "PNG")
+    return tuple(file.getvalue() for file in files)
+
+
+def mp4() -> bytes:
+    """The same frames, four a second."""
+    av, file = pytest.importorskip("av"), io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for frame in frames():
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+class TestClips:
+    @pytest.mark.parametrize(
+        ("wanted", "taken"),
+        [
+            ({}, [0, 1, 2, 3, 4]),
+            ({"frames": 3}, [0, 1, 3]),
+            ({"frames": 9}, [0, 1, 2, 3, 4]),
+            ({"fps": 2.0}, [0, 2]),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["images", "file"])
+    def test_have_the_frames_that_are_asked_for(self, kind, wanted, taken):
+        files, fps = (pngs(), 4.0) if kind == "images" else ((mp4(),), 0.0)
+        watching = Watching(CLIPS, **wanted)
+        found = [int(frame[12, 16].mean()) for frame in watching.frames_of(files, fps)]
+        assert found == pytest.approx([SHADES[number] for number in taken], abs=3)
+        extent = watching.extent_of(files, fps)
+        assert extent == Extent(CLIPS.size_of(len(taken), 24, 32), 5, 4.0)
+        tubelets = watching.cut(files, fps)
+        assert len(tubelets) == len(watching.labels(extent)) == -(-len(taken) // CLIPS.tubelet)
+        shades = torch.tensor([float(SHADES[number]) for number in taken])
+        inner = tubelets[:, 1:3, 1:3].unflatten(-1, (CLIPS.tubelet, -1)).mean((1, 2, 4)).flatten()
+        assert inner[: len(taken)].tolist() == pytest.approx(shades.tolist(), abs=3)
+
+    @pytest.mark.parametrize(
+        ("files", "text"),
+        [
+            ((image(32, 24), image(24, 32)), "2 of 2 frames, of 2 sizes"),
+            ((image(32, 24), b"nothing"), "frame 2: neither of JPEG, PNG"),
+            ((b"\0\0\0\x20ftyp" + bytes(99),), "Invalid data found"),
+        ],
+    )
+    def test_that_are_damaged_are_refused(self, files, text):
+        if b"ftyp" in files[0]:
+            pytest.importorskip("av")
+        with pytest.raises(ValueError, match=text):
+            Watching(CLIPS).cut(files, 0.0)
+
+    def test_of_unknown_speed_have_no_frames_in_a_second(self):
+        with pytest.raises(BadClip, match='needs "fps" in its json'):
+            Watching(CLIPS, fps=2.0).extent_of(pngs(), 0.0)
+
+    def test_of_mp4_need_a_package(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "av", None)
+        with pytest.raises(MissingPackage, match=r"^MP4 needs PyAV: pip install '.\[mp4\]'$"):
+            Watching(CLIPS).cut((b"\0\0\0\x20ftyp",), 0.0)
+
+
+def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
+    shards, tmp_path, monkeypatch
+):
+    """An image between two clips, text alone, and a clip of which a frame is damaged."""
+    clip = {f"video.{n}.png": file for n, file in enumerate(pngs())}
+    other = {f"video2.{n}.png": file for n, file in enumerate(pngs()[:2])}
+    talks = ["copy <video> 3 <image> <video>", "copy", "copy <video>"]
+    samples = [{**clip, **other, "png": image(32, 24)}, {}, clip | {"video.3.png": b"nothing"}]
+    for sample, question in zip(samples, talks, strict=True):
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "3"}]
+        sample["json"] = json.dumps({"conversations": turns}).encode()
+    make_shard(tmp_path, samples, CRUDE)
+    tokenizer = shards / "tokenizer"
+    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
+    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=128)
+    assert opened.left_out("train") == {"bad video": 1}
+    reads = ShardReads(monkeypatch)
+    numbers = {len(opened.sizes("train", n, 1, IMAGES)[0]): n for n in range(2)}
+    text = opened.text("train", numbers[3])
+    assert not reads.images
+    inputs = opened.inputs("train", numbers[3], IMAGES)
+    assert [each.ndim for each in inputs] == [4, 3, 4]
+    sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
+    image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
+    assert image_rows != tubelet_rows
+    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.image_token, 1))))[::2]
+    assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
+    pictures = opened.pictures("train", numbers[3])
+    assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)
+    assert opened.inputs_per_sample(IMAGES) == 1.5

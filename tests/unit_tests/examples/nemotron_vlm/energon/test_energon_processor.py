@@ -1,0 +1,134 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations have the ids that the processor of Nemotron 3 Nano Omni gives in transformers."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, ParakeetFeatureExtractor
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3Processor,
+)
+from transformers.processing_utils import ImagesKwargs, VideosKwargs
+
+from examples.mimo.nemotron_vlm.energon.conversation import AROUND, Chat
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
+from examples.mimo.nemotron_vlm.energon.images import Resizing
+from examples.mimo.nemotron_vlm.energon.records import MediaFile, read_record
+from examples.mimo.nemotron_vlm.energon.sounds import Listening
+from examples.mimo.nemotron_vlm.energon.videos import Watching
+from megatron.energon import CrudeSample
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CLIPS,
+    GRIDS,
+    byte_tokenizer,
+    image,
+)
+from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import wav
+
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for item in message.content %}
+{%- if item.type == 'text' %}{{ item.text }}{% endif %}
+{%- if item.type == 'video' %}<video>{% endif %}
+{%- if item.type == 'image' %}<image>
+{% endif %}{% if item.type == 'audio' %}<so_embedding>{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}"""
+SPECIAL = ["<image>", "<so_embedding>", *(token for pair in AROUND.values() for token in pair)]
+
+ITEMS = [
+    {"type": "text", "text": " Is this "},
+    {"type": "image"},
+    {"type": "text", "text": "louder than  that? \n"},
+    {"type": "audio"},
+    {"type": "image"},
+]
+THANKS = [{"type": "text", "text": "So?"}, {"type": "audio"}]
+CLIP = [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "Whither? "}]
+TALKS = {
+    "items": [("system", "Be  brief."), ("user", ITEMS), ("assistant", " No. ")],
+    "two turns": [("user", ITEMS), ("assistant", "a"), ("user", THANKS), ("assistant", "b")],
+    "clip": [("user", CLIP), ("assistant", "Up.")],
+    "text": [("user", "<image>: is it <so_embedding>?"), ("assistant", "Yes.")],
+}
+
+
+SHAPES = [(33, 20), (60, 8)]
+FRAMES = 5
+SOUNDS = [np.sin(np.arange(samples) / 9) for samples in (4000, 12801)]
+
+
+class Images:
+    """Stands in for the image processor, which needs torchvision: its grids alone."""
+
+    downsample_ratio = 1 / GRIDS.pixel_shuffle
+    model_input_names = ["image_grid_hw"]
+    valid_kwargs = ImagesKwargs
+
+    def __call__(self, images, **_):
+        shapes = [GRIDS.grid_of(each.height, each.width) for each in images]
+        return {"image_grid_hw": torch.tensor(shapes)}
+
+    def fetch_images(self, images):
+        return images
+
+
+class Videos:
+    """Stands in for the processor of videos in the same way; it takes three of a clip's frames."""
+
+    downsample_ratio, patch_size = 1 / CLIPS.pixel_shuffle, CLIPS.patch
+    model_input_names = ["pixel_values_videos"]
+    valid_kwargs = VideosKwargs
+
+    def __init__(self, fps: float):
+        self._metadata = SimpleNamespace(fps=fps or None, frames_indices=[0, 1, 3])
+
+    def __call__(self, videos, **_):
+        height, width = (CLIPS.patch * side for side in CLIPS.grid_of(*videos[0].shape[1:3]))
+        pixels = torch.empty(1, 2, 3 * CLIPS.tubelet, height, width)
+        given = {"num_frames": [3], "video_metadata": [self._metadata]}
+        return {"pixel_values_videos": pixels} | given
+
+
+@pytest.mark.parametrize(
+    ("name", "fps"), [*((name, 0) for name in TALKS), ("clip", 2), ("clip", 6.3)]
+)
+def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
+    talk = TALKS[name]
+    byte_tokenizer(tmp_path, TEMPLATE, SPECIAL)
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [str(content) for _, content in talk]
+    shapes = SHAPES[: sum(text.count("image") for text in texts)]
+    sounds = SOUNDS[: sum(text.count("audio") + text.count("<so_") for text in texts)]
+
+    monkeypatch.setattr(
+        NemotronH_Omni_Reasoning_V3Processor, "check_argument_for_proper_class", lambda *_: None
+    )
+    extractor = ParakeetFeatureExtractor(16, 16000)
+    processor = NemotronH_Omni_Reasoning_V3Processor(Images(), Videos(fps), made, extractor)
+    messages = [{"role": role, "content": content} for role, content in talk]
+    text = processor.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
+    pixels = [Image.new("RGB", shape) for shape in shapes]
+    frames = FRAMES * (name == "clip")
+    videos = [np.zeros((FRAMES, 24, 32, 3), np.uint8)] if frames else None
+    wanted = processor(pixels, text, videos, sounds or None)["input_ids"][0]
+
+    files = {f"{n}.png": image(*shape) for n, shape in enumerate(shapes)}
+    files |= {f"{n}.wav": wav(sound) for n, sound in enumerate(sounds)}
+    files |= {f"video.{n}.png": image(32, 24) for n in range(frames)}
+    for message in messages:
+        if isinstance(message["content"], str):  # our placeholder of a sound
+            message["content"] = message["content"].replace("<so_embedding>", "<sound>")
+    named = {name: MediaFile(name) for name in files} | {"json": {"messages": messages, "fps": fps}}
+    record = read_record(CrudeSample(named), "")
+    chat, video = Chat(tmp_path, sound=True), Watching(CLIPS, frames=3)
+    encoder = Encoder(chat, Resizing(GRIDS), 1, sound=Listening(8), video=video)
+    sizes = encoder.extents(read_files(files, record.media))
+    found = encoder.text(record, sizes)
+    assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
+    answers = [content for role, content in talk if role == "assistant"]
+    heard = made.convert_ids_to_tokens(found.labels[found.loss_mask > 0].tolist())
+    assert "".join(heard).replace("Ġ", " ") == "".join(f"{each}<|im_end|>" for each in answers)
