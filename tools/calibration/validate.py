@@ -46,10 +46,13 @@ def read(file: Path) -> list[dict]:
 def compare(machine: Machine, runs: list[dict]) -> list[dict]:
     """Return a row for each run, with prediction and measurement; waiting for data is left out.
 
-    Runs with CUDA graphs are left out: the machine's figures are for launches by the host.
+    Runs with CUDA graphs or FP8 are left out: the machine's figures are for launches by the host,
+    in bf16.
     """
     rows = []
-    for run in (run for run in runs if "--cuda-graph-impl" not in run["arguments"]):
+    for run in runs:
+        if any(option in run["arguments"] for option in ("--cuda-graph-impl", "--fp8-format")):
+            continue
         plan = planned(shlex.split(run["arguments"]), run["ranks"])
         step, memory = step_time(plan, machine), peak(memory_of(plan, machine))
         seconds = {"predicted": step.seconds}
