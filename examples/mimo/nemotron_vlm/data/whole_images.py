@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a survey is made without Megatron-LM
 EIGHTHS = range(4, 11)
 """Heights and widths that a tile is resized to, in eighths of its own."""
 
-FRAMES = (0, 0, 0, 1, 2, 3)
+FRAMES = (0, 0, 0, 1, 3, 4)
 """Frames that a tile becomes, of which one is drawn, if the model has video; 0 is an image."""
 
 
@@ -80,7 +80,7 @@ class WholeImages(DigitTask):
         is_strip = tiles > 1 and draw.integers(2) == 1
         parts = draw.integers(EIGHTHS.start, EIGHTHS.stop, size=(1 if is_strip else tiles, 2))
         pixels = self._images.tile * parts // 8 * ((1, tiles) if is_strip else (1, 1))
-        frames = draw.choice(FRAMES[:1] if is_strip else _frames(self._images), (len(pixels), 1))
+        frames = draw.choice(_frames(self._images), (len(pixels), 1))
         return np.concatenate([frames, pixels], axis=1)
 
     def _sizes(self, split: str, number: int) -> np.ndarray:

@@ -7,11 +7,11 @@ import pytest
 
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource, make_source
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
+from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
-from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
+from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, nano_vl_30b_a3b
 from examples.mimo.nemotron_vlm.options.arguments import parse
 
 NANO = nano_vl_30b_a3b().with_images_of_any_size(None, None)
@@ -58,19 +58,35 @@ def test_work_counts_patches_and_their_attention():
     assert 4.5 * one < four < 16 * one
 
 
-@pytest.mark.parametrize("data", ["digits", "digits:2", "mock"])
-def test_samples_have_as_many_image_tokens_as_their_images_rows(data):
-    options = parse(["--data", data, "--dynamic-resolution"], 1)
+def test_work_counts_tubelets_whose_patches_have_more_pixels():
+    images = nano_omni_30b_a3b().with_images_of_any_size(None, None).images
+    assert images.clips.grid_of(512, 512) == images.grids.grid_of(512, 512) == (32, 32)
+    sizes = [images.grids.size_of(512, 512), *(images.clips.size_of(n, 512, 512) for n in (1, 5))]
+    image, *clips = images.operations(np.array(sizes), NANO.language.hidden_size)
+    embedding = 3 * 2 * 32**2 * 3 * images.patch**2 * images.hidden
+    assert clips == [image + embedding, 3 * (image + embedding)]
+    assert images.rows(np.array(sizes)).tolist() == [256, 256, 3 * 256]
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [("digits", "tiny"), ("digits:2", "tiny"), ("mock", "tiny"), ("digits:2", "tiny-omni")],
+)
+def test_samples_have_as_many_image_tokens_as_their_images_rows(data, model):
+    options = parse(["--data", data, "--model", model, "--dynamic-resolution"], 1)
     images = options.preset.images
     source = make_source(options.args, options.preset)
     found, counts = [], set()
     for number in range(40):
         (sizes,) = source.sizes("train", number, 1, IMAGES)
         text, inputs = source.text("train", number), source.inputs("train", number, IMAGES)
-        assert [image.shape[:2] for image in inputs] == [tuple(g) for g in grids_of(sizes)]
+        assert [image.shape[-3:-1] for image in inputs] == [tuple(g) for g in grids_of(sizes)]
+        tubelets = [len(each) if each.ndim == 4 else 0 for each in inputs]
+        assert tubelets == tubelets_of(sizes).tolist()
         assert (text.input_ids == IMAGE).sum() == images.rows(sizes).sum()
         cost = source.costs("train", number, 1)[0]
         assert cost[0] == len(text.input_ids) <= options.args.seq_length
         found += sizes.tolist()
         counts.add(len(sizes))
     assert len(set(found)) > 8 and len(counts) > 1
+    assert set(tubelets_of(np.array(found))) == ({0, 1, 2} if images.clips else {0})

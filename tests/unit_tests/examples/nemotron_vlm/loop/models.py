@@ -13,6 +13,7 @@ from examples.mimo.nemotron_vlm.model.presets import tiny
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
     PartlyText,
     SoundAndImages,
+    SoundAndVideo,
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import LOCAL, OWN_DEFAULTS, STEPS
 
@@ -110,6 +111,10 @@ MODELS = {
     "digits of any size": Model(ANY_SIZE),
     "packed images of any size": Model(
         (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE), source=PARTLY_WHOLE, samples=8, packed=True
+    ),
+    "packed sound and video": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE, "--model", "tiny-omni"),
+        **{"source": SoundAndVideo(), "samples": 8, "packed": True},
     ),
     "few experts": Model(FEW_EXPERTS),
     "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),

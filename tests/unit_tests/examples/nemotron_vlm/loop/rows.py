@@ -183,6 +183,15 @@ ON_CPUS = {
         Row(4, "digits of any size", "tp=4", "dp=4,ep=2", (*WORKERS, *RECOMPUTE[-2:])),
         Row(2, "digits of any size", "dp=2", "tp=2,dp=1", then=(("tp=2", "dp=2", ()),)),
     ],
+    "clips of video": [
+        Row(8, "packed sound and video", "images:tp=2,dp=4 sound:dp=8", "cp=2,pp=2,dp=2,ep=2"),
+        Row(
+            *(4, "packed sound and video", "images:tp=2,dp=2 sound:dp=4", FLAT),
+            (*OVERLAP, *MACRO_BATCH, "--recompute-encoder", "1"),
+        ),
+        Row(4, "packed sound and video", "images:dp=4 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(4, "packed sound and video", "images:tp=2,dp=1 sound:dp=1", "dp=1", APART),
+    ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)
         for options, language in (

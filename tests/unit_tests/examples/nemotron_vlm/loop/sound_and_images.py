@@ -20,6 +20,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     SampleSource,
     Text,
 )
+from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
 from examples.mimo.nemotron_vlm.encoders.sound import HOP, SAMPLING_RATE, SHORTEST
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
 
@@ -27,6 +28,7 @@ STEP = 32
 """Number of samples in a step."""
 
 TILES, SOUND = tiny_omni().encoders
+PICTURES = tiny_omni().with_images_of_any_size(None, None).images
 
 LONGEST = 4 * SOUND.subsampling_factor * HOP
 """Samples of a clip that has one row too many."""
@@ -45,6 +47,7 @@ class SoundAndImages(DigitTask):
 
     tiles_per_sample = 1.0
     fingerprint = "sound and images"
+    images = TILES
 
     @property
     def token_ids(self) -> Mapping[str, int]:
@@ -81,7 +84,7 @@ class SoundAndImages(DigitTask):
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`: clips, then tiles, then digits to read."""
         sounds = int(SOUND.rows(self._clips(number)).sum())
-        images = self._tiles(number) * TILES.tokens_per_tile
+        images = int(self.images.rows(self.sizes(split, number, 1, IMAGES)[0]).sum())
         prompt = [BOS] + [SOUND.token] * sounds + [IMAGE] * images
         digits = np.random.default_rng([number, 3]).integers(10, size=1 + number % 3)
         ids = torch.tensor([*prompt, READ, *(FIRST_DIGIT + digits), EOS])
@@ -93,6 +96,24 @@ class SoundAndImages(DigitTask):
         """See `SampleSource`."""
         numbers = range(first, first + count)
         return np.array([(len(self.text(split, n).labels), self._tiles(n)) for n in numbers])
+
+
+class SoundAndVideo(SoundAndImages):
+    """`SoundAndImages` whose tiles are images of any size and clips of video."""
+
+    fingerprint = "sound and video"
+    images = PICTURES
+    whole = WholeImages(SoundAndImages(), PICTURES, 64, 0)
+
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """See `SampleSource`."""
+        source = self.whole if encoder == IMAGES else super()
+        return source.sizes(split, first, count, encoder)
+
+    def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
+        """See `SampleSource`."""
+        source = self.whole if encoder == IMAGES else super()
+        return source.inputs(split, number, encoder)
 
 
 class PartlyText(SoundAndImages):

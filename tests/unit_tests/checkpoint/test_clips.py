@@ -1,0 +1,69 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Frames and patches of clips, as Hugging Face's Nemotron 3 Nano Omni has them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+)
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
+from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
+from tests.unit_tests.test_utilities import requires_world_size
+
+RELEASED = nano_omni_30b_a3b().with_images_of_any_size(None, None).images.clips
+SMALL = ClipGrids(4, 2, 3, 50)
+
+pytestmark = requires_world_size(1)
+
+
+def processor(grids: ClipGrids) -> NemotronH_Omni_Reasoning_V3VideoProcessor:
+    """Theirs, whose frames are pixels divided by 255."""
+    return NemotronH_Omni_Reasoning_V3VideoProcessor(
+        norm_mean=[0.0] * 3,
+        norm_std=[1.0] * 3,
+        patch_size=grids.patch,
+        video_target_num_patches=grids.patches,
+        temporal_patch_size=grids.tubelet,
+    )
+
+
+@pytest.mark.parametrize("grids", [RELEASED, SMALL])
+def test_a_frame_has_their_grid(grids):
+    theirs = processor(grids)
+    sides = [*range(1, 200, 7), 128, 509, 512, 513, 720, 1080, 1920, 4000]
+    for height, width in product(sides, sides):
+        columns, rows = theirs._compute_target_patches(height, width)
+        assert grids.grid_of(height, width) == (rows, columns)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("sides", [(16, 16), (37, 91), (8, 100)])
+def test_a_clip_has_their_tubelets(frames, sides):
+    clip = torch.randint(256, (frames, 3, *sides), dtype=torch.uint8)
+    (theirs,) = processor(SMALL)._preprocess([clip])["pixel_values_videos"]
+    ours, size = SMALL.cut(clip), np.array([SMALL.size_of(frames, *sides)])
+    tubelets, rows, columns, features = ours.shape
+    assert [tubelets, (rows, columns)] == [tubelets_of(size)[0], tuple(*grids_of(size))]
+    patches = theirs.view(tubelets, features // 16, rows, 4, columns, 4)
+    wanted = patches.permute(0, 2, 4, 1, 3, 5).reshape(ours.shape)
+    assert (ours / 255 - wanted).abs().max() < 1e-6
+
+
+def test_a_clip_has_the_frames_that_theirs_samples():
+    for total, fps in product((1, 2, 9, 250, 1001), (24.0, 29.97)):
+        video = VideoMetadata(total_num_frames=total, fps=fps)
+        for wanted, wanted_fps in ((None, None), (1, None), (8, None), (None, 0.5), (None, 2.0)):
+            if wanted and wanted > total:
+                assert sampled_frames(total, fps, wanted).tolist() == list(range(total))
+                continue  # theirs refuses it
+            theirs = default_sample_indices_fn(video, wanted, wanted_fps)
+            assert sampled_frames(total, fps, wanted, wanted_fps).tolist() == theirs.tolist()
