@@ -29,6 +29,8 @@ WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 FRAMES = (3, 6)
 HEIGHT = 12
 """Height of a word in pixels."""
+CELL = 8
+"""Sides of lines are multiples of so many pixels, which become a row of ``tiny-omni``."""
 SECONDS = (0.2, 0.5)
 RATES = (16000, 16000, 8000, 22050)
 ASKED = ("read", "hear", "watch")
@@ -38,7 +40,7 @@ VOCABULARY = (*ASKED, *LABELS, *WORDS, *TONES, *WAYS)
 
 def sample(draw: np.random.Generator) -> tuple[dict[str, bytes], str, str]:
     """Draw the files of a sample, a question with their placeholders, and the answer."""
-    kind = draw.choice(["words", "tone", "clip", "both", "text"], p=[0.4, 0.2, 0.2, 0.1, 0.1])
+    kind = draw.choice(["words", "tone", "clip", "both", "text"], p=[0.5, 0.12, 0.22, 0.08, 0.08])
     words = " ".join(draw.choice(WORDS, size=1 + (draw.random() < SECOND)))
     name, way = (str(draw.choice(list(known))) for known in (TONES, WAYS))
     if kind == "text":
@@ -58,24 +60,20 @@ def line_of(draw: np.random.Generator, text: str) -> bytes:
     """Draw a line of text, dark on light, as PNG."""
     font = ImageFont.load_default(HEIGHT)
     left, top, right, bottom = font.getbbox(text)
-    around = draw.integers(1, 4, size=4).tolist()
-    size = (
-        round(right - left) + around[0] + around[1],
-        round(bottom - top) + around[2] + around[3],
-    )
+    ends = np.ceil([right - left + 2, bottom - top + 2]).astype(int)
+    size = tuple(((-(-ends // CELL) + draw.integers(0, 2, size=2)) * CELL).tolist())
     light, dark = (int(draw.integers(*range_)) for range_ in ((200, 256), (0, 60)))
     image = Image.new("RGB", size, (light,) * 3)
-    place = around[0] - left, around[2] - top
-    ImageDraw.Draw(image).text(place, text, font=font, fill=(dark,) * 3)
+    ImageDraw.Draw(image).text((1 - left, 1 - top), text, font=font, fill=(dark,) * 3)
     return _png(image)
 
 
 def clip(draw: np.random.Generator, right: int, down: int) -> list[bytes]:
     """Draw the frames of a clip, in which a dark disc moves, as PNG."""
-    count, radius, step = int(draw.integers(*FRAMES)), draw.uniform(2.5, 4), draw.uniform(3, 5)
-    width, height = draw.integers(24, 33, size=2).tolist()
+    count, radius, step = int(draw.integers(*FRAMES)), draw.uniform(2.5, 4), draw.uniform(2, 3)
+    width, height = draw.integers(16, 21, size=2).tolist()
     light, dark = int(draw.integers(200, 256)), int(draw.integers(0, 60))
-    x, y = (draw.uniform(side / 2 - 3, side / 2 + 3) for side in (width, height))
+    x, y = (draw.uniform(side / 2 - 2, side / 2 + 2) for side in (width, height))
     frames = []
     for number in range(count):
         image = Image.new("RGB", (width, height), (light,) * 3)
