@@ -151,6 +151,9 @@ def pair_violation(encoder: Layout, layouts: Layouts) -> str | None:
             f"with --placement {NON_COLOCATED} one of encoder dp={e.dp} and language "
             f"dp={lang.dp} must divide the other: its bridge splits or joins whole slices"
         )
+    stages = min(own.pp for own in layouts.encoders)
+    if e.pp != stages:
+        return f"several encoders on ranks of their own take as many stages each: pp={stages}"
     if micro_size * lang.dp % e.dp:
         return (
             f"encoder dp={e.dp} must divide the {micro_size * lang.dp} samples of a microbatch "

@@ -64,6 +64,10 @@ class TestOptions:
                 "--placement non-colocated --encoder images:dp=2 --encoder sound:pp=2,dp=1",
                 "sound:.*: pp=2 must divide the 1 encoder of transformers",
             ),
+            (
+                "--placement non-colocated --encoder images:pp=2,dp=1 --encoder sound:dp=2",
+                "several encoders on ranks of their own take as many stages each: pp=1. .*dp=1",
+            ),
             ("--freeze radio:encoder", "no such part; .*, images:encoder, .*, sound:projector"),
             ("--encoder-lr sonar:1", "--encoder-lr sonar:1: no such encoder"),
             ("--encoder-lr sound:x", "--encoder-lr must be 0 or more, not x"),
