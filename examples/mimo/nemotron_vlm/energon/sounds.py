@@ -35,7 +35,7 @@ class Listening:
 
         Raises:
             BadSound: the file is damaged, of another format, or too short.
-        MissingPackage: it is FLAC, and soundfile is not installed.
+            MissingPackage: it is FLAC, and soundfile is not installed.
         """
         samples, rate = _read(data)
         size = -(-len(samples) * SAMPLING_RATE // rate)
