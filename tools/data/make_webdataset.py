@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {given.out} is there already; remove it first", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True)
+    omni = given.tasks == "omni"
     scans = load_digits()
     held_out = np.arange(len(scans.target)) % HELD_OUT == 0
     sizes = {"train": given.samples - given.samples // HELD_OUT, "val": given.samples // HELD_OUT}
@@ -85,14 +86,13 @@ def main(arguments: list[str] | None = None) -> int:
             shards.append(name)
             with webdataset.TarWriter(str(given.out / name), mtime=0) as tar:
                 for number in range(first, min(first + given.samples_per_shard, size)):
-                    if given.tasks == "omni":
+                    if omni:
                         sample, *asked = omni_tasks.sample(draw)
                         sample["json"] = conversation(*asked)
                     else:
                         sample = _sample(draw, scans.images[mine], scans.target[mine])
                     tar.write({"__key__": f"{part}-{number:06d}", **sample})
     prepare(given.out, shards)
-    omni = given.tasks == "omni"
     more = (OMNI, omni_tasks.VOCABULARY) if omni else ()
     write_tokenizer(given.out / "tokenizer", *more)
     print(f"{given.out}: {sizes['train']} samples to train, {sizes['val']} held out")

@@ -93,7 +93,7 @@ class Conversations(SampleSource):
 
 
 def their_rows(model: NemotronH_Omni_Reasoning_V3, picture: torch.Tensor) -> torch.Tensor:
-    """What transformers' own class makes of an image or a clip; its processor cuts the clip."""
+    """Encode an image or a clip with transformers' own class, whose processor cuts the clip."""
     config = model.config.vision_config
     normal = {"norm_mean": config.norm_mean, "norm_std": config.norm_std}
     if picture.ndim == 4:

@@ -47,18 +47,6 @@ SIZES = dict(
 """Sizes of both kinds of layers, without the delta net's heads."""
 
 
-PROJECTIONS = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-SIZES = dict(
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    mamba_num_groups=2,
-    mamba_state_dim=8,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-)
-"""Sizes of both kinds of layers, without the delta net's heads."""
-
-
 @dataclass(frozen=True)
 class Row:
     """A layer over ``cp`` × ``tp`` of ``world`` ranks; the others stay idle.

@@ -25,7 +25,7 @@ from examples.mimo.nemotron_vlm.energon.errors import BadImage, one_line
 
 FORMATS = ("JPEG", "PNG")
 LONGEST = (1 << 15) - 1
-"""Patches of a side of an image whose size fits the survey's int32."""
+"""Most patches of a side of an image or a frame, and most tubelets of a clip."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ Two kinds of energon's samples are read:
 - ``CaptioningSample`` (a ``field_map`` names its image and caption): the prompt, and the caption
   as the answer.
 - ``CrudeSample`` (``CrudeWebdataset``, all files of a sample): images, sounds and clips beside a
-``json`` with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an
-optional ``prompt``; or beside a ``txt`` with the caption. Without any it is text only. A clip is an
-``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
+  ``json`` with LLaVA's ``conversations``, Hugging Face's ``messages``, or a ``caption`` and an
+  optional ``prompt``; or beside a ``txt`` with the caption. Without any it is text only. A clip is
+  an ``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
 """
 
 from __future__ import annotations

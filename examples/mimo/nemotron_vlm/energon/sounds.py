@@ -14,7 +14,7 @@ import torch
 from scipy.io import wavfile
 from scipy.signal import resample_poly
 
-from examples.mimo.nemotron_vlm.data.clips import SAMPLING_RATE, SHORTEST, rows_of
+from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE, SHORTEST, rows_of
 from examples.mimo.nemotron_vlm.energon.errors import BadSound, MissingPackage, one_line
 
 FLAC = b"fLaC"

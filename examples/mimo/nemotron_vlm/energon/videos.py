@@ -29,7 +29,7 @@ MP4 = b"ftyp"
 
 
 class Extent(NamedTuple):
-    """What a text needs to know of an image, a sound or a clip.
+    """The facts of an image, a sound or a clip that its text follows from.
 
     size: as the encoder's entry takes it. frames, fps: those of a clip's file in all and in a
     second; 0 if not known.

@@ -32,11 +32,11 @@ def readings(source: SampleSource, answers: Answers, count: int) -> list[Reading
     """Return the first ``count`` samples with pictures that the model answered."""
     found = []
     for number in sorted({sample for sample, _ in answers}):
+        if len(found) == count:
+            break
         pictures = source.pictures("test", number)
         if not len(pictures):
             continue
-        if len(found) == count:
-            break
         text = source.text("test", number)
         answer = source.words(text.labels[text.loss_mask.bool()].tolist())
         read = source.words([answers[place] for place in sorted(answers) if place[0] == number])

@@ -68,7 +68,7 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
     """
     in_fp8 = parts_in_fp8(args, preset)
     given = language = _language_config(args)
-    if LANGUAGE_PART not in in_fp8:
+    if in_fp8 and LANGUAGE_PART not in in_fp8:
         language = _language_config(Namespace(**vars(args) | {"fp8": None}))
     language.perform_initialization = False  # weights are initialized by name
     # Non-colocated stages exchange tensors of their own shapes.

@@ -63,11 +63,8 @@ def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
 
 def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
-    batch, width, number = (
-        plan.rank_batch(machine),
-        machine.precision,
-        plan.layouts.num_microbatches,
-    )
+    batch, width = plan.rank_batch(machine), machine.precision
+    number = plan.layouts.num_microbatches
     parts = dict(_language_kept(batch, plan.recompute, number, width, stage.number))
     if plan.layouts.non_colocated:
         return parts

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from examples.mimo.nemotron_vlm.data.clips import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadSound, MissingPackage
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
