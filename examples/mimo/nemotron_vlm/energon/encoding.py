@@ -99,6 +99,12 @@ class Encoder:
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
+    def needed(self, text: Text) -> int:
+        """Return the tokens to which a text may be cut: all of its media and one of an answer."""
+        media = np.isin(text.input_ids.numpy(), list(self.chat.ids.values()))
+        answers = np.flatnonzero(text.loss_mask.numpy())
+        return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
+
     def extents(self, files: list[File]) -> list[Extent]:
         """Return the extent of each image, whose size may be its number of tiles, sound and clip.
 
