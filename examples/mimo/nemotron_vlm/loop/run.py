@@ -34,6 +34,7 @@ from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metri
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.own_options import own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
@@ -106,6 +107,8 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
+        if (directory := _directory(args)) and args.rank == 0:
+            write_config(directory / "config.yaml", options.config)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
         session = open_session(options, source)
@@ -267,6 +270,11 @@ def _output_to(path: Path | None) -> Iterator[None]:
         yield
         logging.captureWarnings(False)
         logging.basicConfig(force=True)
+
+
+def _directory(args: Namespace) -> Path | None:
+    """Return the directory that tells of the run: the metrics', or the checkpoints'."""
+    return args.metrics_out.parent if args.metrics_out else args.save and Path(args.save)
 
 
 def _check_outputs(args: Namespace) -> None:

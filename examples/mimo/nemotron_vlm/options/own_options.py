@@ -10,6 +10,7 @@ from typing import Literal
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.presets import PRESETS
+from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 
@@ -22,6 +23,8 @@ def _repeated():
 class OwnOptions:
     """Options of this program; all others are Megatron's."""
 
+    config: str | None = _repeated()
+    """YAML file of options, KEY: VALUE, without their dashes; the command line wins"""
     model: str = field(
         default="tiny",
         metadata={
@@ -138,11 +141,15 @@ class OwnOptions:
 def add_own_options(parser: argparse.ArgumentParser) -> None:
     """Add this program's options to a parser, and make its errors `UserError`s."""
     ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
-    parser.error = _refuse
 
+    def refuse(message: str):
+        marker = "unrecognized arguments: "
+        unknown = message.removeprefix(marker).split()[0] if marker in message else ""
+        name = unknown.partition("=")[0]
+        hint = nearest(name, parser._option_string_actions) if name else ""
+        raise UserError(f"{message}{hint or '; see --help'}")
 
-def _refuse(message: str):
-    raise UserError(f"{message}; see --help")
+    parser.error = refuse
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:
@@ -153,4 +160,7 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
-    return parser.parse_known_args(argv)[0]
+    words = with_config(argv, parser)
+    found = parser.parse_known_args(words)[0]
+    found.given = {word.partition("=")[0] for word in words}
+    return found
