@@ -35,7 +35,7 @@ from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.options.config_file import write_config
-from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
@@ -85,6 +85,10 @@ def run(argv: list[str]) -> None:
     Raises:
         UserError: the input is bad; on every rank alike.
     """
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     own = own_options(argv)
     asks_only = bool(own.dry_run or own.plan)
     if own.plan < 0 or (own.dry_run and own.plan):

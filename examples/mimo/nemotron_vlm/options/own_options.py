@@ -152,6 +152,32 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     parser.error = refuse
 
 
+HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own parallel layout.
+
+  torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py \\
+      --encoder tp=2,dp=4 --language cp=2,pp=2,ep=2 --train-iters 20 --metrics-out metrics.jsonl
+  torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --config run.yaml
+
+model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolution
+            --dynamic-resolution-min-patches N  --dynamic-resolution-max-patches N
+layout      --encoder LAYOUT  --language LAYOUT  --placement colocated|non-colocated
+            --encoder-tp N  --encoder-dp N  --encoder-pp N
+speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
+            --encoder-macro-batch N  --recompute-encoder N
+data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
+            --disable-balance  --max-tiles N  --disable-thumbnail
+            --video-frames N  --video-fps N
+            --bad-samples skip|refuse  --prompt TEXT  --image-token TOKEN  --surveys DIR
+training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
+            --projector-weight-decay RATE
+output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
+before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
+            --plan-tiles TILES  --plan-json FILE
+
+Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
+--save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""
+
+
 def own_options(argv: list[str]) -> argparse.Namespace:
     """Parse this program's own options from a command line, and ignore all others.
 

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options from a file, the file that a run writes, and the recipes."""
 
+import argparse
+import re
+
 import pytest
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.config_file import write_config
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
-from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.pretrain_nemotron_vlm import ROOT
 from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
 
@@ -98,3 +102,24 @@ def test_a_recipe_is_taken(recipe, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     found = parse(["--config", str(recipe)], 2)
     assert found.args.save == f"{tmp_path}/checkpoints"
+
+
+def test_help_is_one_screen_with_each_option_of_ours(capsys):
+    run(["--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
+    parser = argparse.ArgumentParser()
+    add_own_options(parser)
+    own = [action.option_strings[-1] for action in parser._actions if action.dest != "help"]
+    assert not [name for name in own if not re.search(rf"{name}(?![\w-])", text)]
+
+
+def test_help_all_has_megatrons_options(capsys):
+    with pytest.raises(SystemExit):
+        run(["--help-all"])
+    assert "--recompute-granularity" in capsys.readouterr().out
+
+
+def test_sizes_that_no_dp_completes_are_told_so():
+    with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
+        parse(["--language", "cp=3"], 16)
