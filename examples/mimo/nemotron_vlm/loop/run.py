@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -103,7 +104,9 @@ def run(argv: list[str]) -> None:
             text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
             print(text, file=sys.__stdout__)
             return
-        options = parse(argv)
+        # Megatron prints all arguments: not before the checks, whose refusal that would hide.
+        with redirect_stdout(sys.stdout if "--help" in argv else io.StringIO()) as printed:
+            options = parse(argv)
         args = options.args
         if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
             raise UserError(
@@ -111,10 +114,11 @@ def run(argv: list[str]) -> None:
                 "local takes Megatron's own layers"
             )
         _check_outputs(args)
-        if (directory := _directory(args)) and args.rank == 0:
-            write_config(directory / "config.yaml", options.config)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
+        print(printed.getvalue(), end="", flush=True)
+        if (directory := _directory(args)) and args.rank == 0:
+            write_config(directory / "config.yaml", options.config)
         session = open_session(options, source)
         lay = options.layouts
         _say(
