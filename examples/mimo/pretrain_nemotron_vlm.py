@@ -6,7 +6,8 @@
         --encoder tp=2,dp=2 --language tp=1,dp=4 --train-iters 20
 
 Megatron's options are taken, except those in ``common/refusals.py`` and
-``nemotron_vlm/options/refusals.py``, each of which is refused with a reason; ``--help`` lists them.
+``nemotron_vlm/options/refusals.py``, each of which is refused with a reason;
+``--help-all`` lists them.
 Bad input ends every rank with exit code 2 and one line.
 """
 

@@ -17,6 +17,7 @@ def assert_refused(ends, *texts: str) -> None:
     (line,) = [line for end in ends for line in end.error_lines]
     for text in texts:
         assert text in line
+    assert not any("end of arguments" in end.output for end in ends), "the dump hides the line"
 
 
 @pytest.mark.parametrize(
@@ -47,4 +48,5 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    assert_refused(run(2, "--load", tmp_path), "is damaged", damaged.name)
+    ends = run(2, "--load", tmp_path, "--log-file", tmp_path / "log.txt")
+    assert_refused(ends, "is damaged", damaged.name)

@@ -25,11 +25,11 @@ SHORT = (
 
 def recipe(name: str, ranks: int, *options: str, **places: Path) -> list[dict]:
     """Run a recipe to its end; return the records of its steps."""
-    launch = {"LAUNCH": f"--standalone --nproc-per-node {ranks}", "OMP_NUM_THREADS": "1"}
-    python = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     given = {name: str(path) for name, path in places.items()}
-    command = ["bash", str(RECIPES / name), *SHORT, *options]
-    environment = os.environ | launch | python | given
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["examples/mimo/pretrain_nemotron_vlm.py", "--config", str(RECIPES / name)]
+    command = [sys.executable, *launch, *program, *SHORT, *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | given
     done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in (places["OUT"] / "metrics.jsonl").read_text().splitlines()]
@@ -54,9 +54,9 @@ def test_projector_first_then_all_parts_in_another_layout(tmp_path):
         "TOKENIZER": tmp_path / "digits" / "tokenizer",
     }
     first = tmp_path / "first"
-    aligned = recipe("align_projector.sh", 1, OUT=first, **places)
+    aligned = recipe("align_projector.yaml", 1, OUT=first, **places)
     layouts = ("--encoder", "dp=2", "--language", "tp=2,ep=2,etp=1", "--lr", "1e-3")
-    second = recipe("train_all.sh", 2, *layouts, OUT=tmp_path / "second", ALIGNED=first, **places)
+    second = recipe("train_all.yaml", 2, *layouts, OUT=tmp_path / "second", ALIGNED=first, **places)
     for records in (aligned, second):
         assert [record["step"] for record in records] == list(range(1, 7))
     assert second[-1]["eval_loss"] < aligned[-1]["eval_loss"]

@@ -25,7 +25,7 @@ SMALL = {
     "--seq-length 4096": "--seq-length 64",
     "--dry-run 8 --device cuda --bf16": "--dry-run 8",
     "--device cuda --bf16 ": "",
-    'LAUNCH="--nproc-per-node 8"': 'LAUNCH="--standalone --nproc-per-node 2"',
+    "torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2",
     "--nnodes 2 --nproc-per-node 8": "--standalone --nproc-per-node 2",
     " --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500": "",
     "--encoder dp=8 --language tp=2,ep=8,etp=1": "--encoder dp={ranks} --language tp=2,ep=2,etp=1",

@@ -9,10 +9,8 @@ the command starts; nothing is trained.
 
 import argparse
 import logging
-import os
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -100,8 +98,6 @@ class Session:
             self._overlay([name[6:11], *words])
         elif name in self.rules:
             self.rules[name](command)
-        elif "/recipes/" in name:
-            self._recipe(command)
         elif name != "export":
             assert name.startswith("tools/"), f"no rule for {name}: add one, or title the block"
             self._script(SCRIPTS.get(name, name), words)
@@ -168,6 +164,9 @@ class Session:
     def _train(self, arguments: list[str], ranks: int) -> None:
         model = self.directory / "model.json"
         write_preset(find_preset("tiny"), model)
+        for name in ("WEIGHTS", "ALIGNED", "DATA", "TOKENIZER", "OUT"):  # of recipes
+            self.monkeypatch.setenv(name, str(self.directory))
+        arguments = [str(self.place / w) if "/recipes/" in w else w for w in arguments]
         absent = [w for w in arguments if w.endswith("/model.json") and not Path(w).exists()]
         arguments = [str(model) if w in absent else w for w in arguments]
         try:
@@ -188,20 +187,6 @@ class Session:
             self._train(arguments, options.nodes * int(each))
         else:
             self.run(Command({}, options.job))
-
-    def _recipe(self, command: Command) -> None:
-        """Run the recipe with a torchrun that only reports its arguments."""
-        stand_in, told = self.directory / "python", self.directory / "told"
-        stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}\n')
-        stand_in.chmod(0o755)
-        places = dict.fromkeys(("WEIGHTS", "DATA", "TOKENIZER"), "place")
-        places |= {name: str(self.directory / "out") for name in ("OUT", "ALIGNED")}
-        assert command.variables.keys() <= places.keys() | {"LAUNCH"}
-        places |= {k: v for k, v in command.variables.items() if k == "LAUNCH"}
-        environment = os.environ | places | {"PATH": f"{self.directory}:{os.environ['PATH']}"}
-        script = ["bash", str(REPOSITORY / command.words[0]), *command.words[1:]]
-        subprocess.run(script, env=environment, check=True)
-        self._torchrun(Command({}, told.read_text().splitlines()[1:]))
 
     def _script(self, path: str, arguments: list[str]) -> None:
         """Run a program of ours: whole if it is quick, else until it has read its arguments."""

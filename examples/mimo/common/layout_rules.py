@@ -20,6 +20,12 @@ def size_violation(layout: Layout, world_size: int) -> str | None:
     """Return why a layout does not span ``world_size`` ranks, or None."""
     if layout.size == world_size:
         return None
+    others = layout.tp * layout.cp * layout.pp
+    if world_size > others and world_size % others:
+        return (
+            f"tp·cp·pp = {layout.tp}·{layout.cp}·{layout.pp} = {others} must divide the "
+            f"{world_size} rank{'s' * (world_size > 1)}: {others}·dp is never {world_size}"
+        )
     launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
     return (
         f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "

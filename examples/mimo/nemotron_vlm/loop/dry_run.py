@@ -81,7 +81,7 @@ def plan(argv: list[str], own: Namespace) -> str:
     alone += ["--micro-batch-size", "1"]
     options = parse([*argv, *alone], 1)
     args, preset = options.args, options.preset
-    is_chosen = any(word.partition("=")[0] == "--placement" for word in argv)
+    is_chosen = "--placement" in own.given
     fit = most_that_fit(preset, args.seq_length)
     tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else fit
     args.modality_flops_per_sample = preset.operations_of_sample(

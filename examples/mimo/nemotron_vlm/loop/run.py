@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -34,7 +35,8 @@ from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metri
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
-from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.options.config_file import write_config
+from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
@@ -84,6 +86,10 @@ def run(argv: list[str]) -> None:
     Raises:
         UserError: the input is bad; on every rank alike.
     """
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     own = own_options(argv)
     asks_only = bool(own.dry_run or own.plan)
     if own.plan < 0 or (own.dry_run and own.plan):
@@ -98,7 +104,9 @@ def run(argv: list[str]) -> None:
             text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
             print(text, file=sys.__stdout__)
             return
-        options = parse(argv)
+        # Megatron prints all arguments: not before the checks, whose refusal that would hide.
+        with redirect_stdout(sys.stdout if "--help" in argv else io.StringIO()) as printed:
+            options = parse(argv)
         args = options.args
         if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
             raise UserError(
@@ -108,6 +116,9 @@ def run(argv: list[str]) -> None:
         _check_outputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
+        print(printed.getvalue(), end="", flush=True)
+        if (directory := _directory(args)) and args.rank == 0:
+            write_config(directory / "config.yaml", options.config)
         session = open_session(options, source)
         lay = options.layouts
         _say(
@@ -267,6 +278,11 @@ def _output_to(path: Path | None) -> Iterator[None]:
         yield
         logging.captureWarnings(False)
         logging.basicConfig(force=True)
+
+
+def _directory(args: Namespace) -> Path | None:
+    """Return the directory that tells of the run: the metrics', or the checkpoints'."""
+    return args.metrics_out.parent if args.metrics_out else args.save and Path(args.save)
 
 
 def _check_outputs(args: Namespace) -> None:

@@ -39,6 +39,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import (
     part_settings,
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
+from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
@@ -55,13 +56,14 @@ ANY_SIZE = "--dynamic-resolution"
 
 @dataclass(frozen=True)
 class Options:
-    """Megatron's validated arguments, and what is derived from them."""
+    """Megatron's validated arguments, what is derived from them, and the file that gives them."""
 
     args: argparse.Namespace
     preset: VLMPreset
     layouts: Layouts
     configs: VLMConfigs
     parts: PartSettings
+    config: str
 
 
 def parse(
@@ -80,13 +82,17 @@ def parse(
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
     preset = preset or find_preset(own.model)
+    config = ""
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         extend(parser, preset, own.device, own.pack)
         read = parser.parse_args
 
         def parse_args() -> argparse.Namespace:
-            found = read(argv)
+            nonlocal config
+            words = with_config(argv, parser, is_whole=True)
+            found = read(words)
+            config = as_yaml(words, parser, found)
             # Refuse before Megatron acts on the arguments: --yaml-cfg would replace them all.
             refuse(found, [*REFUSALS, *OF_OWN_OPTIONS, *TURNED_BACK])
             return found
@@ -110,7 +116,7 @@ def parse(
         refuse(args)  # what Megatron set by deprecated options
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
-    return Options(args, preset, layouts, configs, parts)
+    return Options(args, preset, layouts, configs, parts, config)
 
 
 def _of_any_size(args: argparse.Namespace, preset: VLMPreset) -> VLMPreset:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from examples.mimo.common.layout import BUBBLES, SIZES, asked_layout
+from examples.mimo.nemotron_vlm.options.config_file import with_config
 
 
 def uses_gpus(argv: list[str]) -> bool:
@@ -63,7 +64,7 @@ def _seen(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--language", nargs="?", default="", const="")
     for name in SIZES["language"].values():
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", type=_size)
-    return parser.parse_known_args(argv)[0]
+    return parser.parse_known_args(with_config(argv, parser))[0]
 
 
 def _size(text: str) -> int | None:

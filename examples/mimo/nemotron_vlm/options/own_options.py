@@ -10,6 +10,7 @@ from typing import Literal
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.presets import PRESETS
+from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
 from megatron.training.argument_utils import ArgumentGroupFactory
 
 
@@ -22,6 +23,8 @@ def _repeated():
 class OwnOptions:
     """Options of this program; all others are Megatron's."""
 
+    config: str | None = _repeated()
+    """YAML file of options, KEY: VALUE, without their dashes; the command line wins"""
     model: str = field(
         default="tiny",
         metadata={
@@ -141,11 +144,41 @@ class OwnOptions:
 def add_own_options(parser: argparse.ArgumentParser) -> None:
     """Add this program's options to a parser, and make its errors `UserError`s."""
     ArgumentGroupFactory(OwnOptions).build_group(parser, "Nemotron VLM")
-    parser.error = _refuse
+
+    def refuse(message: str):
+        marker = "unrecognized arguments: "
+        unknown = message.removeprefix(marker).split()[0] if marker in message else ""
+        name = unknown.partition("=")[0]
+        hint = nearest(name, parser._option_string_actions) if name else ""
+        raise UserError(f"{message}{hint or '; see --help'}")
+
+    parser.error = refuse
 
 
-def _refuse(message: str):
-    raise UserError(f"{message}; see --help")
+HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own parallel layout.
+
+  torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py \\
+      --encoder tp=2,dp=4 --language cp=2,pp=2,ep=2 --train-iters 20 --metrics-out metrics.jsonl
+  torchrun --nproc-per-node 8 examples/mimo/pretrain_nemotron_vlm.py --config run.yaml
+
+model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolution
+            --dynamic-resolution-min-patches N  --dynamic-resolution-max-patches N
+layout      --encoder LAYOUT  --language LAYOUT  --placement colocated|non-colocated
+            --encoder-tp N  --encoder-dp N  --encoder-pp N
+speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
+            --encoder-macro-batch N  --recompute-encoder N
+data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
+            --disable-balance  --max-tiles N  --disable-thumbnail
+            --video-frames N  --video-fps N
+            --bad-samples skip|refuse  --prompt TEXT  --image-token TOKEN  --surveys DIR
+training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
+            --projector-weight-decay RATE
+output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
+before      --dry-run [RANKS]  --plan GPUS  --plan-gpu NAME  --plan-gpus-per-node N
+            --plan-tiles TILES  --plan-json FILE
+
+Megatron's options are taken as well: --train-iters N, --global-batch-size N, --lr RATE,
+--save DIR, --load DIR, --bf16, ...; --help-all lists them all, with what each does."""
 
 
 def own_options(argv: list[str]) -> argparse.Namespace:
@@ -156,4 +189,7 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_own_options(parser)
-    return parser.parse_known_args(argv)[0]
+    words = with_config(argv, parser)
+    found = parser.parse_known_args(words)[0]
+    found.given = {word.partition("=")[0] for word in words}
+    return found

@@ -1,0 +1,125 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Options from a file, the file that a run writes, and the recipes."""
+
+import argparse
+import re
+
+import pytest
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.run import run
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.options.config_file import write_config
+from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
+from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
+from examples.mimo.pretrain_nemotron_vlm import ROOT
+from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
+
+RECIPES = sorted((ROOT / "examples/mimo/recipes").glob("*.yaml"))
+OPTIONS = """
+lr: 1e-3
+encoder_lr: [1e-4]
+seq-length: 64
+encoder: tp=2,dp=1
+language: tp=1,dp=2
+pack: true
+micro_batch_size: 1
+calculate_per_token_loss: true
+bias_linear: false
+overlap-grad-reduce: false
+lr_wsd_decay_style: linear
+"""
+
+
+def options(tmp_path, text: str, *others: str, ranks: int = 2):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return parse(["--config", str(path), *others], ranks)
+
+
+def settings(found) -> dict:
+    return {name: value for name, value in vars(found.args).items() if name != "config"}
+
+
+def test_a_file_means_the_same_as_the_command_line_and_the_command_line_wins(tmp_path):
+    found = options(tmp_path, OPTIONS, "--encoder-lr", "3e-4", "--seq-length=96")
+    line = "--lr 1e-3 --encoder-lr 3e-4 --seq-length 96 --encoder tp=2,dp=1 --language tp=1,dp=2"
+    line += " --pack --micro-batch-size 1 --lr-wsd-decay-style linear"
+    expected = parse(line.split(), 2)
+    assert str(settings(found)) == str(settings(expected))
+    assert found.args.lr == 1e-3 and found.args.encoder_lr == ["3e-4"]
+
+
+def test_what_a_run_writes_starts_it_again(tmp_path):
+    first = options(tmp_path, OPTIONS, "--no-squared-relu", "--cp-comm-type", "p2p", "--seed", "7")
+    write_config(tmp_path / "again.yaml", first.config)
+    text = (tmp_path / "again.yaml").read_text()
+    assert text.startswith("# overlay ") and "# adam_beta2: 0.95" in text
+    again = parse(["--config", str(tmp_path / "again.yaml")], 2)
+    assert str(settings(again)) == str(settings(first))
+    assert not again.args.squared_relu and again.args.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
+        ("lr: many", "--lr: invalid float value: 'many'"),
+        ("pack: maybe", "run.yaml: pack: it is a flag: want true or false, not maybe"),
+        ("lr: [1, 2]", "run.yaml: lr: it takes one value, not a list"),
+        ("lr: {a: 1}", "run.yaml: lr: want a value"),
+        ("data: energon:${NO_SUCH}", "run.yaml: data: set the environment variable NO_SUCH"),
+        ("[1, 2]", "want lines of OPTION: VALUE"),
+        ("lr: [1", "no YAML"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
+    with pytest.raises(UserError, match=f".*{says.replace('[', '.')}") as refusal:
+        options(tmp_path, text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_option_gets_the_nearest_names():
+    with pytest.raises(UserError, match="--seq-lenght.* did you mean --seq-length"):
+        parse(["--seq-lenght", "64"], 1)
+
+
+def test_the_environment_sees_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("device: cuda\ncuda_graph_impl: local\n")
+    line = ["--config", str(path)]
+    assert uses_gpus(line) and not uses_gpus([*line, "--device", "cpu"])
+    assert at_start(line).get("CUDA_MODULE_LOADING") == "EAGER"
+    assert own_options(line).device == "cuda"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_taken(recipe, tmp_path, monkeypatch):
+    write_preset(find_preset("tiny"), tmp_path / "model.json")
+    for name in ("WEIGHTS", "ALIGNED", "DATA", "TOKENIZER", "OUT"):
+        monkeypatch.setenv(name, str(tmp_path))
+    found = parse(["--config", str(recipe)], 2)
+    assert found.args.save == f"{tmp_path}/checkpoints"
+
+
+def test_help_is_one_screen_with_each_option_of_ours(capsys):
+    run(["--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
+    parser = argparse.ArgumentParser()
+    add_own_options(parser)
+    own = [action.option_strings[-1] for action in parser._actions if action.dest != "help"]
+    assert not [name for name in own if not re.search(rf"{name}(?![\w-])", text)]
+
+
+def test_help_all_has_megatrons_options(capsys):
+    with pytest.raises(SystemExit):
+        run(["--help-all"])
+    assert "--recompute-granularity" in capsys.readouterr().out
+
+
+def test_sizes_that_no_dp_completes_are_told_so():
+    with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
+        parse(["--language", "cp=3"], 16)
