@@ -24,7 +24,7 @@ def size_violation(layout: Layout, world_size: int) -> str | None:
     if world_size > others and world_size % others:
         return (
             f"tp·cp·pp = {layout.tp}·{layout.cp}·{layout.pp} = {others} must divide the "
-            f"{world_size} rank{'s' * (world_size > 1)}: {others}·dp is never {world_size}"
+            f"{world_size} ranks: {others}·dp is never {world_size}"
         )
     launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
     return (

@@ -170,7 +170,8 @@ speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
 data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
             --disable-balance  --max-tiles N  --disable-thumbnail
             --video-frames N  --video-fps N
-            --bad-samples skip|refuse  --prompt TEXT  --image-token TOKEN  --surveys DIR
+            --bad-samples skip|refuse  --long-samples skip|refuse|cut
+            --prompt TEXT  --image-token TOKEN  --surveys DIR
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
             --projector-weight-decay RATE
 output      --config FILE  --metrics-out FILE  --report FILE  --log-file FILE
