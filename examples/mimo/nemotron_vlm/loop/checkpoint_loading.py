@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -32,10 +34,6 @@ from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import Call, Caller
 from megatron.training import checkpointing, training
-from megatron.training.utils import print_rank_0
-
-LAYOUT = ("placement", "encoder", "language")
-"""Arguments that determine which rank holds which part of the model."""
 
 STREAM = (
     *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
@@ -80,7 +78,7 @@ def _load(
     if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
-        directory = _newest(args)
+        directory = newest(args)
         if directory and args.verify_integrity:
             verify_manifest(directory)  # before anything is read; Megatron verifies after reading
             args.verify_integrity = False
@@ -92,7 +90,8 @@ def _load(
                 _check_data(args, saved)
             if any(getattr(saved, name, None) != getattr(args, name) for name in LAYOUT):
                 args.no_load_rng = True
-                print_rank_0("another layout was saved: random states are not loaded")
+            if args.rank == 0:
+                print(beginning(args, directory, saved), file=sys.stderr, flush=True)
         result = load(model, optimizer, scheduler, *arguments, **named)
         if scheduler:
             scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it
@@ -111,7 +110,7 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
     return UserError(f"--load {args.load}: {reason}", rank)
 
 
-def _newest(args: Namespace) -> str | None:
+def newest(args: Namespace) -> str | None:
     """Return the directory of the checkpoint that Megatron will load, or None if there is none."""
     for name in ("load", "pretrained_checkpoint"):
         source = getattr(args, name)

@@ -23,11 +23,18 @@ from tqdm import tqdm
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
+from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.training import num_floating_point_operations
 
-SHOWN = ("loss", "eval_accuracy")
-"""Metrics in the progress bar."""
+SHOWN = {"loss": "loss", "eval_accuracy": "eval_accuracy", "tokens_per_s": "tokens/s"}
+SHOWN |= {"tflops": "TFLOP/s", "memory_gib": "GiB", "data_wait_s": "data wait s"}
+"""Metrics in the progress bar, with the names that they have there; of a GPU or rank."""
+
+IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s")
+"""Metrics that Megatron does not write there."""
 
 LINE_INTERVAL_S = 10
 """Seconds between lines of progress if there is no terminal; the last step has a line, too."""
@@ -98,7 +105,7 @@ class _Watch:
     def __init__(
         self, args: Namespace, loading: Loading, note: Callable[[Record], object] | None
     ) -> None:
-        self._loading, self._note = loading, note
+        self._args, self._loading, self._note = args, loading, note
         self._writer = MetricsWriter(args.metrics_out, args.train_iters)
         self._held: Record | None = None
         self._reported = _OnTheWay({})
@@ -109,10 +116,15 @@ class _Watch:
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
         result = call()
+        seconds, samples = time.perf_counter() - started, get_current_global_batch_size()
+        of_one = 1 / (seconds * self._args.world_size)
         self._of_step = {
             "lr": lr,
-            "step_time_s": time.perf_counter() - started,
+            "step_time_s": seconds,
             "data_wait_s": self._loading.waited_s - waited,
+            "tokens_per_s": samples * self._args.seq_length * of_one,
+            "tflops": num_floating_point_operations(self._args, samples) * of_one / 1e12,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         return result
 
@@ -155,6 +167,9 @@ class _Watch:
         self._writer.write(record)
         if self._note:
             self._note(record)
+        if board := get_tensorboard_writer():
+            for name in set(IN_TENSORBOARD) & record.keys():
+                board.add_scalar(name, record[name], record["step"])
 
     def _completed(self) -> Record:
         """Return the held record, completed with the numbers from the device."""
@@ -202,7 +217,8 @@ class MetricsWriter:
             self._file.truncate()
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-        shown = {k: f"{record[k]:.3g}" for k in SHOWN if record.get(k) is not None}
+        found = {name: record.get(key) for key, name in SHOWN.items()}
+        shown = {name: _short(value) for name, value in found.items() if value is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(is_new)
         now = time.monotonic()
@@ -218,6 +234,11 @@ class MetricsWriter:
             self._bar.close()
         if self._file:
             self._file.close()
+
+
+def _short(value: float) -> str:
+    """Return three digits of a number, and all digits before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def read_metrics(path: Path) -> list[Record]:

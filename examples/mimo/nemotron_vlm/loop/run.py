@@ -29,9 +29,10 @@ from examples.mimo.common.layout import layout_table
 from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
@@ -127,9 +128,11 @@ def run(argv: list[str]) -> None:
             f"samples a step\n{layout_table(lay, options.preset.names)}",
             args,
         )
-        last: deque[Record] = deque(maxlen=1)
+        if not newest(args):
+            _say(beginning(args, None, None), args)
+        last: deque[Record] = deque(maxlen=100)
         train(session, last.append)
-        _print_outcome(session, last)
+        _print_outcome(session, last, _log_file(own, argv))
         close_session(session)
         dist.destroy_process_group()
 
@@ -220,7 +223,7 @@ def close_session(session: Session) -> None:
     destroy_rerun_state_machine()
 
 
-def _print_outcome(session: Session, last: Sequence[Record]) -> None:
+def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:
     args = session.options.args
     if args.report:
         everywhere: list[dict] = [{}] * args.world_size
@@ -233,8 +236,8 @@ def _print_outcome(session: Session, last: Sequence[Record]) -> None:
         shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
-    if last and "eval_accuracy" in last[-1]:
-        print(f"held-out accuracy: {last[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+    if args.rank == args.world_size - 1:
+        print(ending(args, list(last), log), file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:

@@ -1,0 +1,72 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says on the terminal as it begins and ends; progress is in metrics.py."""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+RATES = ("lr", "min_lr", "encoder_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters")
+RATES += ("lr_warmup_fraction", "lr_warmup_init", "train_iters", "weight_decay")
+"""Arguments that decide the learning rate and the weight decay of a step."""
+
+LAYOUT = ("placement", "encoder", "language")
+"""Arguments that determine which rank holds which part of the model."""
+
+
+def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -> str:
+    """Say whether a run is new or goes on, from where, and what has changed since.
+
+    Args:
+        args: Megatron's arguments and ours.
+        directory: the checkpoint that is loaded, if there is one.
+        saved: the arguments that are saved in it.
+    """
+    if directory is None:
+        return "a new run"
+    path = Path(directory)
+    if args.finetune or not args.load or Path(args.load).resolve() != path.resolve().parent:
+        return f"a new run, with the weights of {path}"
+    step = path.name.removeprefix("iter_").lstrip("0")
+    said = f"going on after step {step} of {args.train_iters}, from {path}"
+    changed = _changes(args, saved, RATES)
+    if changed and args.use_checkpoint_opt_param_scheduler:
+        changed += "; the saved schedule is used, as --use-checkpoint-opt_param-scheduler asks"
+    layout = _changes(args, saved, LAYOUT)
+    said += f"\nanother layout: {layout}; random states begin anew" if layout else ""
+    return said + (f"\nanother schedule of learning rates: {changed}" if changed else "")
+
+
+def _changes(args: Namespace, saved: Namespace | None, names: Sequence[str]) -> str:
+    """Return which of the arguments differ from the saved ones, with both values."""
+    pairs = [(name, getattr(saved, name, None), getattr(args, name, None)) for name in names]
+    return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)
+
+
+def ending(args: Namespace, records: Sequence[dict], log: Path | None) -> str:
+    """Say how fast the steps were, how much the model has learned, and where the results lie.
+
+    Args:
+        args: Megatron's arguments and ours.
+        records: of the last steps, in their order.
+        log: the file of Megatron's output.
+    """
+    said = []
+    if len(records) > 1:
+        tokens, tflops = (
+            statistics.median(record[name] for record in records[1:])
+            for name in ("tokens_per_s", "tflops")
+        )
+        device = "GPU" if args.device == "cuda" else "rank"
+        said.append(f"speed: {tokens:,.0f} tokens/s and {tflops:.3g} TFLOP/s a {device}")
+    places = {"checkpoints": args.save, "metrics": args.metrics_out, "log": log}
+    places |= {"TensorBoard": args.tensorboard_dir}
+    said += [f"{name}: {Path(path).absolute()}" for name, path in places.items() if path]
+    if records and "eval_accuracy" in records[-1]:
+        said.append(f"held-out accuracy: {records[-1]['eval_accuracy']:.1%}")
+    if args.save and args.load == args.save:
+        said.append("next: the same command with a larger --train-iters goes on from here")
+    return "\n".join(said)
