@@ -41,12 +41,12 @@ def test_an_option_that_cannot_work_is_refused(arguments, texts, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    ends = run(1, "--train-iters", "1", "--save", tmp_path)
+    ends = run(1, "--train-iters", "2", "--save-interval", "1", "--save", tmp_path)
     assert ends[0].code == 0, ends[0].errors
-    files = tmp_path.glob("iter_*/*.distcp")
+    files = tmp_path.glob("iter_0000002/*.distcp")
     damaged = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     ends = run(2, "--load", tmp_path, "--log-file", tmp_path / "log.txt")
-    assert_refused(ends, "is damaged", damaged.name)
+    assert_refused(ends, "is damaged", damaged.name, "--ckpt-step 1")

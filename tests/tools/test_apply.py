@@ -226,7 +226,7 @@ PRISTINE = [
 ]  # fmt: skip
 APPLIED_ALREADY = [
     (lambda w: shutil.rmtree(w.checkout / STATE), [], 4, "its original is lost"),
-    *((write(path, "my work\n"), flags, 5, path)
+    *((write(path, "my work\n"), flags, 5, f"{path} was edited + delete the file")
       for path in (A, RUN) for flags in ([], ["--revert"])),
     (link_out("examples"), ["--revert"], 4, "examples is a symlink"),
     (write(JOURNAL, '{"files": 1}'), [], 1, "applied.json is damaged"),

@@ -137,7 +137,7 @@ class TestProgram:
             ("--plan 8 --plan-gpu none", "GPU none"),
             ("--plan 8 --plan-gpus-per-node 0", "must be 1 or more"),
             (f"--plan 7 --global-batch-size 5 {REAL}", "no plan for 7 GPUs"),
-            (f"--plan 1 {REAL}", "none fits 141 GB"),
+            (f"--plan 1 {REAL}", "none fits 141 GB; by this model 8 GPUs would do"),
             ("--plan 8 --plan-tiles 99", "99 tiles of 4 tokens"),
             ("--plan 8 --plan-tiles 1:x", "1:x is not N or N:CHANCE"),
             ("--plan 8 --plan-tiles 1:0", "chances above 0"),

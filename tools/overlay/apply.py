@@ -114,7 +114,8 @@ class Application:
 
     def _refuse_edits(self, goal: Goal) -> None:
         what = "was edited since the overlay was applied"
-        refuse(LOCAL_EDITS, [f"{path} {what}" for path in self._edits(goal)])
+        cure = "copy what you want to keep, delete the file, and try again"
+        refuse(LOCAL_EDITS, [f"{path} {what}: {cure}" for path in self._edits(goal)])
 
     def _edits(self, goal: Goal) -> list[str]:
         """Return the paths of ours that are neither as we left them nor as they were before."""

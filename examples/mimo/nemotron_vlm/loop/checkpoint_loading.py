@@ -107,7 +107,17 @@ def _load(
 
 def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:
     reason = " ".join(str(error).split())[:600]
+    if "damaged" in reason and (earlier := _earlier(args)):
+        reason += f"; the checkpoint before it: --ckpt-step {earlier}"
     return UserError(f"--load {args.load}: {reason}", rank)
+
+
+def _earlier(args: Namespace) -> int | None:
+    """Return the step of the newest checkpoint before the one that is loaded, if there is one."""
+    directory = Path(newest(args) or "")
+    others = [path.name[5:] for path in directory.parent.glob("iter_*") if path.is_dir()]
+    before = directory.name[5:]
+    return max((int(step) for step in others if step.isdigit() and step < before), default=None)
 
 
 def newest(args: Namespace) -> str | None:

@@ -279,13 +279,12 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
             setattr(args, option, getattr(layout, axis))
     args.sequence_parallel = layouts.language.sequence_parallel
     if args.moe_token_dispatcher_type is None:
-        # Token counts that stay on the device, where they were measured to be faster.
-        is_whole = layouts.language.ep * layouts.language.etp == 1
+        # Token counts that stay on the device, where they were measured to be faster. Modules on
+        # ranks of their own exchange rows of any length, for which Megatron takes alltoall alone.
+        is_spread = layouts.non_colocated or layouts.language.ep * layouts.language.etp > 1
         is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and not args.fp8
-        is_eager = args.cuda_graph_impl == "none"
-        args.moe_token_dispatcher_type = (
-            "allgather" if is_whole and is_fast and is_eager else "alltoall"
-        )
+        is_fast = is_fast and not is_spread and args.cuda_graph_impl == "none"
+        args.moe_token_dispatcher_type = "allgather" if is_fast else "alltoall"
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if "|" not in args.hybrid_layer_pattern and not uneven:
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)

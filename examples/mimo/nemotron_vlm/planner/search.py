@@ -89,26 +89,20 @@ def search(task: Task, keep: int = 10) -> Found:
     machine = task.machine
     fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
     allowed = 0
-    for layouts in candidates(task):
-        pipelined = layouts.language.pp > 1 and not layouts.non_colocated
-        in_bubbles = task.in_bubbles and pipelined
-        if in_bubbles and in_several_stages(layouts):
-            continue
-        for macro_batch in _macro_batches(layouts, in_bubbles):
-            allowed += 1
-            schedule = EncoderSchedule(macro_batch, in_bubbles)
-            plan = Plan(task.preset, layouts, task.images, schedule=schedule)
-            slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
-            if estimate(plan, machine) >= slowest:
-                continue  # with recompute it would take even longer
-            if plan := fitting(plan, machine):
-                heapq.heappush(fastest, (-estimate(plan, machine), allowed, plan))
-                if len(fastest) > SIMULATED:
-                    heapq.heappop(fastest)
+    for allowed, plan in enumerate(_plans(task), start=1):
+        slowest = -fastest[0][0] if len(fastest) == SIMULATED else math.inf
+        if estimate(plan, machine) >= slowest:
+            continue  # with recompute it would take even longer
+        if plan := fitting(plan, machine):
+            heapq.heappush(fastest, (-estimate(plan, machine), allowed, plan))
+            if len(fastest) > SIMULATED:
+                heapq.heappop(fastest)
     if not fastest:
+        enough = _enough(task)
+        cure = f"by this model {enough} GPUs would do" if enough else "take more GPUs"
         raise UserError(
             f"no plan for {task.world} GPUs: of the {allowed} that the program's rules allow none "
-            f"fits {machine.memory_bytes / 1e9:.0f} GB; take more GPUs, a shorter --seq-length, or "
+            f"fits {machine.memory_bytes / 1e9:.0f} GB; {cure}, or a shorter --seq-length, or "
             "a --global-batch-size that they divide"
         )
     best = [
@@ -116,6 +110,26 @@ def search(task: Task, keep: int = 10) -> Found:
     ]
     best.sort(key=lambda priced: priced.step.seconds)
     return Found(best[:keep], allowed)
+
+
+def _enough(task: Task) -> int | None:
+    """Return the smallest of 2, 4, … 64 times as many GPUs on which a plan fits, or None."""
+    for more in (replace(task, world=task.world * 2**power) for power in range(1, 7)):
+        if any(fitting(plan, task.machine) for plan in _plans(more)):
+            return more.world
+    return None
+
+
+def _plans(task: Task) -> Iterator[Plan]:
+    """Yield all plans that the program's rules allow, without recompute."""
+    for layouts in candidates(task):
+        pipelined = layouts.language.pp > 1 and not layouts.non_colocated
+        in_bubbles = task.in_bubbles and pipelined
+        if in_bubbles and in_several_stages(layouts):
+            continue
+        for macro_batch in _macro_batches(layouts, in_bubbles):
+            schedule = EncoderSchedule(macro_batch, in_bubbles)
+            yield Plan(task.preset, layouts, task.images, schedule=schedule)
 
 
 def candidates(task: Task) -> Iterator[Layouts]:

@@ -33,7 +33,15 @@ from megatron.core.token_layout.device_copy import copied_to
 
 
 class GroupedRADIO(RADIOViTModel):
-    """Upstream's model on patches of images and of tubelets, grouped on the host."""
+    """Upstream's model on patches of images and of tubelets, grouped on the host.
+
+    It takes the boundaries of sequences on the host. Upstream adds the class tokens to them, which
+    on the device would wait for it; then they go to the device, once.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.decoder.register_forward_pre_hook(_bounds_to_device, with_kwargs=True)
 
     def _apply_temporal_grouping(self, x, imgs_sizes, num_frames, packed_seq_params, **_):
         """Take ``x`` as the pair of both, [1, patches, features] each; upstream groups frames on
@@ -79,7 +87,7 @@ class PackedRADIOEncoder(RADIOEncoderWrapper):
         lengths = shapes[images_first].prod(axis=1)
         whole = lengths + sizes.class_tokens
         # RADIOViTModel adds its class tokens to the boundaries.
-        packed = _packed(lengths if first else whole, patches.device)
+        packed = _packed(lengths if first else whole)
         PaddedLengths.note(packed, whole.tolist())
         if first:
             pixels = self._pixels(patches)
@@ -109,10 +117,15 @@ class PackedRADIOEncoder(RADIOEncoderWrapper):
         return pixels.to(self.config.params_dtype)[None]
 
 
-def _packed(lengths: np.ndarray, device: torch.device) -> PackedSeqParams:
-    """Return the boundaries of sequences of these lengths, for attention."""
-    bounds = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    bounds, longest = copied_to(device, bounds), int(lengths.max())
+def _bounds_to_device(decoder: torch.nn.Module, _, given: dict) -> None:
+    """Copy the boundaries of sequences to the device before its layers read them."""
+    packed, device = given["packed_seq_params"], next(decoder.parameters()).device
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = copied_to(device, packed.cu_seqlens_q)
+
+
+def _packed(lengths: np.ndarray) -> PackedSeqParams:
+    """Return the boundaries of sequences of these lengths, on the host."""
+    bounds, longest = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)), int(lengths.max())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -230,6 +230,7 @@ class TestRefused:
             ("--bf16 --language ep=2", "alltoall"),
             (f"--bf16 {GRAPHS}", "alltoall"),
             ("--fp16", "alltoall"),
+            ("--bf16 --placement non-colocated", "alltoall"),
         ],
     )
     def test_token_counts_stay_on_the_device_where_it_is_faster(
