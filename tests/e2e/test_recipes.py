@@ -60,6 +60,8 @@ def test_projector_first_then_all_parts_in_another_layout(tmp_path):
     for records in (aligned, second):
         assert [record["step"] for record in records] == list(range(1, 7))
     assert second[-1]["eval_loss"] < aligned[-1]["eval_loss"]
+    written = (first / "config.yaml").read_text()
+    assert "\nfreeze: encoder,language\n" in written and "\ntrain-iters: 6\n" in written
 
     for stage, parts in (
         ("first", {"mlp1"}),
