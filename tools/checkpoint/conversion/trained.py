@@ -31,7 +31,7 @@ PREPARED += ("video_frames", "video_fps")
 TOKENIZER = ("token*.json", "*.model", "special_tokens_map.json", "chat_template*", "*.txt")
 """Patterns of a tokenizer's files."""
 
-DIGITS = "<s>{% for message in messages %}{{ message['content'] }}{% endfor %}"
+DIGITS = "<s>{% for message in messages %}{{ message['content'] }} {% endfor %}"
 """Chat template of the digits that the program makes itself: ``read`` is the only question."""
 
 
