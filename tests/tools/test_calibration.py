@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration measures, fits and compares; docs/planner.md has the tables."""
+"""Calibration measures, fits and compares; docs/reviewer/planner.md has the tables."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ PROGRAM = re.compile(r"`((?:tools|docs)/[\w./-]*\w)[^`]*`")
 """A path of the repository at the beginning of a piece of code."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
-CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in ("index", "architecture")]
+OVERVIEWS = ("index", "architecture", "planner")
+CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
 TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
 MEGATRON_DDP = REPOSITORY / "build/Megatron-LM/megatron/core/distributed"

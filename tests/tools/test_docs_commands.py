@@ -197,6 +197,7 @@ class Session:
         places = dict.fromkeys(("WEIGHTS", "DATA", "TOKENIZER"), "place")
         places |= {name: str(self.directory / "out") for name in ("OUT", "ALIGNED")}
         assert command.variables.keys() <= places.keys() | {"LAUNCH"}
+        places |= {k: v for k, v in command.variables.items() if k == "LAUNCH"}
         environment = os.environ | places | {"PATH": f"{self.directory}:{os.environ['PATH']}"}
         script = ["bash", str(REPOSITORY / command.words[0]), *command.words[1:]]
         subprocess.run(script, env=environment, check=True)
@@ -205,7 +206,8 @@ class Session:
     def _script(self, path: str, arguments: list[str]) -> None:
         """Run a program of ours: whole if it is quick, else until it has read its arguments."""
         read = argparse.ArgumentParser.parse_args
-        is_whole = not QUICK.isdisjoint(arguments)
+        at_hand = not any(word.startswith("/data/") for word in arguments)  # not published weights
+        is_whole = at_hand and not QUICK.isdisjoint(arguments)
 
         def parsed(parser, *given):
             options = read(parser, *given)

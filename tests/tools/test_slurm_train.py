@@ -77,8 +77,8 @@ def test_it_ends_as_the_ranks_do_and_passes_a_container_on(job, code):
     ("code", "checkpoint", "ends_with", "says"),
     [
         (0, True, 0, "goes on from iteration 12"),
-        (3, True, 3, "signalled, and the ranks failed with 3"),
-        (0, False, 1, "signalled, and no checkpoint is in"),
+        (3, True, 0, "failed with 3, 1 times since the last checkpoint: the job is requeued"),
+        (0, False, 1, "error: ended with 0, and no checkpoint is in"),
     ],
 )
 def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
@@ -96,6 +96,30 @@ def test_signalled_it_passes_the_signal_on_and_is_requeued_with_what_was_saved(
     assert says in output
     requeued = ["scontrol requeue 7"] if ends_with == 0 else []
     assert job.calls.splitlines()[1:] == ["scancel --signal=USR1 7", *requeued]
+
+
+def test_a_failed_run_is_requeued_until_it_has_failed_too_often_without_a_new_checkpoint(job):
+    saved = job.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("12")
+
+    def ends_with(restarts: int, **limit: str) -> int:
+        process = job.start(job.run, code=5, SLURM_RESTART_COUNT=str(restarts), **limit)
+        output, _ = process.communicate(timeout=20)
+        wanted = "the job is requeued" if process.returncode == 0 else "the job is not requeued"
+        assert "failed with 5, " in output and wanted in output
+        return process.returncode
+
+    assert [ends_with(restarts) for restarts in range(4)] == [0, 0, 0, 5]
+    assert ends_with(4, MAX_FAILURES="9") == 0
+    assert ends_with(5) == 5
+    later = saved.stat().st_mtime + 100
+    os.utime(saved, (later, later))
+    assert ends_with(6) == 0, "a new checkpoint begins the count anew"
+    os.utime(saved, (later - 200, later - 200))
+    assert ends_with(7) == 0 and ends_with(0) == 0, "so does a new job"
+    assert (job.run / "failures").read_text() == "5\n"
+    assert job.calls.count("scontrol requeue 7") == 7
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 MODEL, FITTED = "nano-vl-30b-a3b", Path(__file__).with_name("h200.json")
-"""The model and the fit of docs/planner.md, whose cases are what is measured elsewhere."""
+"""The model and the fit of docs/reviewer/planner.md, whose cases are what is measured elsewhere."""
 ON_GPU = (
     "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
     "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"

@@ -57,8 +57,10 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
     except ImportError as error:
         raise UserError(str(error)) from error
     except ValueError as error:
-        advice = "" if name.startswith(ENERGON) else "; change --seq-length or --model"
-        raise UserError(f"--data {name}: {error}{advice}") from error
+        if name.startswith(ENERGON):  # the error names the path
+            raise UserError(f"--data {ENERGON} {error}") from error
+        advice = "change --seq-length or --model"
+        raise UserError(f"--data {name}: {error}; {advice}") from error
     if source.vocab_size > args.padded_vocab_size:
         raise UserError(
             f"--data {name} has token ids up to {source.vocab_size - 1}: --vocab-size must be at "
@@ -87,7 +89,7 @@ def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 
     encoder = make_encoder(args, preset)
-    rest = args.seq_length, args.seed, args.bad_samples, args.surveys
+    rest = args.seq_length, args.seed, args.bad_samples, args.surveys, args.long_samples
     return EnergonSource(path, encoder, *rest)
 
 

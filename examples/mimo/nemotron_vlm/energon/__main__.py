@@ -13,6 +13,7 @@ import numpy as np
 from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.data.sample import SOUND
+from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, VIDEO, Chat
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
@@ -23,6 +24,7 @@ from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit,
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
     STATES,
+    TOO_LONG,
     Survey,
     bad_samples,
     load_survey,
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if given.again or load_survey(dataset, encoder, given.surveys) is None:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
-                print(describe(dataset, survey, split, given))
+                print(describe(dataset, survey, split, given, encoder))
     except (ValueError, MissingPackage) as error:
         line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
         print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
@@ -70,7 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Namespace) -> str:
+def describe(
+    dataset: DataSet, survey: Survey, split: str, given: argparse.Namespace, encoder: Encoder
+) -> str:
     """Describe what a survey says of the samples that a blend takes, as lines of text.
 
     Args:
@@ -79,7 +83,8 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
     seq_length, names = given.seq_length, given.names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD
-    tokens, inputs = survey.tokens[subset][good], survey.inputs[subset][good]
+    chosen = np.arange(subset.start, subset.stop)[good]
+    tokens, inputs = survey.tokens[chosen], survey.inputs[chosen]
     alone = np.diff(survey.media_ends, prepend=0)[subset][good] == 0
     lines = [
         f"{dataset.path} {split}: {len(good)} samples in {len(dataset.shards)} shards, "
@@ -94,13 +99,15 @@ def describe(dataset: DataSet, survey: Survey, split: str, given: argparse.Names
         kind = "images" if given.patch else "tiles"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
         for kind in filter(vars(given).get, (VIDEO, SOUND)):
-            chosen = np.arange(subset.start, subset.stop)[good]
             lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
+        lines += advise(survey, encoder, chosen) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
             named = [sample for sample in bad if sample.state == state][:names]
-            lines.append(f"  {STATES[state]}: {count}")
+            cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
+            more = f", of which --long-samples cut keeps {cut}" * (state == TOO_LONG)
+            lines.append(f"  {STATES[state]}: {count}{more}")
             lines += [f"    {sample.name}: {sample.reason}" for sample in named]
     return "\n".join(lines)
 

@@ -87,6 +87,12 @@ class Encoder:
         ids = torch.from_numpy(ids)
         return Text(ids[:-1], ids[1:], torch.from_numpy(answer[1:].astype(np.float32)))
 
+    def needed(self, text: Text) -> int:
+        """Return the tokens to which a text may be cut: all of its media and one of an answer."""
+        media = np.isin(text.input_ids.numpy(), list(self.chat.ids.values()))
+        answers = np.flatnonzero(text.loss_mask.numpy())
+        return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
+
     def question(self, turns: list[Turn], files: list[File]) -> np.ndarray:
         """Return the tokens of a conversation up to its next answer, int64 [n].
 

@@ -19,6 +19,12 @@ class BadImage(BadMedium):
     kind = "bad image"
 
 
+class UnreadFormat(BadMedium):
+    """An image in a format that Pillow does not read."""
+
+    kind = "unread format"
+
+
 class BadSound(BadMedium):
     """A sound that cannot be decoded."""
 

@@ -23,7 +23,15 @@ from PIL import Image
 from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
 from examples.mimo.nemotron_vlm.energon.errors import BadImage, one_line
 
-FORMATS = ("JPEG", "PNG")
+FORMATS = {
+    suffix.removeprefix("."): name
+    for suffix, name in Image.registered_extensions().items()
+    if name in Image.OPEN and Image.MIME.get(name, "").startswith("image/")
+}
+"""Formats of images that Pillow reads, by suffix; PostScript, which runs programs, is none."""
+
+OTHERS = {"avif", "dng", "heic", "heif", "jp2", "jxl", "svg", "webp"} - FORMATS.keys()
+"""Suffixes of images that this Pillow does not read."""
 LONGEST = (1 << 15) - 1
 """Most patches of a side of an image or a frame, and most tubelets of a clip."""
 
@@ -129,12 +137,12 @@ def open_image(data: bytes) -> Image.Image:
     """Open an image and read its header; pixels are decoded when they are used.
 
     Raises:
-        BadImage: it is neither JPEG nor PNG, or its header is damaged.
+        BadImage: it is in none of `FORMATS`, or its header is damaged.
     """
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        return Image.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
     except Image.UnidentifiedImageError as error:
-        raise BadImage(f"neither of {', '.join(FORMATS)}") from error
+        raise BadImage("damaged, or not what its name says: Pillow finds no image") from error
     except Exception as error:
         raise BadImage(one_line(error)) from error
 

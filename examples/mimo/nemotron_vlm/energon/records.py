@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, VIDEO, Turn, place_media
-from examples.mimo.nemotron_vlm.energon.errors import BadConversation
+from examples.mimo.nemotron_vlm.energon.errors import BadConversation, UnreadFormat
+from examples.mimo.nemotron_vlm.energon.images import FORMATS, OTHERS
 from megatron.energon import CaptioningSample, CrudeSample
 
 KINDS = CaptioningSample, CrudeSample
@@ -32,9 +33,9 @@ ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
-SUFFIXES = {"jpg": IMAGES, "jpeg": IMAGES, "png": IMAGES, "wav": SOUND, "flac": SOUND}
-SUFFIXES["mp4"] = VIDEO
-FRAME = re.compile(r"(?i)(video\d*)\.\d+\.(?:jpg|jpeg|png)")
+SUFFIXES = dict.fromkeys(FORMATS.keys() | OTHERS, IMAGES)
+SUFFIXES |= {"wav": SOUND, "flac": SOUND, "mp4": VIDEO}
+FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(FORMATS.keys() | OTHERS)})")
 """Name of a frame of a clip, and of the clip therein."""
 
 ITEMS = {"image": IMAGES, "video": VIDEO, "audio": SOUND, "sound": SOUND}
@@ -91,6 +92,7 @@ def read_record(sample: Any, prompt: str) -> Record:
 
     Raises:
         BadConversation: fields are missing or have the wrong type, or do not fit the files.
+        UnreadFormat: a file is an image by its name, in a format that Pillow does not read.
     """
     if isinstance(sample, CaptioningSample):
         return _record(_captioning(prompt, sample.caption), [sample.image])
@@ -119,12 +121,16 @@ def kind_of(name: str) -> str | None:
 def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
     """Return a conversation with its placeholders; media of a kind are in their files' order."""
     if not isinstance(fps, int | float) or not 0 <= fps <= 1000:
-        raise BadConversation(f"its fps is {fps!r}, no number of frames in a second up to 1000")
+        raise BadConversation(
+            f"its fps is {json.dumps(fps)}, no number of frames in a second up to 1000"
+        )
     clips: dict[str, tuple[str, ...]] = {}
     of: dict[str, list[Medium]] = {kind: [] for kind in PLACEHOLDERS}
     for file in files:
         if not isinstance(file, MediaFile):
             raise BadConversation(f"an image is of type {type(file).__name__}")
+        if _suffix(file) in OTHERS:
+            raise UnreadFormat(f"{file}: a format that Pillow does not read")
         kind = kind_of(file) or IMAGES  # a field may map to a file of any name
         if kind != VIDEO:
             of[kind].append(Medium(kind, (file,)))

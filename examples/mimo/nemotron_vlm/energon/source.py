@@ -27,6 +27,7 @@ from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
     STATES,
+    TOO_LONG,
     Survey,
     bad_samples,
     load_survey,
@@ -46,14 +47,16 @@ class EnergonSource(SampleSource):
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
         encoder: makes tokens of samples, and tiles or whole images, and clips of sound.
-        seq_length: tokens that a sample may have; longer ones are left out, nothing is cut off.
+        seq_length: tokens that a sample may have.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
+        long_samples: the same for those that are too long; 'cut' cuts off tokens after the last of
+            a sample's media and the first of an answer, and skips samples that need more.
         surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
-        ValueError: the data or its survey is missing or unfit; or there are bad samples and
-            ``bad_samples`` is 'refuse'. The message is one line.
+        ValueError: the data or its survey is missing or unfit; or it has samples that are to be
+            refused. The message is one line.
 
     Attributes:
         tiles_per_sample: mean over the training split; a whole image counts as one.
@@ -70,10 +73,12 @@ class EnergonSource(SampleSource):
         seed: int,
         bad_samples: Literal["skip", "refuse"] = "skip",
         surveys: str | Path | None = None,
+        long_samples: Literal["skip", "refuse", "cut"] = "skip",
     ) -> None:
-        self._arguments = path, encoder, seq_length, seed, bad_samples, surveys
+        self._arguments = path, encoder, seq_length, seed, bad_samples, surveys, long_samples
         self._path, self._encoder, self._seq_length, self._seed = path, encoder, seq_length, seed
-        self._refuses, self._surveys = bad_samples == "refuse", Path(surveys) if surveys else None
+        self._surveys = Path(surveys) if surveys else None
+        self._bad_samples, self._long_samples = bad_samples, long_samples
         self._streams: dict[str, _Stream] = {}
         self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
@@ -127,7 +132,7 @@ class EnergonSource(SampleSource):
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
-        return text
+        return Text(*(part[: self._seq_length] for part in text))
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
@@ -208,18 +213,32 @@ class EnergonSource(SampleSource):
                         f"{kind}; make one: {self._survey_command()}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
-            stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split))
-            bad = stream.left_out.total() - stream.left_out[Excluded.kind]
-            if bad and self._refuses:
-                named = [
-                    f"{sample.name}: {sample.reason}"
-                    for pair in pairs
-                    for sample in bad_samples(*pair, self._seq_length, NAMED)
-                ][:NAMED]
-                named += [f"and {bad - NAMED} more"] * (bad > NAMED)
-                raise ValueError(f"{self._path}: {bad} bad samples in {split}: {'; '.join(named)}")
+            cut = self._long_samples == "cut"
+            stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
+            left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
+            if self._bad_samples == "refuse":
+                self._refuse(split, pairs, left.total() - left[Excluded.kind] - long, "bad")
+            if self._long_samples == "refuse":
+                self._refuse(split, pairs, long, "long")
             self._streams[split] = stream
         return self._streams[split]
+
+    def _refuse(
+        self, split: str, pairs: list[tuple[DataSet, Survey]], count: int, kind: str
+    ) -> None:
+        """Raise if there are bad or long samples, and name the first of them."""
+        named = [
+            f"{sample.name}: {sample.reason}"
+            for pair in pairs
+            for sample in bad_samples(*pair, self._seq_length, NAMED)
+            if (sample.state == TOO_LONG) == (kind == "long")
+        ][:NAMED]
+        named += [f"and {count - NAMED} more"] * (count > NAMED)
+        if count:
+            raise ValueError(
+                f"{self._path}: {count} {kind} samples in {split}: {'; '.join(named)}; leave them "
+                f"out with --{kind}-samples skip"
+            )
 
     def _survey_command(self) -> str:
         encoder, images, switches = self._encoder, self._encoder.images, []
@@ -264,6 +283,7 @@ class _Stream:
         pairs: the data sets, and the survey of each.
         mode, seed: see `Order`.
         seq_length: tokens that a sample may have.
+        cut: whether longer ones are cut, as `Survey.states` says.
     """
 
     def __init__(
@@ -272,22 +292,26 @@ class _Stream:
         mode: Mode,
         seq_length: int,
         seed: tuple[int, str],
+        cut: bool,
     ) -> None:
+        self._seq_length, is_cut = seq_length, False
         self.left_out: Counter[str] = Counter()
         self.locate = lru_cache(maxsize=4096)(self._locate)
         self._numbered: list[_Numbered] = []
         for dataset, survey in pairs:
             chosen = np.arange(dataset.subset.start, dataset.subset.stop)
-            states = survey.states(seq_length)[chosen]
+            states = survey.states(seq_length, cut)[chosen]
             self.left_out.update(
                 STATES[state] for state in np.sort(states[states != GOOD]).tolist()
             )
             if not (states == GOOD).any():
+                counts = ", ".join(f"{n} {reason}" for reason, n in self.left_out.items())
                 raise ValueError(
                     f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
-                    f"{dict(self.left_out)}; a sequence has {seq_length} tokens"
+                    f"{counts}; a sequence has {seq_length} tokens"
                 )
             self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
+            is_cut |= bool((survey.tokens[chosen[states == GOOD]] > seq_length).any())
         sizes = [len(each.samples) for each in self._numbered]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
         means = [each.survey.inputs[each.samples].mean() for each in self._numbered]
@@ -296,7 +320,8 @@ class _Stream:
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
             for (dataset, survey), size in zip(pairs, sizes, strict=True)
         ]
-        self.fingerprint = hashlib.sha256(json.dumps([mode, blend, seed]).encode()).hexdigest()
+        depends = [mode, blend, seed, *([seq_length] if is_cut else [])]
+        self.fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
     def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
         """Return a sample's data set, its index there, and the data set's survey."""
@@ -311,7 +336,8 @@ class _Stream:
         for place, (_, survey, samples) in enumerate(self._numbered):
             here = places == place
             indices = samples[drawn[here]]
-            costs[here, 0], costs[here, 1] = survey.tokens[indices], survey.inputs[indices]
+            costs[here, 0] = np.minimum(survey.tokens[indices], self._seq_length)
+            costs[here, 1] = survey.inputs[indices]
         return costs
 
     def mean_of(self, encoder: str) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from examples.mimo.nemotron_vlm.energon.errors import (
     BadShard,
     Excluded,
     Unreadable,
+    UnreadFormat,
     one_line,
 )
 from examples.mimo.nemotron_vlm.energon.records import (
@@ -174,7 +176,10 @@ class DataSet:
         except Exception as error:  # from tarfile, the file system or energon itself
             self._reader.close()
             self._open()
-            raise (Unreadable if _may_pass(error) else BadShard)(one_line(error)) from error
+            shard = re.escape(self._locate(index)[0])  # the caller names it
+            noise = rf":? '?({re.escape(str(self.path))}/)?{shard}'?"
+            line = re.sub(noise, "", one_line(error))
+            raise (Unreadable if _may_pass(error) else BadShard)(line) from error
         for shard in self._reader.itar_files_cache.values():
             shard.members.clear()  # a tarfile remembers all that it ever read
         if raw is None:
@@ -189,11 +194,12 @@ class DataSet:
 
         Raises:
             BadConversation: a field is missing, or text is damaged.
+            UnreadFormat: as `read_record`.
         """
         sample = {name: MediaFile(name) if kind_of(name) else raw[name] for name in raw}
         try:
             return read_record(self._factory.load_sample(sample), prompt)
-        except BadConversation:
+        except (BadConversation, UnreadFormat):
             raise
         except Exception as error:  # from energon, or from the data set's own sample_loader
             raise BadConversation(one_line(error)) from error
@@ -256,7 +262,8 @@ def open_split(path: str | Path, split: str) -> Split:
     except Exception as error:  # energon asserts what the user got wrong
         line = one_line(error)
         raise ValueError(line if str(path) in line else f"{path}: {line}") from error
-    raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])} ({problem!r})")
+    why = one_line(problem)
+    raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])}: {why}")
 
 
 def _reopened(path: str, split: str, number: int) -> DataSet:

@@ -6,8 +6,8 @@ Making it reads and decodes everything once. Its file names hash everything that
 survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
 on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
-- ``survey-NAME.npy``, int32 [4, samples]: state, tokens and inputs (tiles, or whole images) of each
-  sample, and the cumulative number of media, its own included;
+- ``survey-NAME.npy``, int32 [5, samples]: state, tokens and inputs (tiles, or whole images) of each
+  sample, the cumulative number of media, its own included, and the tokens to which it may be cut;
 - ``survey-NAME.media.npy``, `MEDIA` [media]: kind of each image, sound and clip, as an index into
   `KINDS`, and its extent; the size of an image is its number of tiles, or its grid;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
@@ -28,14 +28,14 @@ from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
-from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded
+from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded, UnreadFormat
 from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 3
+FORMAT = 4
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
-STATES += (Excluded.kind, "too long")
+STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
 KINDS = tuple(PLACEHOLDERS)
 MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8")])
@@ -62,6 +62,7 @@ class Survey:
     state, tokens, inputs: int32 [samples of the data set], memory-mapped from the file.
 
     media_ends: int32 [samples], cumulative number of media, each sample's own included.
+    needed: int32 [samples], tokens up to the last of its media and the first of an answer.
     media: `MEDIA` [media].
     fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
     the same for a copy of the data.
@@ -71,6 +72,7 @@ class Survey:
     tokens: np.ndarray
     inputs: np.ndarray
     media_ends: np.ndarray
+    needed: np.ndarray
     media: np.ndarray
     bad: list[BadSample]
     fingerprint: str
@@ -88,9 +90,13 @@ class Survey:
         ends = own[self.media_ends]
         return int(np.diff(ends, prepend=0)[indices].sum())
 
-    def states(self, seq_length: int) -> np.ndarray:
-        """Return the states of all samples, int32; those of more tokens are too long."""
-        return np.where(self.tokens > seq_length, TOO_LONG, self.state)
+    def states(self, seq_length: int, cut: bool = False) -> np.ndarray:
+        """Return the states of all samples, int32; those that need more tokens are too long.
+
+        Args:
+            cut: whether samples need only the tokens to which they may be cut.
+        """
+        return np.where((self.needed if cut else self.tokens) > seq_length, TOO_LONG, self.state)
 
 
 def bad_samples(
@@ -177,12 +183,13 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, inputs and media of each sample, int32 [4, samples]; kind and extent of
-            each medium, `MEDIA` [media]; the bad samples; and a hash of the samples' bytes.
+            State, tokens, inputs, media and needed tokens of each sample, int32 [5, samples]; kind
+            and extent of each medium, `MEDIA` [media]; the bad samples; and a hash of the samples'
+            bytes.
         """
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
-        rows = np.zeros((4, len(indices)), np.int32)
+        rows = np.zeros((5, len(indices)), np.int32)
         media, bad = [], []
         digest = hashlib.blake2b(digest_size=16)
         for place, index in enumerate(indices):
@@ -196,7 +203,8 @@ class _Shards(Dataset):
                 files = read_files(raw, record.media)
                 extents = encoder.extents(files)
                 text, inputs = encoder.text(record, extents), encoder.inputs(files)
-                rows[:, place] = GOOD, len(text.input_ids), len(inputs), len(extents)
+                sizes = len(text.input_ids), len(inputs), len(extents), encoder.needed(text)
+                rows[:, place] = GOOD, *sizes
                 pairs = zip(files, extents, strict=True)
                 media += [(KINDS.index(file.kind), *extent) for file, extent in pairs]
             except UNUSABLE as error:

@@ -231,7 +231,7 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
         try:
             found = source.left_out(split)
         except ValueError as error:
-            raise UserError(f"--data {args.data}: {error}") from error
+            raise UserError(f"--data: {error}") from error
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
             _say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)

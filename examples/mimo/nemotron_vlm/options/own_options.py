@@ -103,6 +103,9 @@ class OwnOptions:
     """leave out the thumbnail of the whole image that an image of several tiles gets"""
     bad_samples: Literal["skip", "refuse"] = "skip"
     """skip samples that cannot be used, or refuse a data set that has any"""
+    long_samples: Literal["skip", "refuse", "cut"] = "skip"
+    """skip samples of more than --seq-length tokens, refuse a data set that has any, or cut off the
+    end of their answers; those are skipped whose media alone do not fit"""
     prompt: str = "Describe the image."
     """question asked where a sample has only a caption"""
     image_token: str = "<image>"

@@ -134,7 +134,7 @@ class TestImages:
 
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
-        with pytest.raises(BadImage, match="image 2: neither of"):
+        with pytest.raises(BadImage, match="image 2: damaged, or not what its name says"):
             encoder.inputs([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
 
 

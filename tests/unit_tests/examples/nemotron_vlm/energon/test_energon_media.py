@@ -212,7 +212,7 @@ class TestClips:
         ("files", "text"),
         [
             ((image(32, 24), image(24, 32)), "2 of 2 frames, of 2 sizes"),
-            ((image(32, 24), b"nothing"), "frame 2: neither of JPEG, PNG"),
+            ((image(32, 24), b"nothing"), "frame 2: damaged, or not what its name says"),
             ((b"\0\0\0\x20ftyp" + bytes(99),), "Invalid data found"),
         ],
     )

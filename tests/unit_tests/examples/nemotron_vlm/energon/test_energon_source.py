@@ -18,12 +18,14 @@ import yaml
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
+from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadImage
 from examples.mimo.nemotron_vlm.energon.store import open_split
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    CRUDE,
     ENCODERS,
     GRIDS,
     TOKENS_PER_TILE,
@@ -200,8 +202,23 @@ class TestSurvey:
         printed = surveyed("--seq-length", "26", "--names", "1")
         assert f"{copied} train: 84 samples in 4 shards, 83 good" in printed
         assert f"  bad image: 1\n    {damaged}: image 1: " in printed
-        assert re.search(r"  too long: \d+\n    train-\S+: \d+ tokens, 26 fit\n/", printed)
+        long = r"  too long: (\d+), of which --long-samples cut keeps \1\n    train-\S+: "
+        assert re.search(rf"{long}\d+ tokens, 26 fit\n/", printed)
         assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
+
+    def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(self, digits, surveyed):
+        """No sample has more than 27 tokens."""
+        printed, opened = surveyed(), source(digits)
+        tokens = opened.costs("train", 0, TRAIN)[:, 0]
+        short = tokens[tokens <= 16]
+        shares = len(short) / TRAIN, short.sum() / tokens.sum(), 1 - short.mean() / 16
+        assert re.search("  16 +" + " +".join(f"{share:.1%}" for share in shares), printed)
+        rows = Rows(opened, "train", 64, Packing(TRAIN, 16)).samples_a_row()
+        packed = 1 - tokens.mean() * rows / 64
+        assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
+        assert "recommended: --seq-length 32 --max-tiles 3, " in printed
+        most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]
+        assert f"99 %: {most} " in surveyed("--max-tiles", "2")
 
 
 def test_blends_keep_proportions_or_have_an_epoch(digits, other, tmp_path):
@@ -237,10 +254,36 @@ class TestBadSamples:
         with open(shard, "r+b") as file:
             file.truncate(cut.offset_data + 10)
         (copied / "train-0003.tar").unlink()
-        found = re.findall(r"^    (\S+): ", surveyed(), re.MULTILINE)
+        printed = surveyed()
+        found = re.findall(r"^    (\S+): ", printed, re.MULTILINE)
         assert found[:14] == [f"train-0002.tar/{key}" for key in keys[10:]]
         assert [Path(name).parent.name for name in found[14:]] == ["train-0003.tar"] * 12
         assert source(copied).left_out("train") == {"unreadable shard": 26}
+        text = printed[printed.index("  unreadable") :]
+        assert text.count(str(copied)) == 1, "its name is before the held-out samples alone"
+        assert re.search(r"train-0003.tar/\S+: \[Errno 2\] No such file or directory\n", text)
+        assert "Unexpected end of tar file\n" in text
+
+    def test_say_what_is_wrong_in_plain_words(self, digits, tmp_path, capsys):
+        talk = json.dumps({"caption": "3", "prompt": "copy"}).encode()
+        samples = [
+            {"json": talk, "webp": image(16, 16, "WEBP")},
+            {"json": talk, "heic": b"something"},
+            {"json": talk, "png": b"something"},
+            {"json": json.dumps({"caption": "3", "fps": {"a": "b"}}).encode()},
+        ]
+        make_shard(tmp_path, samples, CRUDE)
+        options = ["--tokenizer", str(digits / "tokenizer"), "--tile", "16"]
+        assert main([str(tmp_path), *options, "--tokens-per-tile", "4"]) == 0
+        printed = capsys.readouterr().out
+        for line in (
+            f"{tmp_path} train: 4 samples in 1 shards, 1 good, 0 of them text only",
+            "  unread format: 1\n    a.tar/1: heic: a format that Pillow does not read",
+            "  bad image: 1\n    a.tar/2: image 1: damaged, or not what its name says: Pillow ",
+            '    a.tar/3: its fps is {"a": "b"}, no number ',
+            f"{tmp_path}: has no samples for val or test: Invalid split part: 'test'",
+        ):
+            assert line in printed
 
     def test_images_are_left_out_or_refused_until_they_are_surveyed_again(
         self, digits, copied, surveyed
@@ -266,12 +309,50 @@ class TestBadSamples:
         assert opened.epoch_size("train") == TRAIN - long
         assert opened.costs("train", 0, 2 * TRAIN)[:, 0].max() <= 20
         refused = (
-            rf"{long} bad samples in train: train-\S+: \d+ tokens, 20 fit; .*; and {long - 3} more"
+            rf"{long} long samples in train: train-\S+: \d+ tokens, 20 fit; .*; "
+            f"and {long - 3} more; leave them out with --long-samples skip"
         )
+        assert source(digits, seq_length=20, bad_samples="refuse").left_out("train")
         with pytest.raises(ValueError, match=refused):
-            source(digits, seq_length=20, bad_samples="refuse")
-        with pytest.raises(ValueError, match="none of 84 samples of train can be used"):
+            source(digits, seq_length=20, long_samples="refuse")
+        refused = "none of 84 samples of train can be used: 84 too long; a sequence has 3 tokens"
+        with pytest.raises(ValueError, match=refused):
             source(digits, seq_length=3)
+
+    def test_that_are_too_long_are_cut_if_their_media_and_an_answers_token_fit(
+        self, digits, tmp_path
+    ):
+        """Images are before the first answer, or after it; the third sample has none."""
+        answers = [{"from": "human", "value": "copy"}, {"from": "gpt", "value": "3 4 5"}]
+        late = [*answers, {"from": "human", "value": "copy <image>"}, answers[1]]
+        talks = [json.dumps({"conversations": turns}).encode() for turns in (answers, late)]
+        samples = [{"json": talk, "png": image(16, 32)} for talk in talks]
+        make_shard(tmp_path, [*samples, {"json": talks[0]}], CRUDE)
+        tokenizer = digits / "tokenizer"
+        survey(tmp_path, tokenizer, splits=["train"])
+        plain = source(tmp_path, tokenizer, seq_length=99)
+        texts = {plain.name("train", n): plain.text("train", n) for n in range(3)}
+        counts, prints = set(), [plain.fingerprint]
+        for length in range(9, 32):
+            opened = source(tmp_path, tokenizer, seq_length=length, long_samples="cut")
+            fitting = {
+                name
+                for name, text in texts.items()
+                if text.loss_mask[:length].any() and plain.image_token not in text[0][length:]
+            }
+            numbers = range(opened.epoch_size("train"))
+            assert {opened.name("train", number) for number in numbers} == fitting
+            assert opened.left_out("train").get("too long", 0) == 3 - len(fitting)
+            for number in numbers:
+                found, whole = opened.text("train", number), texts[opened.name("train", number)]
+                assert opened.costs("train", number, 1)[0, 0] == len(found.input_ids) <= length
+                for part, wanted in zip(found, whole, strict=True):
+                    assert torch.equal(part, wanted[:length])
+            counts.add(len(fitting))
+            if any(len(texts[name].input_ids) > length for name in fitting):
+                prints.append(opened.fingerprint)
+        assert counts == {1, 2, 3}
+        assert len(prints) == len(set(prints)) > 3, "what is cut elsewhere is other data"
 
     def test_are_not_those_that_the_data_excludes(self, copied):
         path = copied / ".nv-meta" / "split.yaml"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from examples.mimo.nemotron_vlm.energon.images import BadImage, Tiling, open_image
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image
 
 
 def published_grid(width: int, height: int, tile: int, most: int) -> tuple[int, int]:
@@ -85,12 +86,15 @@ class TestTiles:
     def test_have_three_channels_of_any_image(self, mode):
         assert Tiling(16).cut(open_image(png(Image.new(mode, (16, 16))))).shape == (1, 3, 16, 16)
 
-    def test_are_not_of_nothing_another_format_or_a_file_cut_short(self):
+    @pytest.mark.parametrize("kind", ["WEBP", "BMP", "GIF", "TIFF"])
+    def test_are_of_any_format_that_pillow_reads(self, kind):
+        assert Tiling(16).cut(open_image(image(16, 32, kind))).shape == (3, 3, 16, 16)
+
+    def test_are_not_of_nothing_postscript_or_a_file_cut_short(self):
         with pytest.raises(ValueError, match="0 tiles"):
             Tiling(16, max_tiles=0)
-        file, noise = io.BytesIO(), png(Image.effect_noise((64, 64), 90))
-        Image.new("RGB", (8, 8)).save(file, "BMP")
-        with pytest.raises(BadImage, match="neither of JPEG, PNG"):
-            open_image(file.getvalue())
+        noise = png(Image.effect_noise((64, 64), 90))
+        with pytest.raises(BadImage, match="Pillow finds no image"):
+            open_image(image(8, 8, "EPS"))
         with pytest.raises(BadImage):
             Tiling(16).cut(open_image(noise[: len(noise) // 2]))

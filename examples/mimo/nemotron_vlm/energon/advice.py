@@ -1,0 +1,81 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence lengths and bounds of images to train with, and what each of them leaves out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from examples.mimo.common.layout import table
+from examples.mimo.nemotron_vlm.data.rows import Packing, best_fit
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.energon.encoding import Encoder
+from examples.mimo.nemotron_vlm.energon.images import Tiling
+from examples.mimo.nemotron_vlm.energon.survey import KINDS, Survey
+
+PERCENTILES = (50, 90, 99, 100)
+"""Percentiles of samples and images that the tables show."""
+
+KEPT = 0.99
+"""Share of samples that the recommended length keeps, and of images that keep their size."""
+
+PACKING = Packing(window=1024, multiple=16)
+"""The training program's defaults."""
+
+WINDOWS = 16
+"""Windows of samples that are packed to see how much padding is left."""
+
+
+def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray) -> list[str]:
+    """Return lines with a table of lengths, one of bounds of images, and a recommendation.
+
+    Args:
+        chosen: indices of the samples that can be used, int64 [n].
+    """
+    tokens = survey.tokens[chosen].astype(np.int64)
+    lengths = list(dict.fromkeys(map(PACKING.padded, _percentiles(tokens))))
+    rows = [["--seq-length", "samples kept", "tokens kept", "padding", "with --pack"]]
+    for length in (*lengths, 2 * lengths[-1]):
+        kept = tokens[tokens <= length]
+        shares = len(kept) / len(tokens), kept.sum() / tokens.sum()
+        paddings = 1 - kept.mean() / length, _packed_padding(kept, length)
+        rows.append([str(length), *(f"{share:.1%}" for share in (*shares, *paddings))])
+    best = next(length for length in lengths if (tokens <= length).mean() >= KEPT)
+    tables, advice = [table(rows)], f"--seq-length {best}"
+
+    pixels = encoder.images
+    count = np.diff(survey.media_ends, prepend=0)
+    is_image = survey.media["kind"] == KINDS.index(IMAGES)
+    is_image &= np.repeat(np.isin(np.arange(len(count)), chosen), count)
+    of = np.searchsorted(chosen, np.repeat(np.arange(len(count)), count)[is_image])
+    sizes = pixels.rows(survey.media["size"][is_image])
+    if len(sizes):
+        if isinstance(pixels, Tiling):
+            option, inputs = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
+        else:
+            option, grids = "--max-patches", pixels.grids  # grids are rounded, also beyond bounds
+            inputs = np.minimum(sizes * grids.pixel_shuffle**2, grids.max_patches)
+        rows = [[option, "images of full size", "99 % of samples have at most"]]
+        for bound in dict.fromkeys(_percentiles(inputs)):
+            most = sizes[inputs <= bound].max()
+            saved = np.maximum(sizes - most, 0) * encoder.tokens_per_tile
+            fewer = tokens - np.bincount(of, saved, len(tokens)).astype(np.int64)
+            within = np.percentile(fewer, 99, method="higher")
+            rows.append([str(bound), f"{(inputs <= bound).mean():.1%}", f"{within} tokens"])
+        tables.append(table(rows))
+        bound = next(n for n in _percentiles(inputs) if (inputs <= n).mean() >= KEPT)
+        advice += f" {option} {bound}"
+    lines = [f"  {line}".rstrip() for text in tables for line in text.splitlines()]
+    return [*lines, f"  recommended: {advice}, which {KEPT:.0%} of samples and images fit"]
+
+
+def _percentiles(values: np.ndarray) -> list[int]:
+    return np.percentile(values, PERCENTILES, method="higher").astype(np.int64).tolist()
+
+
+def _packed_padding(tokens: np.ndarray, length: int) -> float:
+    """Return the share of padding in packed rows, as the first windows have it."""
+    windows = [tokens[i : i + PACKING.window] for i in range(0, len(tokens), PACKING.window)]
+    windows = windows[:WINDOWS]
+    padded = (best_fit([PACKING.padded(int(n)) for n in each], length) for each in windows)
+    return 1 - sum(each.sum() for each in windows) / (sum(map(len, padded)) * length)

@@ -1,0 +1,79 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/user/walk.md, read from the page, at small sizes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.launch import CHECKOUT, REPOSITORY
+from tests.unit_tests.checkpoint.conversions import tensors_of
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
+
+PAGE = (REPOSITORY / "docs/user/walk.md").read_text()
+
+SMALL = {
+    "source .venv/bin/activate; ": "",
+    "--patch 16 --sound --video --workers 16": "--patch 4 --sound --video 16 {bounds}",
+    "nano-omni-30b-a3b": "tiny-omni",
+    "--plan-tiles 1:0.2,7:0.5,13:0.3": "--plan-tiles 1",
+    "--global-batch-size 128": "--global-batch-size 4",
+    "--seq-length 4096": "--seq-length 64",
+    "--dry-run 8 --device cuda --bf16": "--dry-run 8",
+    "--device cuda --bf16 ": "",
+    'LAUNCH="--nproc-per-node 8"': 'LAUNCH="--standalone --nproc-per-node 2"',
+    "--nnodes 2 --nproc-per-node 8": "--standalone --nproc-per-node 2",
+    " --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500": "",
+    "--encoder dp=8 --language tp=2,ep=8,etp=1": "--encoder dp={ranks} --language tp=2,ep=2,etp=1",
+    "--encoder dp=16 --language pp=2,ep=8,vpp=2": "--encoder dp=2 --language pp=2",
+    "--train-iters 1000": "--train-iters 4",
+    "--train-iters 5000": "--train-iters 4",
+    "--save-interval 250": "--save-interval 2",
+    "--save-retain-interval 1000": "--save-retain-interval 10",
+    "--save-retain-interval 5000": "--save-retain-interval 10",
+    "--eval-interval 250 --eval-iters 4": "--eval-interval 4 --eval-iters 1",
+}
+"""What the page has, and what stands there at small sizes."""
+
+
+def small(command: str, **values: object) -> str:
+    for real, other in SMALL.items():
+        command = command.replace(real, other)
+    for name, value in values.items():
+        command = command.replace(f"{{{name}}}", str(value))
+    return command
+
+
+def test_published_weights_are_aligned_trained_and_exported(tmp_path):
+    data = tmp_path / "data"
+    save(whole_vlm(sound=True), data / "published")
+    for name, seed in (("captions", 1), ("talks", 2)):
+        make_omni(data / name, 48, seed)
+    for file in (data / "talks/tokenizer").iterdir():
+        (data / "published" / file.name).write_bytes(file.read_bytes())
+    for name in ("tools", "examples"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/Megatron-LM").symlink_to(CHECKOUT)
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert all(any(real in block for block in blocks) for real in SMALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    for block in blocks:
+        ranks = 8 if "--dry-run" in block else 2
+        bounds = "--min-patches 4 --max-patches 96"
+        command = small(block, ranks=ranks, bounds=bounds)
+        command = re.sub(r"(?<!\w)/data/", f"{data}/", command)
+        given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        done = subprocess.run(["bash", "-euc", command], **given)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+    for name in ("aligned", "all"):
+        records = (data / name / "metrics.jsonl").read_text().splitlines()
+        assert len(records) == 4 and "eval_loss" in json.loads(records[-1])
+        kept = sorted(path.name for path in (data / name / "checkpoints").glob("iter_*"))
+        assert kept == ["iter_0000004"], "the second step's is deleted"
+    assert tensors_of(data / "mine").keys() == tensors_of(data / "published").keys()
