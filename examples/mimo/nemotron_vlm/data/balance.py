@@ -62,8 +62,12 @@ def _exchange(placed: np.ndarray, work: np.ndarray, load: np.ndarray) -> None:
 
 
 def cut_evenly(weights: Sequence[int], parts: int) -> np.ndarray:
-    """Return the ``parts + 1`` bounds of consecutive runs whose weights are nearly equal."""
-    ends = np.cumsum(np.asarray(weights, dtype=np.int64))
-    total = int(ends[-1]) if len(ends) else 0
-    inner = [total * part // parts for part in range(1, parts)]
-    return np.array([0, *np.searchsorted(ends, inner, side="right"), len(ends)])
+    """Return the ``parts + 1`` bounds of consecutive runs whose weights are nearly equal.
+
+    A weight belongs to the run in whose even share its middle lies, so that a large one leaves the
+    smaller ones beside it to the other runs.
+    """
+    weights = np.asarray(weights, dtype=np.int64)
+    middles = 2 * np.cumsum(weights) - weights
+    inner = [2 * int(weights.sum()) * part // parts for part in range(1, parts)]
+    return np.array([0, *np.searchsorted(middles, inner, side="right"), len(weights)])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.balance import cut_evenly
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES, Text
@@ -172,6 +173,16 @@ class TestBalance:
         assert max(worst[True]) <= 1.05
         assert worst[False][0] > 1.1
         assert unequal[True] < unequal[False] / 6
+
+    @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 5))
+    def test_inputs_are_cut_where_it_is_nearest_to_even(self, weights, parts):
+        """A large image first, beside a small one, must not leave both to the last rank."""
+        ends = np.cumsum([0, *weights])
+        bounds = cut_evenly(weights, parts)
+        even = ends[-1] * np.arange(parts + 1) / parts
+        nearest = np.abs(ends[:, None] - even).min(axis=0)
+        assert np.abs(ends[bounds] - even) == pytest.approx(nearest)
+        assert (np.diff(bounds) >= 0).all() and (bounds[0], bounds[-1]) == (0, len(weights))
 
 
 class WrongCount(DigitStrips):
