@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/generate.py answers as the program's own model does, token by token."""
 
-import json
+import shlex
 import sys
-import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from tests.unit_tests.checkpoint.conversions import convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
@@ -44,14 +43,14 @@ class Answered(SampleSource):
     def token_ids(self):
         return self._source.token_ids
 
-    def question(self, number: int) -> torch.Tensor:
+    def before_answer(self, number: int) -> torch.Tensor:
         """Return the tokens before the true answer."""
         text = self._source.text("test", self._numbers[number])
         return text.input_ids[: int(text.loss_mask.argmax()) + 1]
 
     def text(self, split: str, number: int) -> Text:
         ids = torch.full((LENGTH,), self.pad_token)
-        known = torch.cat([self.question(number), torch.tensor(self._answers[number])])
+        known = torch.cat([self.before_answer(number), torch.tensor(self._answers[number])])
         ids[: len(known)] = known
         return Text(ids, ids.roll(-1), torch.ones(LENGTH))
 
@@ -66,49 +65,40 @@ class Answered(SampleSource):
         return np.full((count, 2), (LENGTH, 1))
 
 
-def digits(path: Path):
-    """Return the program's digits, how to ask for held-out ones by number, and options."""
-    source, asked = DigitStrips(16, 4, LENGTH, SEED), {}
-    for number in range(SAMPLES):
-        image = path / f"{number}.png"
-        strip = torch.cat([*source.tiles("test", number)], -1)
-        Image.fromarray(strip.permute(1, 2, 0).numpy()).save(image)
-        asked[number] = ["--image", str(image), "--ask", "read"]
-    return source, asked, ["--data", "digits"]
+def digits(path: Path) -> tuple[SampleSource, list[str]]:
+    """Return the program's digits, and options."""
+    return DigitStrips(16, 4, LENGTH, SEED), ["--data", "digits"]
 
 
-def conversations(path: Path):
-    """As `digits`, of conversations: one each with a sound, a clip, sound and image, and text."""
+def conversations(path: Path) -> tuple[SampleSource, list[str]]:
+    """Return conversations in shards, and options."""
     shards.make_omni(path / "data", 400, seed=3)
     tokenizer = path / "data/tokenizer"
     shards.survey(path / "data", makes=[shards.omni])
     given = {"encoder": shards.omni(tokenizer), "seq_length": LENGTH, "seed": SEED}
-    source, found = shards.source(path / "data", **given), {}
-    for number, name in enumerate(shards.names(source, "test", range(40))):
-        shard, key = name.split("/")
-        folder = path / key
-        folder.mkdir(exist_ok=True)
-        with tarfile.open(path / "data" / shard) as tar:
-            for member in tar:
-                if member.name.startswith(f"{key}."):
-                    file = folder / member.name.removeprefix(f"{key}.")
-                    file.write_bytes(tar.extractfile(member).read())
-        said = json.loads((folder / "json").read_text())["conversations"][0]["value"]
-        (folder / "json").unlink()
-        places = {"image": folder / "png", "sound": folder / "wav", "video": folder}
-        media = [kind for kind in places if f"<{kind}>" in said]
-        words = [word for kind in media for word in (f"--{kind}", str(places[kind]))]
-        found[" ".join(media)] = number, [*words, "--ask", said]
-    wanted = "", "sound", "video", "image sound"
     data = ["--data", f"energon:{path / 'data'}", "--tokenizer-model", str(tokenizer)]
-    return source, dict(found[kind] for kind in wanted), [*data, "--dynamic-resolution"]
+    return shards.source(path / "data", **given), [*data, "--dynamic-resolution"]
 
 
-KINDS = {"tiny": digits, "tiny-omni": conversations}
+KINDS = {
+    "tiny": (digits, ["image"] * SAMPLES),
+    "tiny-omni": (conversations, ["", "sound", "video", "image sound"]),
+}
+"""Data by model, and the media of the samples that are taken."""
+
+
+def ask(source: SampleSource, media: list[str], checkpoints: Path) -> dict[int, list[str]]:
+    """Return words that ask for a held-out sample with each of some media, by number."""
+    found: dict[str, list[int]] = {}
+    for number in range(40):
+        kinds = [kind for kind, _ in source.question("test", number).media]
+        found.setdefault(" ".join(kinds), []).append(number)
+    chosen = [found[each].pop(0) for each in media]
+    return {each: shlex.split(ask_command(source, each, checkpoints))[2:] for each in chosen}
 
 
 class Trained(NamedTuple):
-    """A model after one step, in path/saved; path/model.json has its sizes."""
+    """A model after one step, in path/saved; how to ask about samples; options of its run."""
 
     path: Path
     source: SampleSource
@@ -121,7 +111,8 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
     """Random weights at first, so large that every one matters to an answer."""
     Utils.read_environment()
     path, name = tmp_path_factory.mktemp("generate"), request.param
-    source, asked, options = KINDS[name](path)
+    make, media = KINDS[name]
+    source, options = make(path)
     options += [*BATCH, "--seq-length", str(LENGTH)]
     theirs = save(whole_vlm(sound=name == "tiny-omni"), path / "theirs")
     convert("hf-to-megatron", "--vlm", theirs, "--model", name, "--out", path / "first")
@@ -129,7 +120,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
         run.train_step()
         run.save(path / "saved")
     Utils.destroy()
-    yield Trained(path, source, asked, options)
+    yield Trained(path, source, ask(source, media, path / "saved"), options)
     Utils.destroy()
 
 
@@ -150,7 +141,7 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     model = "--model", str(path / "first/model.json"), "--load", str(path / "saved")
     likely = program_logits(*options, *model, source=ours).argmax(-1)
     for number, answer in enumerate(found):
-        start = len(ours.question(number)) - 1
+        start = len(ours.before_answer(number)) - 1
         assert likely[number, start : start + len(answer)].tolist() == answer
     Utils.destroy()
     capsys.readouterr()

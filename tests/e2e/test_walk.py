@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from tests.e2e.launch import CHECKOUT, REPOSITORY
 from tests.unit_tests.checkpoint.conversions import tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
@@ -36,6 +38,7 @@ SMALL = {
     "--save-retain-interval 1000": "--save-retain-interval 10",
     "--save-retain-interval 5000": "--save-retain-interval 10",
     "--eval-interval 250 --eval-iters 4": "--eval-interval 4 --eval-iters 1",
+    "What is this?": "read <image>",
 }
 """What the page has, and what stands there at small sizes."""
 
@@ -57,6 +60,7 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
         (data / "published" / file.name).write_bytes(file.read_bytes())
     for name in ("tools", "examples"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
+    Image.new("RGB", (40, 20)).save(tmp_path / "photo.jpg")
     (tmp_path / "build").mkdir()
     (tmp_path / "build/Megatron-LM").symlink_to(CHECKOUT)
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -28,6 +28,7 @@ from examples.mimo.common.layout import layout_table
 from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
@@ -224,6 +225,8 @@ def _print_outcome(session: Session, last: Sequence[Record]) -> None:
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
     if last and "eval_accuracy" in last[-1]:
         print(f"held-out accuracy: {last[-1]['eval_accuracy']:.1%}", file=sys.stderr)
+        if args.save and (asking := ask_command(session.loading.reader.source, 0, Path(args.save))):
+            print(f"ask it: {asking}", file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
