@@ -13,16 +13,20 @@ from examples.mimo.nemotron_vlm.data.sample import SampleSource
 def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
     """Write a held-out sample's media into ``checkpoints/asked``; return the command that asks.
 
-    Returns "" if the sample has no question that can be asked alone.
+    Returns "" if the sample has no question that can be asked alone, or its media cannot be read or
+    written: training has ended well then, all the same.
     """
-    question = source.question("test", number)
-    if question is None:
+    try:
+        question = source.question("test", number)
+        if question is None:
+            return ""
+        words = ["tools/generate.py", str(checkpoints)]
+        for place, (kind, files) in enumerate(question.media):
+            folder = checkpoints / "asked" / f"{number}.{place}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+            words += [f"--{kind}", str(folder / name if len(files) == 1 else folder)]
+    except (OSError, ValueError):
         return ""
-    words = ["tools/generate.py", str(checkpoints)]
-    for place, (kind, files) in enumerate(question.media):
-        folder = checkpoints / "asked" / f"{number}.{place}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-        words += [f"--{kind}", str(folder / name if len(files) == 1 else folder)]
     return shlex.join([*words, "--ask", question.text])

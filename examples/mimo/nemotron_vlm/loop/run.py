@@ -225,8 +225,10 @@ def _print_outcome(session: Session, last: Sequence[Record]) -> None:
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
     if last and "eval_accuracy" in last[-1]:
         print(f"held-out accuracy: {last[-1]['eval_accuracy']:.1%}", file=sys.stderr)
-        if args.save and (asking := ask_command(session.loading.reader.source, 0, Path(args.save))):
-            print(f"ask it: {asking}", file=sys.stderr)
+        is_convertible = "G" not in session.options.preset.language.hybrid_layer_pattern
+        source = session.loading.reader.source
+        if args.save and is_convertible and (command := ask_command(source, 0, Path(args.save))):
+            print(f"ask it: {command}", file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
