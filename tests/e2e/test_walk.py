@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from tests.e2e.launch import CHECKOUT, REPOSITORY
 from tests.unit_tests.checkpoint.conversions import tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
@@ -36,6 +38,7 @@ SMALL = {
     "--save-retain-interval 1000": "--save-retain-interval 10",
     "--save-retain-interval 5000": "--save-retain-interval 10",
     "--eval-interval 250 --eval-iters 4": "--eval-interval 4 --eval-iters 1",
+    "What is this?": "read <image>",
 }
 """What the page has, and what stands there at small sizes."""
 
@@ -57,13 +60,14 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
         (data / "published" / file.name).write_bytes(file.read_bytes())
     for name in ("tools", "examples"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
+    Image.new("RGB", (40, 20)).save(tmp_path / "photo.jpg")
     (tmp_path / "build").mkdir()
     (tmp_path / "build/Megatron-LM").symlink_to(CHECKOUT)
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert all(any(real in block for block in blocks) for real in SMALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    for block in blocks:
+    for block in blocks:  # trainings add the commands that they print
         ranks = 8 if "--dry-run" in block else 2
         bounds = "--min-patches 4 --max-patches 96"
         command = small(block, ranks=ranks, bounds=bounds)
@@ -71,6 +75,8 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
         given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
         done = subprocess.run(["bash", "-euc", command], **given)
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+        blocks += re.findall("^ask it: (.*)", done.stderr, re.MULTILINE)
+    assert len([block for block in blocks if block.startswith("tools/generate.py")]) == 3
     for name in ("aligned", "all"):
         records = (data / name / "metrics.jsonl").read_text().splitlines()
         assert len(records) == 4 and "eval_loss" in json.loads(records[-1])

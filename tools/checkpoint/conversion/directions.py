@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 MODEL = "model.json"
 """File of the sizes in a converted checkpoint, whose path ``--model`` takes."""
+
+VIDEO_EMBEDDER = ".video_embedder."
+"""Part of the name of our embedder of video."""
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
@@ -117,6 +121,10 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
     saved = Checkpoint(checkpoint)
     sources = sources_of(like, base, may_lack_tensors=True)
     preset = preset_of(sources, base, None)
+    if base.images.tubelet == 1 and not any(VIDEO_EMBEDDER in key for key in saved.tensors):
+        images = replace(preset.images, tubelet=1)  # transformers' model always embeds video
+        rest = (images if each.name == images.name else each for each in preset.encoders)
+        preset = replace(preset, encoders=tuple(rest))
     with program_model(preset) as program:
         parts = program.parts
         translations = [source.translation(preset, program.shapes) for source in sources]

@@ -14,6 +14,7 @@ from examples.mimo.nemotron_vlm.data.sample import SOUND, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 
 if TYPE_CHECKING:  # a survey is made without Megatron-LM
+    from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
 SOURCES = {"digits": DigitStrips, "mock": MockStrips}
@@ -85,25 +86,34 @@ def _count(text: str) -> int:
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
-    # These need the energon extra.
+    from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+
+    encoder = make_encoder(args, preset)
+    rest = args.seq_length, args.seed, args.bad_samples, args.surveys, args.long_samples
+    return EnergonSource(path, encoder, *rest)
+
+
+def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:
+    """Build the encoder of conversations and their media that options and a model ask for.
+
+    Raises:
+        ImportError: the energon extra is not installed.
+        ValueError: the tokenizer does not fit.
+    """
     from examples.mimo.nemotron_vlm.energon.conversation import Chat
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
     from examples.mimo.nemotron_vlm.energon.sounds import Listening
-    from examples.mimo.nemotron_vlm.energon.source import EnergonSource
     from examples.mimo.nemotron_vlm.energon.videos import Watching
 
     entries = {each.name: each for each in preset.encoders}
     images, sound = preset.images, entries.get(SOUND)
     chat = Chat(args.tokenizer_model, args.image_token, sound is not None)
     listening = Listening(sound.subsampling_factor) if sound else None
-    if args.dynamic_resolution:
-        watching = None
-        if images.clips:
-            watching = Watching(images.clips, args.video_frames, args.video_fps)
-        encoder = Encoder(chat, Resizing(images.grids), 1, args.prompt, listening, watching)
-    else:
+    if not args.dynamic_resolution:
         tiling = Tiling(images.tile, args.max_tiles, args.thumbnail)
-        encoder = Encoder(chat, tiling, images.tokens_per_tile, args.prompt, listening)
-    rest = args.seq_length, args.seed, args.bad_samples, args.surveys, args.long_samples
-    return EnergonSource(path, encoder, *rest)
+        return Encoder(chat, tiling, images.tokens_per_tile, args.prompt, listening)
+    watching = None
+    if images.clips:
+        watching = Watching(images.clips, args.video_frames, args.video_fps)
+    return Encoder(chat, Resizing(images.grids), 1, args.prompt, listening, watching)

@@ -7,12 +7,15 @@ A sample is a strip of digits, one image tile each, with the digits as the answe
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from examples.mimo.nemotron_vlm.data.sample import (
     DigitTask,
+    Question,
     Text,
     most_tiles,
     reading_length,
@@ -76,6 +79,13 @@ class DigitStrips(DigitTask):
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
         return self._splits[split][0][self._chosen(split, number)].expand(-1, 3, -1, -1)
+
+    def question(self, split: str, number: int) -> Question:
+        from PIL import Image
+
+        strip, file = torch.cat([*self.tiles(split, number)], -1), io.BytesIO()
+        Image.fromarray(strip.permute(1, 2, 0).numpy()).save(file, "PNG")
+        return Question("read", [("image", {"strip.png": file.getvalue()})])
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
         sizes = (len(self._chosen(split, n)) for n in range(first, first + count))

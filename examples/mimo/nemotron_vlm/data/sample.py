@@ -36,6 +36,16 @@ class Text(NamedTuple):
     loss_mask: torch.Tensor
 
 
+class Question(NamedTuple):
+    """A question of a sample, with its media in the order of their placeholders.
+
+    media: 'image', 'sound' or 'video', and the files by name; those of a clip may be its frames.
+    """
+
+    text: str
+    media: list[tuple[str, dict[str, bytes]]]
+
+
 class SampleSource:
     """Samples as a function of (split, number), without state; ``split`` is 'train' or 'test'.
 
@@ -86,6 +96,10 @@ class SampleSource:
     def pictures(self, split: str, number: int) -> Sequence[torch.Tensor]:
         """Return pictures of a sample for a report, uint8 [3, H, W] each."""
         return self.tiles(split, number)
+
+    def question(self, split: str, number: int) -> Question | None:
+        """Return a sample's only question; None if it has others or cannot be asked."""
+        return None
 
     def inputs_per_sample(self, encoder: str) -> float:
         """Return the mean number of an encoder's inputs, as ``tiles_per_sample`` is of tiles."""

@@ -195,6 +195,24 @@ class Chat:
             self._compare(token, (ids == self.ids[kind]).sum(), wanted)
         return ids, answer
 
+    def prompt(self, turns: list[Turn], labels: Sequence[Sequence[str]] = ()) -> np.ndarray:
+        """Tokenize a conversation up to where its next answer begins, as `encode` does it.
+
+        Raises:
+            BadConversation: the template refuses it, or the tokenizer lacks some of its words.
+        """
+        text = self._render([*turns, Turn("assistant", _ANSWER)]).partition(_ANSWER)[0]
+        text, _ = self._surrounded(text.rstrip(" "), [], labels)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._tokenizer.unk_token_id in ids:
+            raise BadConversation("the tokenizer does not know all of its words")
+        return np.array(ids, np.int64)
+
+    @property
+    def end(self) -> int:
+        """Id of the token that ends an answer."""
+        return self._tokenizer.eos_token_id
+
     @staticmethod
     def _compare(token: str, found: int, wanted: int) -> None:
         if found > wanted:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
-from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO, Chat, Turn
 from examples.mimo.nemotron_vlm.energon.errors import (
     BadClip,
     BadConversation,
@@ -78,21 +78,9 @@ class Encoder:
         """
         if len(record.media) != len(extents):
             raise BadConversation(f"{len(record.media)} media in the place of {len(extents)}")
-        runs: dict[str, list[int]] = {kind: [] for kind in self.chat.ids}
-        labels = []
-        for medium, extent in zip(record.media, extents, strict=True):
-            size = np.array([extent.size], np.int64)
-            if medium.kind == SOUND:
-                runs[SOUND] += self.sound.rows(size).tolist()
-            elif medium.kind == VIDEO:
-                labels.append(self.video.labels(extent))
-                runs[IMAGES] += self.images.rows(size).tolist() * len(labels[-1])
-            else:
-                runs[IMAGES] += (self.images.rows(size) * self.tokens_per_tile).tolist()
+        runs, labels = self._runs([medium.kind for medium in record.media], extents)
         ids, answer = self.chat.encode(record.turns, labels)
-        repeats = np.ones(len(ids), np.int64)
-        for kind, token in self.chat.ids.items():
-            repeats[ids == token] = runs[kind]
+        repeats = self._repeats(ids, runs)
         ids, answer = np.repeat(ids, repeats), np.repeat(answer, repeats)
         if not answer[1:].any():
             raise BadConversation("no token bears a loss")
@@ -104,6 +92,40 @@ class Encoder:
         media = np.isin(text.input_ids.numpy(), list(self.chat.ids.values()))
         answers = np.flatnonzero(text.loss_mask.numpy())
         return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
+
+    def question(self, turns: list[Turn], files: list[File]) -> np.ndarray:
+        """Return the tokens of a conversation up to its next answer, int64 [n].
+
+        Raises:
+            BadConversation: it cannot be tokenized.
+            BadMedium: as for `extents`.
+        """
+        runs, labels = self._runs([file.kind for file in files], self.extents(files))
+        ids = self.chat.prompt(turns, labels)
+        return np.repeat(ids, self._repeats(ids, runs))
+
+    def _runs(
+        self, kinds: Sequence[str], extents: Sequence[Extent]
+    ) -> tuple[dict[str, list[int]], list[list[str]]]:
+        """Return how many tokens each token of media becomes, and the labels of clips."""
+        runs: dict[str, list[int]] = {kind: [] for kind in self.chat.ids}
+        labels = []
+        for kind, extent in zip(kinds, extents, strict=True):
+            size = np.array([extent.size], np.int64)
+            if kind == SOUND:
+                runs[SOUND] += self.sound.rows(size).tolist()
+            elif kind == VIDEO:
+                labels.append(self.video.labels(extent))
+                runs[IMAGES] += self.images.rows(size).tolist() * len(labels[-1])
+            else:
+                runs[IMAGES] += (self.images.rows(size) * self.tokens_per_tile).tolist()
+        return runs, labels
+
+    def _repeats(self, ids: np.ndarray, runs: Mapping[str, Sequence[int]]) -> np.ndarray:
+        repeats = np.ones(len(ids), np.int64)
+        for kind, token in self.chat.ids.items():
+            repeats[ids == token] = runs[kind]
+        return repeats
 
     def extents(self, files: list[File]) -> list[Extent]:
         """Return the extent of each image, whose size may be its number of tiles, sound and clip.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, Question, SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
@@ -176,6 +176,23 @@ class EnergonSource(SampleSource):
             if self._encoder.extents(files) != survey.extents(index, encoder):
                 raise ValueError(f"its {encoder or 'media'} have other sizes than in the survey")
             return make(files)
+
+    def question(self, split: str, number: int) -> Question | None:
+        """See `SampleSource`.
+
+        Raises:
+            ValueError, OSError: as for `text`.
+        """
+        with self._sample(split, number) as (dataset, index, _):
+            raw = dataset.raw(index)
+            record = dataset.record(raw, self._encoder.prompt)
+        if [turn.role for turn in record.turns] != ["user", "assistant"]:
+            return None
+        media = [
+            (PLACEHOLDERS[each.kind].strip("<>"), {name: raw[name] for name in each.files})
+            for each in record.media
+        ]
+        return Question(record.turns[0].text, media)
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

@@ -29,6 +29,7 @@ from examples.mimo.common.layout import layout_table
 from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
+from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
@@ -238,6 +239,10 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         print(f"picture: {args.report.absolute()}", file=sys.stderr)
     if args.rank == args.world_size - 1:
         print(ending(args, list(last), log), file=sys.stderr)
+        is_convertible = "G" not in session.options.preset.language.hybrid_layer_pattern
+        source = session.loading.reader.source
+        if args.save and is_convertible and (command := ask_command(source, 0, Path(args.save))):
+            print(f"ask it: {command}", file=sys.stderr)
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:

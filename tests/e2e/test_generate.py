@@ -1,0 +1,175 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""tools/generate.py answers as the program's own model does, token by token."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from examples.mimo.nemotron_vlm.data.digits import DigitStrips
+from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.energon.conversation import Chat
+from examples.mimo.nemotron_vlm.loop.asking import ask_command
+from tests.unit_tests.checkpoint.conversions import convert
+from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
+from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import Utils
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import generate  # noqa: E402
+
+LENGTH, ANSWER, SEED = 64, 6, 1234
+"""Tokens of a sample, and of an answer at most; and the program's default seed."""
+
+
+class Answered(SampleSource):
+    """Held-out samples of a source, with other answers; the loss is on all tokens."""
+
+    def __init__(self, source: SampleSource, numbers: list[int], answers: list[list[int]]) -> None:
+        self._source, self._numbers, self._answers = source, numbers, answers
+        self.fingerprint, self.pad_token = source.fingerprint, source.pad_token
+        self.vocab_size = source.vocab_size
+
+    @property
+    def token_ids(self):
+        return self._source.token_ids
+
+    def before_answer(self, number: int) -> torch.Tensor:
+        """Return the tokens before the true answer."""
+        text = self._source.text("test", self._numbers[number])
+        return text.input_ids[: int(text.loss_mask.argmax()) + 1]
+
+    def text(self, split: str, number: int) -> Text:
+        ids = torch.full((LENGTH,), self.pad_token)
+        known = torch.cat([self.before_answer(number), torch.tensor(self._answers[number])])
+        ids[: len(known)] = known
+        return Text(ids, ids.roll(-1), torch.ones(LENGTH))
+
+    def sizes(self, split: str, first: int, count: int, encoder: str):
+        chosen = self._numbers[first : first + count]
+        return [self._source.sizes("test", number, 1, encoder)[0] for number in chosen]
+
+    def inputs(self, split: str, number: int, encoder: str):
+        return self._source.inputs("test", self._numbers[number], encoder)
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        return np.full((count, 2), (LENGTH, 1))
+
+
+def digits(path: Path) -> tuple[SampleSource, list[str]]:
+    """Return the program's digits, and options."""
+    return DigitStrips(16, 4, LENGTH, SEED), ["--data", "digits"]
+
+
+def conversations(path: Path) -> tuple[SampleSource, list[str]]:
+    """Return conversations in shards, and options."""
+    shards.make_omni(path / "data", 400, seed=3)
+    tokenizer = path / "data/tokenizer"
+    shards.survey(path / "data", makes=[shards.omni])
+    given = {"encoder": shards.omni(tokenizer), "seq_length": LENGTH, "seed": SEED}
+    data = ["--data", f"energon:{path / 'data'}", "--tokenizer-model", str(tokenizer)]
+    return shards.source(path / "data", **given), [*data, "--dynamic-resolution"]
+
+
+KINDS = {
+    "tiny": (digits, ["image"] * SAMPLES),
+    "tiny-omni": (conversations, ["", "sound", "video", "image sound"]),
+}
+"""Data by model, and the media of the samples that are taken."""
+
+
+def ask(source: SampleSource, media: list[str], checkpoints: Path) -> dict[int, list[str]]:
+    """Return words that ask for a held-out sample with each of some media, by number."""
+    found: dict[str, list[int]] = {}
+    for number in range(40):
+        kinds = [kind for kind, _ in source.question("test", number).media]
+        found.setdefault(" ".join(kinds), []).append(number)
+    chosen = [found[each].pop(0) for each in media]
+    return {each: shlex.split(ask_command(source, each, checkpoints))[2:] for each in chosen}
+
+
+class Trained(NamedTuple):
+    """A model after one step, in path/saved; how to ask about samples; options of its run."""
+
+    path: Path
+    source: SampleSource
+    asked: dict[int, list[str]]
+    options: list[str]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, tmp_path_factory) -> Iterator[Trained]:
+    """Random weights at first, so large that every one matters to an answer."""
+    Utils.read_environment()
+    path, name = tmp_path_factory.mktemp("generate"), request.param
+    make, media = KINDS[name]
+    source, options = make(path)
+    options += [*BATCH, "--seq-length", str(LENGTH)]
+    theirs = save(whole_vlm(sound=name == "tiny-omni"), path / "theirs")
+    convert("hf-to-megatron", "--vlm", theirs, "--model", name, "--out", path / "first")
+    with trainer(*options, *loading(path / "first")) as run:
+        run.train_step()
+        run.save(path / "saved")
+    Utils.destroy()
+    yield Trained(path, source, ask(source, media, path / "saved"), options)
+    Utils.destroy()
+
+
+def answers(capsys, checkpoint: Path, questions: Iterable[list[str]]) -> list[str]:
+    """Return what is printed for each question."""
+    for words in questions:
+        assert generate.main([str(checkpoint), *words, "--max-tokens", str(ANSWER)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkeypatch):
+    monkeypatch.setattr(Chat, "words", lambda self, tokens: " ".join(map(str, tokens)))
+    path, source, asked, options = trained
+    said = answers(capsys, path / "saved", asked.values())
+    found = [list(map(int, line.split())) for line in said]
+    assert len(set(said)) == SAMPLES and min(map(len, found)) > 1
+    ours = Answered(source, [*asked], found)
+    model = "--model", str(path / "first/model.json"), "--load", str(path / "saved")
+    likely = program_logits(*options, *model, source=ours).argmax(-1)
+    for number, answer in enumerate(found):
+        start = len(ours.before_answer(number)) - 1
+        assert likely[number, start : start + len(answer)].tolist() == answer
+    Utils.destroy()
+    capsys.readouterr()
+    converted = path / "saved-hugging-face/iter_0000001"
+    assert answers(capsys, converted, asked.values()) == said
+
+
+def test_a_terminal_asks_again(trained, capsys, monkeypatch):
+    *media, _, question = next(iter(trained.asked.values()))
+    lines = iter([question, "read", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(Chat, "words", lambda self, tokens: "read")
+    assert answers(capsys, trained.path / "saved", [media]) == ["read", "read"]
+
+
+@pytest.mark.parametrize("trained", ["tiny"], indirect=True)
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--image", "none.png"], "none.png: no such file, or an empty folder"),
+        (["--image", "a.wav"], "image 1: "),
+        (["--sound", "a.wav"], "sound 1: the model has no encoder of sound"),
+        (["--step", "7"], "iter_0000007"),
+    ],
+)
+def test_an_error_is_one_line(words, error, trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained.path)
+    Path("a.wav").write_bytes(b"RIFF")
+    assert generate.main(["saved", *words, "--ask", "read"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and error in said

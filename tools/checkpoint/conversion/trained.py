@@ -1,0 +1,165 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model that the program trained as a whole Hugging Face directory, with nothing to copy from.
+
+The checkpoint has the options of its run: they say what the model's sizes are, how inputs were
+prepared, and which tokenizer wrote the texts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+from conversion.directions import MODEL, to_hugging_face
+from conversion.torch_dist import Checkpoint
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data.sample import EOS, FIRST_DIGIT, IMAGE, PAD, READ, SOUND
+from examples.mimo.nemotron_vlm.loop.checkpoint_loading import no_code_from_checkpoints
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+INPUTS = "inputs.json"
+"""File of how a trained model's inputs were prepared; names are those of the program's options."""
+
+PREPARED = ("prompt", "image_token", "max_tiles", "thumbnail", "dynamic_resolution")
+PREPARED += ("video_frames", "video_fps")
+
+TOKENIZER = ("token*.json", "*.model", "special_tokens_map.json", "chat_template*", "*.txt")
+"""Patterns of a tokenizer's files."""
+
+DIGITS = "<s>{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""Chat template of the digits that the program makes itself: ``read`` is the only question."""
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """Write a trained model as a Hugging Face directory.
+
+    Args:
+        checkpoint: directory of the program's checkpoint, or of one iteration.
+
+    Raises:
+        UserError: the checkpoint does not say what it is, transformers has no such model, or the
+            tokenizer is no longer there.
+    """
+    saved = Checkpoint(checkpoint)
+    with no_code_from_checkpoints():
+        args = load_common_state_dict(str(saved.directory)).get("args")
+    if args is None:
+        raise UserError(
+            f"{saved.directory} is a converted checkpoint, without a tokenizer: give the Hugging "
+            "Face directory that it was made of"
+        )
+    preset = find_preset(args.model)
+    if args.dynamic_resolution:
+        least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+        preset = preset.with_images_of_any_size(least, most)
+    with tempfile.TemporaryDirectory() as directory:
+        like = Path(directory)
+        _tokenizer(args, like)
+        _config(preset, args).save_pretrained(like)
+        write_preset(preset, like / MODEL)
+        inputs = {name: getattr(args, name) for name in PREPARED}
+        if not args.tokenizer_model:
+            inputs["thumbnail"] = False  # strips of digits are tiles side by side, and no more
+        (like / INPUTS).write_text(json.dumps(inputs, indent=2) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        to_hugging_face(saved.directory, like, preset, out)
+
+
+def _config(preset: VLMPreset, args: Namespace):
+    """Return transformers' configuration of a model of the program."""
+    from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+
+    language, images = preset.language, preset.images
+    if "G" in language.hybrid_layer_pattern:
+        raise UserError(f"{preset.name}: transformers' nemotron_h has no gated delta nets")
+    sound = next((each for each in preset.encoders if each.name == SOUND), None)
+    parakeet = None
+    if sound:
+        parakeet = {k: v for k, v in vars(sound).items() if k not in ("layers", "projector_ffn")}
+        parakeet |= {"num_hidden_layers": sound.layers, "projection_bias": False}
+        parakeet["projection_hidden_size"] = sound.projector_ffn
+    return NemotronH_Omni_Reasoning_V3_Config(
+        vision_config={
+            "model_type": "radio",
+            "hidden_size": images.hidden,
+            "num_hidden_layers": images.layers,
+            "num_attention_heads": images.heads,
+            "mlp_ratio": images.ffn / images.hidden,
+            "patch_size": images.patch,
+            "image_size": images.tile,
+            "max_img_size": images.max_tile,
+            "num_cls_tokens": min(3, images.class_tokens),
+            "num_registers": max(0, images.class_tokens - 3),
+            "layer_norm_eps": images.norm_epsilon,
+            "norm_mean": list(images.pixel_mean),
+            "norm_std": list(images.pixel_std),
+            "video_temporal_patch_size": max(2, images.tubelet),  # theirs always embeds video
+        },
+        text_config={
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": language.hybrid_layer_pattern,
+            "vocab_size": language.vocab_size,
+            "hidden_size": language.hidden_size,
+            "num_attention_heads": language.num_attention_heads,
+            "num_key_value_heads": language.num_query_groups,
+            "head_dim": language.kv_channels,
+            "intermediate_size": language.ffn_hidden_size or language.hidden_size,
+            "layer_norm_epsilon": language.layernorm_epsilon,
+            "ssm_state_size": language.mamba_state_dim,
+            "mamba_num_heads": language.mamba_num_heads,
+            "mamba_head_dim": language.mamba_head_dim,
+            "n_groups": language.mamba_num_groups,
+            "n_routed_experts": language.num_experts,
+            "num_experts_per_tok": language.moe_router_topk,
+            "norm_topk_prob": language.moe_router_topk > 1,
+            "moe_intermediate_size": language.moe_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": language.moe_shared_expert_intermediate_size,
+            "routed_scaling_factor": language.moe_router_topk_scaling_factor,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        },
+        audio_config=parakeet,
+        vision_hidden_size=images.hidden,
+        projector_hidden_size=images.projector_ffn,
+        video_temporal_patch_size=max(2, images.tubelet),
+        image_token_id=args.token_ids["images"],
+        audio_token_id=args.token_ids.get(SOUND),
+    )
+
+
+def _tokenizer(args: Namespace, out: Path) -> None:
+    """Write the tokenizer of the run's texts; the program's own digits are ids without one."""
+    if args.tokenizer_model:
+        given = Path(args.tokenizer_model)
+        if not given.is_dir():
+            raise UserError(f"the run's tokenizer {given} is no longer there")
+        for path in {found for pattern in TOKENIZER for found in given.glob(pattern)}:
+            shutil.copyfile(path, out / path.name)
+        return
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {
+        "<pad>": PAD,
+        "<s>": 1,
+        "</s>": EOS,
+        "<image>": IMAGE,
+        "read": READ,
+        "<so_embedding>": 5,
+        "<unk>": 6,
+    }
+    # Ids are those of data/sample.py, and of the entry of sound.
+    words |= {str(digit): FIRST_DIGIT + digit for digit in range(10)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = ["<pad>", "<s>", "</s>", "<image>", "<so_embedding>", "<unk>"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=DIGITS, **named)
+    fast.save_pretrained(out)
