@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +19,9 @@ from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDE
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File, read_files
 from examples.mimo.nemotron_vlm.energon.errors import Excluded
 from examples.mimo.nemotron_vlm.energon.images import Tiling
-from examples.mimo.nemotron_vlm.energon.order import Order
-from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode, open_split
+from examples.mimo.nemotron_vlm.energon.store import DataSet, open_split
+from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
-    GOOD,
     STATES,
     TOO_LONG,
     Survey,
@@ -79,7 +75,7 @@ class EnergonSource(SampleSource):
         self._path, self._encoder, self._seq_length, self._seed = path, encoder, seq_length, seed
         self._surveys = Path(surveys) if surveys else None
         self._bad_samples, self._long_samples = bad_samples, long_samples
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
         train = self._stream("train")
@@ -218,7 +214,7 @@ class EnergonSource(SampleSource):
                 f"{self.name(split, number)} has changed since the survey: {error}"
             ) from error
 
-    def _stream(self, split: str) -> _Stream:
+    def _stream(self, split: str) -> Stream:
         if split not in self._streams:
             opened, surveys = open_split(self._path, split), []
             for dataset in opened.datasets:
@@ -231,7 +227,7 @@ class EnergonSource(SampleSource):
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             cut = self._long_samples == "cut"
-            stream = _Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
+            stream = Stream(pairs, opened.mode, self._seq_length, (self._seed, split), cut)
             left, long = stream.left_out, stream.left_out[STATES[TOO_LONG]]
             if self._bad_samples == "refuse":
                 self._refuse(split, pairs, left.total() - left[Excluded.kind] - long, "bad")
@@ -283,95 +279,3 @@ def _video_options(video: Watching) -> dict[str, object]:
     options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
     options |= {"video-frames": video.frames, "video-fps": video.fps}
     return {name: value for name, value in options.items() if value is not None}
-
-
-class _Numbered(NamedTuple):
-    """A data set, its survey, and the indices of the samples that are numbered, int64 [n]."""
-
-    dataset: DataSet
-    survey: Survey
-    samples: np.ndarray
-
-
-class _Stream:
-    """The numbered samples of a split.
-
-    Args:
-        pairs: the data sets, and the survey of each.
-        mode, seed: see `Order`.
-        seq_length: tokens that a sample may have.
-        cut: whether longer ones are cut, as `Survey.states` says.
-    """
-
-    def __init__(
-        self,
-        pairs: list[tuple[DataSet, Survey]],
-        mode: Mode,
-        seq_length: int,
-        seed: tuple[int, str],
-        cut: bool,
-    ) -> None:
-        self._seq_length, is_cut = seq_length, False
-        self.left_out: Counter[str] = Counter()
-        self.locate = lru_cache(maxsize=4096)(self._locate)
-        self._numbered: list[_Numbered] = []
-        for dataset, survey in pairs:
-            chosen = np.arange(dataset.subset.start, dataset.subset.stop)
-            states = survey.states(seq_length, cut)[chosen]
-            self.left_out.update(
-                STATES[state] for state in np.sort(states[states != GOOD]).tolist()
-            )
-            if not (states == GOOD).any():
-                counts = ", ".join(f"{n} {reason}" for reason, n in self.left_out.items())
-                raise ValueError(
-                    f"{dataset.path}: none of {len(chosen)} samples of {seed[1]} can be used: "
-                    f"{counts}; a sequence has {seq_length} tokens"
-                )
-            self._numbered.append(_Numbered(dataset, survey, chosen[states == GOOD]))
-            is_cut |= bool((survey.tokens[chosen[states == GOOD]] > seq_length).any())
-        sizes = [len(each.samples) for each in self._numbered]
-        self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
-        means = [each.survey.inputs[each.samples].mean() for each in self._numbered]
-        self.mean_inputs = float(np.average(means, weights=self.order.shares))
-        blend = [
-            [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
-            for (dataset, survey), size in zip(pairs, sizes, strict=True)
-        ]
-        depends = [mode, blend, seed, *([seq_length] if is_cut else [])]
-        self.fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
-
-    def _locate(self, number: int) -> tuple[DataSet, int, Survey]:
-        """Return a sample's data set, its index there, and the data set's survey."""
-        (place,), (sample,) = self.order.locate(np.array([number], np.int64))
-        dataset, survey, samples = self._numbered[place]
-        return dataset, int(samples[sample]), survey
-
-    def costs(self, numbers: np.ndarray) -> np.ndarray:
-        """Return tokens and inputs of samples by number, int64 [n, 2]."""
-        costs = np.empty((len(numbers), 2), np.int64)
-        places, drawn = self.order.locate(numbers)
-        for place, (_, survey, samples) in enumerate(self._numbered):
-            here = places == place
-            indices = samples[drawn[here]]
-            costs[here, 0] = np.minimum(survey.tokens[indices], self._seq_length)
-            costs[here, 1] = survey.inputs[indices]
-        return costs
-
-    def mean_of(self, encoder: str) -> float:
-        """Return the mean number of an encoder's inputs in a sample."""
-        means = [
-            sum(survey.count(own, kind) for kind in KINDS_OF[encoder]) / len(own)
-            for _, survey, own in self._numbered
-        ]
-        return float(np.average(means, weights=self.order.shares))
-
-    def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
-        """Return the sizes of an encoder's inputs of each sample by number, int64."""
-        if len(numbers) == 1:  # of a sample that is being read
-            places = [self.locate(int(numbers[0]))[1:]]
-        else:
-            numbered = zip(*self.order.locate(numbers), strict=True)
-            pairs = ((self._numbered[place], drawn) for place, drawn in numbered)
-            places = [(samples[drawn], survey) for (_, survey, samples), drawn in pairs]
-        found = (survey.extents(index, encoder) for index, survey in places)
-        return [np.array([extent.size for extent in each], np.int64) for each in found]

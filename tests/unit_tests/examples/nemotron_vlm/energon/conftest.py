@@ -16,3 +16,34 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_digits(path, samples=96, seed=1)
     survey(path)
     return path
+
+
+@pytest.fixture
+def copied(digits, tmp_path) -> Path:
+    """A copy of the data set without survey."""
+    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import unsurveyed_copy
+
+    return unsurveyed_copy(digits, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A second data set: 21 samples to train, 3 held out; without survey."""
+    from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
+
+    path = tmp_path_factory.mktemp("other") / "other"
+    make_digits(path, samples=24, seed=2)
+    return path
+
+
+@pytest.fixture
+def surveyed(copied, capsys):
+    """Survey the copy with the tool; return what it prints."""
+    from examples.mimo.nemotron_vlm.energon.__main__ import main
+
+    def survey_and_print(*options: str) -> str:
+        sizes = ["--tile", "16", "--tokens-per-tile", "4", "--names", "50", *options]
+        assert main([str(copied), "--tokenizer", str(copied / "tokenizer"), *sizes]) == 0
+        return capsys.readouterr().out
+
+    return survey_and_print
