@@ -27,7 +27,7 @@ def copied(digits, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
+def extra(tmp_path_factory) -> Path:
     """A second data set: 21 samples to train, 3 held out; without survey."""
     from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_digits
 

@@ -144,10 +144,10 @@ class TestBadSamples:
         assert opened.left_out("train") == {"excluded by split.yaml": 1}
         assert "train-0000.tar/train-000003" not in names(opened, "train", range(TRAIN - 1))
 
-    def test_that_are_others_than_in_the_survey_are_named(self, copied, other):
+    def test_that_are_others_than_in_the_survey_are_named(self, copied, extra):
         survey(copied)
         opened = source(copied)
-        (copied / "train-0003.tar").write_bytes((other / "train-0000.tar").read_bytes())
+        (copied / "train-0003.tar").write_bytes((extra / "train-0000.tar").read_bytes())
         last = [n for n in range(TRAIN) if "train-0003" in opened.name("train", n)]
         with pytest.raises(ValueError, match="train-0003.tar/train-0000.* has changed since"):
             for number in last:

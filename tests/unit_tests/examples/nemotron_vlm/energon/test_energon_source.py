@@ -150,16 +150,16 @@ class TestSurvey:
         both = [source(digits, encoder=make(tokenizer)).fingerprint for make in ENCODERS.values()]
         assert both[0] != both[1]
 
-    def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, other):
+    def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, extra):
         survey(copied)
-        survey(other)
+        survey(extra)
         fingerprint = source(digits).fingerprint
         longest = int(source(digits).costs("train", 0, TRAIN)[:, 0].max())
         assert source(copied).fingerprint == fingerprint
         assert source(digits, seq_length=longest).fingerprint == fingerprint
         assert source(digits, seq_length=longest - 1).fingerprint != fingerprint
         assert source(digits, seed=6).fingerprint != fingerprint
-        assert source(other).fingerprint != fingerprint
+        assert source(extra).fingerprint != fingerprint
 
     def test_is_the_same_from_several_processes(self, digits, copied, tmp_path):
         survey(copied, splits=["train"], workers=2, folder=tmp_path / "surveys")
@@ -191,27 +191,30 @@ class TestSurvey:
         assert f"99 %: {most} " in surveyed("--max-tiles", "2")
 
 
-def test_blends_keep_proportions_or_have_an_epoch(digits, other, tmp_path):
+def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
     """Blends may be nested, and take parts of data sets."""
-    survey(other)
-    inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(other)}]
+    survey(extra)
+    inner = [{"path": str(digits), "subset": {"range": ["0%", "50%"]}}, {"path": str(extra)}]
     nested = blend(tmp_path, {"blend": inner})
     (tmp_path / "outer").mkdir()
-    outer = [{"path": str(nested), "weight": 1}, {"path": str(other), "weight": 1}]
+    outer = [{"path": str(nested), "weight": 1}, {"path": str(extra), "weight": 1}]
     opened = source(blend(tmp_path / "outer", {"blend": outer}), digits / "tokenizer")
     assert opened.epoch_size("train") is None
     drawn = [opened.name("train", number) for number in range(400)]
-    others = np.cumsum([str(other) in name for name in drawn])
+    others = np.cumsum([str(extra) in name for name in drawn])
     assert np.abs(others - 0.75 * np.arange(1, 401)).max() < 2  # it is in there twice
     assert len({name for name in drawn if str(digits) in name}) == TRAIN // 2
     wanted = [opened.text("train", n).input_ids.numel() for n in range(20)]
     assert opened.costs("train", 0, 20)[:, 0].tolist() == wanted
 
-    repeated = [{"path": str(digits), "repetitions": 1}, {"path": str(other), "repetitions": 3}]
+    repeated = [
+        {"path": str(digits), "repetitions": 1},
+        {"path": str(extra), "repetitions": 3},
+    ]
     opened = source(blend(tmp_path, {"blend_epochized": repeated}), digits / "tokenizer")
     assert opened.epoch_size("train") == TRAIN + 3 * 21
     drawn = [opened.name("train", number) for number in range(TRAIN + 3 * 21)]
-    assert {drawn.count(name) for name in drawn if str(other) in name} == {3}
+    assert {drawn.count(name) for name in drawn if str(extra) in name} == {3}
     assert len(set(drawn)) == TRAIN + 21
 
 
