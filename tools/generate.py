@@ -24,6 +24,7 @@ from command_line import Parser, positive  # noqa: E402
 from in_checkout import run  # noqa: E402
 
 KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder of frames"}
+"""Options of media, and their help."""
 
 MAY_LACK = re.compile(
     "lambda1$|summary_idxs$|num_batches_tracked$|norm_(mean|std)$"
@@ -43,11 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="of the program, or of Hugging Face")
-    for name, what in (
-        ("image", "an image"),
-        ("sound", "a sound"),
-        ("video", "a clip, or a folder of frames"),
-    ):
+    for name, what in KINDS.items():
         add(f"--{name}", action="append", default=[], type=Path, metavar="FILE", help=what)
     add("--ask", metavar="TEXT", help="the question; <image>, <sound>, <video> place the media")
     add("--step", type=positive, metavar="N", help="take this step's checkpoint, not the newest")

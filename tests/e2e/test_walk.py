@@ -40,7 +40,7 @@ SMALL = {
     "--eval-interval 250 --eval-iters 4": "--eval-interval 4 --eval-iters 1",
     "What is this?": "read <image>",
 }
-"""What the page has, and what stands there at small sizes."""
+"""Texts of the page, and those that take their places at small sizes."""
 
 
 def small(command: str, **values: object) -> str:

@@ -17,10 +17,19 @@ from pathlib import Path
 from conversion.directions import MODEL, to_hugging_face
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.sample import EOS, FIRST_DIGIT, IMAGE, PAD, READ, SOUND
-from examples.mimo.nemotron_vlm.loop.checkpoint_loading import no_code_from_checkpoints
+from examples.mimo.nemotron_vlm.data.sample import (
+    BOS,
+    EOS,
+    FIRST_DIGIT,
+    IMAGE,
+    IMAGES,
+    PAD,
+    READ,
+    SOUND,
+)
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
 
 INPUTS = "inputs.json"
 """File of how a trained model's inputs were prepared; names are those of the program's options."""
@@ -128,7 +137,7 @@ def _config(preset: VLMPreset, args: Namespace):
         vision_hidden_size=images.hidden,
         projector_hidden_size=images.projector_ffn,
         video_temporal_patch_size=max(2, images.tubelet),
-        image_token_id=args.token_ids["images"],
+        image_token_id=args.token_ids[IMAGES],
         audio_token_id=args.token_ids.get(SOUND),
     )
 
@@ -147,7 +156,7 @@ def _tokenizer(args: Namespace, out: Path) -> None:
 
     words = {
         "<pad>": PAD,
-        "<s>": 1,
+        "<s>": BOS,
         "</s>": EOS,
         "<image>": IMAGE,
         "read": READ,

@@ -102,10 +102,10 @@ def describe(
             lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
         lines += advise(survey, encoder, chosen) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)
+    cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
         if state != GOOD and count:
             named = [sample for sample in bad if sample.state == state][:names]
-            cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
             more = f", of which --long-samples cut keeps {cut}" * (state == TOO_LONG)
             lines.append(f"  {STATES[state]}: {count}{more}")
             lines += [f"    {sample.name}: {sample.reason}" for sample in named]

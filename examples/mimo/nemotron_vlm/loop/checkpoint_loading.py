@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
-from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning
+from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.parallel_manifest import verify_manifest
@@ -84,14 +83,11 @@ def _load(
             args.verify_integrity = False
         if directory:
             saved = load_common_state_dict(directory).get("args")
-            # A run that starts from --pretrained-checkpoint begins its data anew.
-            is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
-            if is_own and not args.finetune:
+            if goes_on(args, directory):
                 _check_data(args, saved)
-            if any(getattr(saved, name, None) != getattr(args, name) for name in LAYOUT):
+            if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
-            if args.rank == 0:
-                print(beginning(args, directory, saved), file=sys.stderr, flush=True)
+            say(beginning(args, directory, saved), args)
         result = load(model, optimizer, scheduler, *arguments, **named)
         if scheduler:
             scheduler.step(0)  # Megatron's scheduler applies the weight decay before loading it

@@ -33,7 +33,7 @@ from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending
+from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
@@ -98,7 +98,8 @@ def run(argv: list[str]) -> None:
         raise UserError("--plan N takes 1 or more GPUs, and does not go with --dry-run")
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
-    with _output_to(_log_file(own, argv)):
+    log = _log_file(own, argv)
+    with _output_to(log):
         if asks_only:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
@@ -123,17 +124,17 @@ def run(argv: list[str]) -> None:
             write_config(directory / "config.yaml", options.config)
         session = open_session(options, source)
         lay = options.layouts
-        _say(
+        say(
             f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
             f"{lay.num_microbatches} microbatches of {lay.batch.micro_size} × dp {lay.language.dp} "
             f"samples a step\n{layout_table(lay, options.preset.names)}",
             args,
         )
         if not newest(args):
-            _say(beginning(args, None, None), args)
+            say(beginning(args, None, None), args)
         last: deque[Record] = deque(maxlen=100)
         train(session, last.append)
-        _print_outcome(session, last, _log_file(own, argv))
+        _print_outcome(session, last, log)
         close_session(session)
         dist.destroy_process_group()
 
@@ -253,16 +254,11 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
             raise UserError(f"--data: {error}") from error
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
-            _say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
-
-
-def _say(text: str, args: Namespace) -> None:
-    if args.rank == 0:
-        print(text, file=sys.stderr, flush=True)
+            say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
 
 
 def _log_file(own: Namespace, argv: list[str]) -> Path | None:
-    if own.log_file == "-" or {"-h", "--help"} & set(argv):
+    if own.log_file == "-" or "--help" in argv:
         return None
     if own.log_file or own.dry_run or own.plan:
         return Path(own.log_file or os.devnull)

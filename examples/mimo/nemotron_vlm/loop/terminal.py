@@ -1,10 +1,11 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says on the terminal as it begins and ends; progress is in metrics.py."""
+"""A run says on the terminal where it stands as it begins and ends; progress is in metrics.py."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,12 @@ RATES += ("lr_warmup_fraction", "lr_warmup_init", "train_iters", "weight_decay")
 
 LAYOUT = ("placement", "encoder", "language")
 """Arguments that determine which rank holds which part of the model."""
+
+
+def say(text: str, args: Namespace) -> None:
+    """Print a text on the terminal, from the first rank; Megatron's own output goes to the log."""
+    if args.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -> str:
@@ -28,19 +35,28 @@ def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -
     if directory is None:
         return "a new run"
     path = Path(directory)
-    if args.finetune or not args.load or Path(args.load).resolve() != path.resolve().parent:
+    if not goes_on(args, directory):
         return f"a new run, with the weights of {path}"
     step = path.name.removeprefix("iter_").lstrip("0")
     said = f"going on after step {step} of {args.train_iters}, from {path}"
-    changed = _changes(args, saved, RATES)
+    changed = changes(args, saved, RATES)
     if changed and args.use_checkpoint_opt_param_scheduler:
         changed += "; the saved schedule is used, as --use-checkpoint-opt_param-scheduler asks"
-    layout = _changes(args, saved, LAYOUT)
+    layout = changes(args, saved, LAYOUT)
     said += f"\nanother layout: {layout}; random states begin anew" if layout else ""
     return said + (f"\nanother schedule of learning rates: {changed}" if changed else "")
 
 
-def _changes(args: Namespace, saved: Namespace | None, names: Sequence[str]) -> str:
+def goes_on(args: Namespace, directory: str) -> bool:
+    """Return whether a run goes on from a checkpoint, and does not only take its weights.
+
+    A run that starts from --pretrained-checkpoint begins its data anew.
+    """
+    is_own = args.load and Path(args.load).resolve() in Path(directory).resolve().parents
+    return bool(is_own and not args.finetune)
+
+
+def changes(args: Namespace, saved: Namespace | None, names: Sequence[str]) -> str:
     """Return which of the arguments differ from the saved ones, with both values."""
     pairs = [(name, getattr(saved, name, None), getattr(args, name, None)) for name in names]
     return ", ".join(f"{name} {old} → {new}" for name, old, new in pairs if old != new)

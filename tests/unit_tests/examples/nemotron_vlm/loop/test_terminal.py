@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says as it begins and ends."""
+"""A run says where it stands as it begins, and how it went as it ends."""
 
 from argparse import Namespace
 
