@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan of a recurrence under context parallelism: which ranks' states and last tokens reach a rank.
 
-A *row* of tokens is cut into equal *links*, which form a chain in the order of the tokens. On
-contiguous tokens the row is the whole token stream, and rank r holds link r of cp. On zigzag tokens
-each sample is a row, and rank r holds links r and 2·cp-1-r of 2·cp.
+A *chain* of tokens is cut into equal *links*. On contiguous tokens the whole token stream is one
+chain, and rank r holds link r of cp. On zigzag tokens each sample is a chain, and rank r holds
+links r and 2·cp-1-r of 2·cp. All chains are alike, and a recurrence has links as rows of a batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RecurrencePlan:
         cp_size: number of ranks that hold equally many tokens.
         rank: this rank.
         device: device of the batch's tensors.
-        parts: number of links of a row that each rank holds: 1 of contiguous tokens, 2 of zigzag
+        parts: number of links of a chain that each rank holds: 1 of contiguous tokens, 2 of zigzag
             tokens, whose samples are all of one length.
     """
 
@@ -80,7 +80,7 @@ class RecurrencePlan:
 
     @cached_property
     def chain(self) -> list[tuple[int, int]]:
-        """Rank of each link, and its number among the links of a row that this rank holds."""
+        """Rank that holds each link, and the link's number among those of the rank."""
         there = [(rank, 0) for rank in range(self.cp_size)]
         return there if self.parts == 1 else there + [(rank, 1) for rank, _ in reversed(there)]
 
@@ -91,7 +91,7 @@ class RecurrencePlan:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """End of each sample that is not empty, in its row."""
+        """End of each sample that is not empty, in its chain."""
         lengths = [length for length in self.lengths.padded if length]
         return [*accumulate(lengths)] if self.parts == 1 else lengths[:1]
 
@@ -221,20 +221,20 @@ class RecurrencePlan:
         return links.reshape(-1, self.shard_size, *links.shape[2:])
 
     def by_link_of_chain(self, gathered: Tensor) -> list[Tensor]:
-        """Views ``[rows, …]`` for each link of a row, of ``[cp, rows·parts, …]``."""
+        """Views ``[chains, …]`` for each link of a chain, of ``[cp, chains·parts, …]``."""
         by_part = gathered.unflatten(1, (-1, self.parts))
         return [by_part[rank, :, part] for rank, part in self.chain]
 
     def tokens_first(self, links: Tensor) -> Tensor:
-        """Put tokens of links, ``[rows·parts, t, D]``, in the order of a halo's routes.
+        """Put tokens of links, ``[chains·parts, t, D]``, in the order of a halo's routes.
 
         Returns:
-            ``[parts·t, rows, D]``.
+            ``[parts·t, chains, D]``.
         """
         return links.unflatten(0, (-1, self.parts)).permute(1, 2, 0, 3).flatten(0, 1)
 
     def links_first(self, tokens: Tensor) -> Tensor:
-        """The inverse of :meth:`tokens_first`: ``[parts·t, rows, D]`` to ``[rows·parts, t, D]``."""
+        """``[chains·parts, t, D]`` again: the inverse of :meth:`tokens_first`."""
         return tokens.unflatten(0, (self.parts, -1)).permute(2, 0, 1, 3).flatten(0, 1)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scan over ranks of a linear recurrence, whose rows of tokens are chains of links on them.
+"""Scan over ranks of a linear recurrence, whose tokens are chains of links on them.
 
 Link i maps a state affinely: ``leaving_i = T_i entering_i + S_i``. S_i is the state that its tokens
 leave if a zero state enters, T_i the transition of all its tokens. One all-gather of (S, T), whose
@@ -8,7 +8,7 @@ size does not depend on the sequence length, lets every rank compute the states 
 links. The adjoint is the same scan in reverse: with g_i the gradient of ``entering_i`` through the
 link's own outputs alone, ``grad(leaving_i) = g_{i+1} + T_{i+1}^T grad(leaving_{i+1})``.
 
-States are ``[B, H, K, V]`` for the B links of a rank: its part of each row, or its two parts
+States are ``[B, H, K, V]`` for the B links of a rank: one or two of each chain
 (:class:`RecurrencePlan`). A transition is a matrix ``[B, H, K, K]`` that acts from the left, or one
 decay a head, ``[B, H, 1, 1]``.
 """

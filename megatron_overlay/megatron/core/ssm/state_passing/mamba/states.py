@@ -109,8 +109,8 @@ def _through_links(
     if len(links) == 1:
         return None
     found = states.new_empty(states.shape[1:])
-    size, rows = found[0, 0].numel(), len(found) // plan.parts
-    _through_links_kernel[(triton.cdiv(size, BLOCK), found.shape[1], rows)](
+    size, chains = found[0, 0].numel(), len(found) // plan.parts
+    _through_links_kernel[(triton.cdiv(size, BLOCK), found.shape[1], chains)](
         states, decays, found, links[0], links[1] - links[0], len(links), plan.rank, plan.cp_size,
         found.shape[1], size, states.stride(0), decays.stride(0), PARTS=plan.parts, BLOCK=BLOCK,
     )  # fmt: skip
@@ -122,14 +122,14 @@ def _through_links_kernel(
     states, decays, found, first, step, links, rank, ranks, heads, size, state_rank, decay_rank,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Go through a row's links, from the first by step, and store what arrives at this rank's."""
+    """Go through a chain's links, from the first by step, and store what arrives at this rank's."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head, row, inside = tl.program_id(1), tl.program_id(2), at < size
+    head, chain, inside = tl.program_id(1), tl.program_id(2), at < size
     arriving = tl.zeros((BLOCK,), dtype=tl.float32)
     for number in range(links):
         link = first + number * step
         holder = tl.where(link < ranks, link, 2 * ranks - 1 - link).to(tl.int64)
-        place = (row * PARTS + tl.where(link < ranks, 0, 1)).to(tl.int64) * heads + head
+        place = (chain * PARTS + tl.where(link < ranks, 0, 1)).to(tl.int64) * heads + head
         if holder == rank:
             tl.store(found + place * size + at, arriving, mask=inside)
         own = tl.load(states + holder * state_rank + place * size + at, mask=inside, other=0.0)
