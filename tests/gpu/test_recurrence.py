@@ -24,6 +24,7 @@ TOLERANCE = 1e-3
 
 LENGTHS = {
     "one-row": PaddedLengths((96,), (96,)),
+    "packed-of-one-length": pad_lengths((95, 0, 96, 94), 2),
     "packed-odd-and-empty": pad_lengths((5, 0, 1, 139, 9), 2),
     "packed-shorter-than-a-shard": pad_lengths((3, 7, 2, 11), 2),
 }

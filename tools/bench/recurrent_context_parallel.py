@@ -8,8 +8,8 @@ torchrun --nproc-per-node N tools/bench/recurrent_context_parallel.py [--layer m
 Each step is forward and backward of four layers of the published width, with the sequence over all
 ranks. Efficiency is tokens per second and rank, over those of the same layers on one rank with the
 whole sequence, in the same run: 1 is ideal. The modes are state passing on contiguous tokens (in a
-stack that keeps them so), state passing with conversion from zigzag and back in each layer, heads
-distributed by all-to-all, and gathering all tokens.
+stack that keeps them so), state passing on zigzag tokens, heads distributed by all-to-all, and
+gathering all tokens.
 
 Four layers launch hundreds of kernels, which takes the host 20 ms or more: with short shards, the
 host's time is what is measured. --cuda-graphs captures every mode's step to measure the GPU.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid stack that keeps its tokens contiguous: where each kind of layer has them otherwise.
+"""Token layouts of a hybrid stack: which each kind of layer gets.
 
 What comes out is compared with one rank in rows.py of the training program, "recurrent layers", and
 in test_mimo_upstream_schedule.py, with padding.
@@ -35,7 +35,7 @@ class Seen(TransformerLayer):
         return hidden_states + 0, None
 
 
-def stack_over(groups, graphs: str = "none") -> HybridStack:
+def stack_over(groups, layout: str, graphs: str = "none") -> HybridStack:
     config = TransformerConfig(
         num_layers=4,
         hidden_size=HIDDEN,
@@ -44,7 +44,7 @@ def stack_over(groups, graphs: str = "none") -> HybridStack:
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_cp_mode="chunkwise",
-        linear_cp_layout="contiguous",
+        linear_cp_layout=layout,
         context_parallel_size=2,
         **SIZES,
     )
@@ -56,7 +56,8 @@ def stack_over(groups, graphs: str = "none") -> HybridStack:
 
 
 @requires_world_size(2)
-def test_attention_of_every_kind_sees_zigzag_tokens_and_other_layers_contiguous_ones():
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_attention_of_every_kind_sees_zigzag_tokens_and_other_layers_those_of_the_layout(layout):
     Utils.initialize_distributed()
     grid = HyperCommGrid([1, 2], ["tp", "cp"])
     groups = groups_of(grid)
@@ -64,13 +65,13 @@ def test_attention_of_every_kind_sees_zigzag_tokens_and_other_layers_contiguous_
         make(LENGTHS, 2).tokens[groups.cp.rank()].tolist()
         for make in (zigzag_layout, contiguous_layout)
     )
-    stack = stack_over(groups)
+    stack, others = stack_over(groups, layout), contiguous if layout == "contiguous" else zigzag
     hidden = torch.tensor(zigzag, dtype=torch.float32, device=Utils.device)
     hidden = hidden[:, None, None].expand(-1, 2, HIDDEN)
     assert torch.equal(stack(hidden, attention_mask=None), hidden)
     for symbol, layer in zip(EVERY_LAYER, stack.layers, strict=True):
-        assert layer.tokens == (zigzag if symbol in "*D+" else contiguous), symbol
-    for graphs in ("local", "transformer_engine"):
+        assert layer.tokens == (zigzag if symbol in "*D+" else others), symbol
+    for graphs in ("local", "transformer_engine") if layout == "contiguous" else ():
         with pytest.raises(ValueError, match="takes no CUDA graphs of single layers"):
-            stack_over(groups, graphs)
+            stack_over(groups, layout, graphs)
     grid.destroy()

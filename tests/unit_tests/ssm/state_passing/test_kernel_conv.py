@@ -16,7 +16,12 @@ import torch.nn.functional as F
 
 from megatron.core.ssm import state_passing
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
-from megatron.core.token_layout import PaddedLengths, plan_recurrence
+from megatron.core.token_layout import (
+    PaddedLengths,
+    contiguous_layout,
+    plan_recurrence,
+    zigzag_layout,
+)
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CHANNELS, WIDTH = 8, 4
@@ -63,13 +68,17 @@ def kernel_conv(monkeypatch):
         pytest.param((10, 10, 10, 10), id="every-sample-on-one-rank"),
         pytest.param((2, 3, 3), id="shards-below-the-window"),
         pytest.param((4,), id="one-token-a-rank"),
+        pytest.param((40,), id="zigzag"),
+        pytest.param((24, 24, 24), id="zigzag-samples"),
+        pytest.param((8, 8), id="zigzag-one-token-a-link"),
     ],
 )
-def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, beside, with_bias):
+def test_equals_a_convolution_of_the_whole(kernel_conv, request, lengths, beside, with_bias):
     Utils.initialize_distributed()
     torch.manual_seed(1)
     lengths, rank = PaddedLengths(lengths, lengths), dist.get_rank()
-    sharded = plan_recurrence(lengths, 4, rank, Utils.device)
+    is_zigzag = "zigzag" in request.node.callspec.id
+    sharded = plan_recurrence(lengths, 4, rank, Utils.device, is_zigzag)
     whole = plan_recurrence(lengths, 1, 0, Utils.device)
     rows = 2 if len(lengths.padded) == 1 else 1
     x, seed = (torch.randn(rows, lengths.total, CHANNELS).to(Utils.device) for _ in range(2))
@@ -77,19 +86,21 @@ def test_equals_a_convolution_of_the_whole(kernel_conv, lengths, beside, with_bi
     of_layer = [t.to(Utils.device).requires_grad_() for t in (weight, bias) if t is not None]
     weight, bias = (*of_layer, None)[:2]
 
-    own = slice(rank * sharded.shard_size, (rank + 1) * sharded.shard_size)
+    layout = zigzag_layout if is_zigzag else contiguous_layout
+    own = layout(lengths, 4).tokens[rank].to(Utils.device)
     shard = F.pad(x[:, own], (0, beside)).requires_grad_()
-    given, x = shard[..., :CHANNELS], x.requires_grad_()
+    given, x = sharded.by_link(shard)[..., :CHANNELS], x.requires_grad_()
     out = kernel_conv.HaloConv.apply(given, weight, bias, sharded, dist.group.WORLD)
     expected = causal_conv1d_fn(
         x.transpose(1, 2), weight, bias, whole.seq_idx, activation="silu"
     ).transpose(1, 2)
-    kept = seed.clone()
-    found = torch.autograd.grad(out, [shard, *of_layer], seed[:, own])
-    wanted = torch.autograd.grad(expected, [x, *of_layer], kept)
+    out_grad = sharded.by_link(seed[:, own])
+    kept = out_grad.clone()
+    found = torch.autograd.grad(out, [shard, *of_layer], out_grad)
+    wanted = torch.autograd.grad(expected, [x, *of_layer], seed)
     for of_rank in found[1:]:
         dist.all_reduce(of_rank)
-    torch.testing.assert_close(out, expected[:, own])
-    torch.testing.assert_close(seed, kept, rtol=0, atol=0)
+    torch.testing.assert_close(sharded.whole(out), expected[:, own])
+    torch.testing.assert_close(out_grad, kept, rtol=0, atol=0)
     wanted = (F.pad(wanted[0][:, own], (0, beside)), *wanted[1:])
     torch.testing.assert_close(found, wanted)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.ssm.state_passing.layer_tokens import LayerTokens
 from megatron.core.tensor_parallel import random
 from megatron.core.token_layout import PaddedLengths, pad_lengths
 from tests.unit_tests.ssm.recurrent_layers import (
@@ -105,9 +106,15 @@ def pair(request, monkeypatch):
     made.destroy()
 
 
+@pytest.fixture
+def stays(monkeypatch):
+    """Let no layer exchange tokens between layouts."""
+    monkeypatch.delattr(LayerTokens, "_route")
+
+
 @rows()
 class TestEqualsOneRank:
-    def test_a_plain_batch(self, pair):
+    def test_a_plain_batch(self, pair, stays):
         """A rank of two tokens has a convolution that sees three tokens of other ranks."""
         for length in (48 + -48 % (2 * pair.size), 2 * pair.size) if pair else ():
             hidden = random_rows(length, BATCH, HIDDEN, seed=1).to(pair.dtype)
@@ -118,6 +125,12 @@ class TestEqualsOneRank:
             packed = PACKED[pair.row.layer]
             hidden = random_rows(sum(packed), 1, HIDDEN, seed=1).to(pair.dtype)
             pair.assert_equal(hidden, pad_lengths(packed, pair.size), packed=True)
+
+    def test_packed_samples_of_one_padded_length(self, pair, stays):
+        for length in (2, 18 * pair.size) if pair else ():
+            lengths = pad_lengths((length, 0, length, length, length - 1), pair.size)
+            hidden = random_rows(sum(lengths.real), 1, HIDDEN, seed=1).to(pair.dtype)
+            pair.assert_equal(hidden, lengths, packed=True)
 
 
 @rows(layer=DELTA_NET, mode=PASSED, world=2)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolution over contiguous shards on the ``causal_conv1d`` kernels.
+"""Causal convolution over the links of a rank on the ``causal_conv1d`` kernels.
 
 For packed samples, the kernels take no earlier tokens as initial states. So they first run over all
 tokens as if nothing came before, while the halo is on its way. The first W - 1 outputs, which
@@ -20,7 +20,7 @@ from megatron.core.token_layout import Moving, RecurrencePlan
 
 
 class HaloConv(torch.autograd.Function):
-    """``silu(conv(x))`` of ``x [B, S/cp, D]``, with weight ``[D, W]``; a collective."""
+    """``silu(conv(x))`` of ``x [links, L, D]``, with weight ``[D, W]``; a collective."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, plan: RecurrencePlan, group: dist.ProcessGroup):
@@ -45,18 +45,18 @@ class HaloConv(torch.autograd.Function):
 def conv_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: RecurrencePlan, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``silu(conv(x))`` of this rank's tokens ``[B, S/cp, D]``; a collective.
+    """``silu(conv(x))`` of this rank's tokens ``[links, L, D]``; a collective.
 
     Returns:
-        A new tensor ``[B, S/cp, D]``; the window of inputs that its first W - 1 tokens see, for
-        :func:`conv_backward`; and these output tokens. If they do not depend on earlier ranks, the
-        last two are None. A shard of fewer than W - 1 tokens counts as a whole.
+        A new tensor ``[links, L, D]``; the window of inputs that each link's first W - 1 tokens
+        see, for :func:`conv_backward`; and these output tokens. If they do not depend on earlier
+        links, the last two are None. A link of fewer than W - 1 tokens counts as a whole.
     """
     halo = plan.halo(weight.shape[1] - 1)
-    coming = Moving(x[:, x.shape[1] - halo.kept :].transpose(0, 1), halo.route, group)
+    coming = Moving(plan.tokens_first(x[:, x.shape[1] - halo.kept :]), halo.route, group)
     out = conv_without_halo(x, weight, bias, plan.seq_idx)
-    past = coming.finish().transpose(0, 1)
-    if not plan.continues[plan.rank]:
+    past = plan.links_first(coming.finish())
+    if not any(plan.continues[link] for link in plan.own):
         return out, None, None
     reach = past.shape[1]
     window = torch.cat([past, x[:, :reach]], dim=1)
@@ -75,11 +75,11 @@ def conv_backward(
     group: dist.ProcessGroup,
     x_grad: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The adjoint of :func:`conv_forward`: fills ``x_grad [B, S/cp, D]``; a collective.
+    """The adjoint of :func:`conv_forward`: fills ``x_grad [links, L, D]``; a collective.
 
     Args:
-        grad: gradient of the outputs, ``[B, S/cp, D]``; given a window, its first W - 1 tokens are
-            set to zero.
+        grad: gradient of the outputs, ``[links, L, D]``; given a window, the first W - 1 tokens
+            of each link are set to zero.
 
     Returns:
         Gradients of weight and bias.
@@ -92,7 +92,7 @@ def conv_backward(
         head.zero_()
         seq_idx = plan.head_seq_idx(reach)
         of_head = _backward_without_halo(padded, window, weight, bias, seq_idx, window_grad)
-    going = Moving(window_grad[:, :reach].transpose(0, 1), halo.adjoint, group)
+    going = Moving(plan.tokens_first(window_grad[:, :reach]), halo.adjoint, group)
     of_parameters = _backward_without_halo(grad, x, weight, bias, plan.seq_idx, x_grad)
     if of_head is not None:
         x_grad[:, : head.shape[1]] += window_grad[:, reach:]
@@ -100,7 +100,7 @@ def conv_backward(
             if whole is not None:
                 whole += part
     if not halo.adjoint.is_local:
-        x_grad[:, x.shape[1] - halo.kept :] += going.finish().transpose(0, 1)
+        x_grad[:, x.shape[1] - halo.kept :] += plan.links_first(going.finish())
     return of_parameters
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Move a layer's tokens between attention's zigzag token layout and contiguous shards."""
+"""A layer's tokens: as links of a recurrence, and between zigzag and contiguous token layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.state_passing.options import passes_states
 from megatron.core.token_layout import (
-    Halo,
     PaddedLengths,
     RecurrencePlan,
     Route,
@@ -32,7 +31,7 @@ Projection = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 class LayerTokens:
-    """Moves tokens for one layer, or for a stack of them.
+    """Tokens of one layer, or of a stack of them.
 
     Args:
         config: TransformerConfig of the layer.
@@ -66,8 +65,8 @@ class LayerTokens:
 
     def recurrence(self, hidden: Tensor, packed: PackedSeqParams | None) -> RecurrencePlan:
         """Plan of a recurrence over the batch whose shard is ``hidden [S/(cp·sp), B, H]``."""
-        lengths = self.lengths(hidden, packed)
-        return plan_recurrence(lengths, self.cp_size, self.cp_group.rank(), hidden.device)
+        lengths, rank = self.lengths(hidden, packed), self.cp_group.rank()
+        return plan_recurrence(lengths, self.cp_size, rank, hidden.device, self.is_zigzag)
 
     def to_contiguous(self, hidden: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Convert ``hidden [S/(cp·sp), B, …]`` from zigzag to contiguous; a collective."""
@@ -78,19 +77,30 @@ class LayerTokens:
         return exchange(hidden, self._route(hidden, packed).reversed(), self._hidden_group)
 
     def project_in(
-        self, hidden: Tensor, packed: PackedSeqParams | None, projection: Projection
+        self,
+        hidden: Tensor,
+        packed: PackedSeqParams | None,
+        plan: RecurrencePlan,
+        projection: Projection,
     ) -> Tensor:
-        """Project ``hidden [S/(cp·sp), B, H]`` to contiguous ``[S/cp, B, …]``."""
-        if self.is_zigzag:
+        """Project ``hidden [S/(cp·sp), B, H]`` to the plan's links, ``[links, L, …]``."""
+        if self._converts(plan):
             hidden = self.to_contiguous(hidden, packed)
-        return projection(hidden)[0]
+        return plan.by_link(projection(hidden)[0].transpose(0, 1))
 
     def project_out(
-        self, y: Tensor, packed: PackedSeqParams | None, projection: Projection
+        self,
+        y: Tensor,
+        packed: PackedSeqParams | None,
+        plan: RecurrencePlan,
+        projection: Projection,
     ) -> tuple[Tensor, Tensor | None]:
-        """Project contiguous ``y [S/cp, B, …]`` to ``[S/(cp·sp), B, H]``; and the bias."""
+        """Project ``y [S/cp, B, …]`` to ``[S/(cp·sp), B, H]``; and the bias."""
         out, bias = projection(y)
-        return (self.to_zigzag(out, packed) if self.is_zigzag else out), bias
+        return (self.to_zigzag(out, packed) if self._converts(plan) else out), bias
+
+    def _converts(self, plan: RecurrencePlan) -> bool:
+        return self.is_zigzag and not plan.is_zigzag
 
     def _route(self, hidden: Tensor, packed: PackedSeqParams | None) -> Route:
         lengths = self.lengths(hidden, packed)
@@ -119,12 +129,13 @@ def tokens_are_contiguous(layers: nn.Module) -> None:
             tokens.is_zigzag = False
 
 
-def exchange_halo(x: Tensor, halo: Halo, group: dist.ProcessGroup) -> Tensor:
-    """The halo ``[B, reach, D]`` of tokens ``x [B, S/cp, D]``; a collective over ``group``."""
+def exchange_halo(x: Tensor, reach: int, plan: RecurrencePlan, group: dist.ProcessGroup) -> Tensor:
+    """The ``reach`` tokens before each link of ``x [links, L, D]``; a collective over ``group``."""
+    halo = plan.halo(reach)
     if halo.route.is_local:
-        return x.new_zeros(x.shape[0], halo.route.size, x.shape[2])
-    last = x[:, x.shape[1] - halo.kept :].transpose(0, 1)
-    return exchange(last, halo.route, group, halo.adjoint).transpose(0, 1)
+        return x.new_zeros(x.shape[0], reach, x.shape[2])
+    last = plan.tokens_first(x[:, x.shape[1] - halo.kept :])
+    return plan.links_first(exchange(last, halo.route, group, halo.adjoint))
 
 
 @lru_cache(maxsize=64)

@@ -1,15 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scan over ranks of a linear recurrence whose tokens lie contiguously on them.
+"""Scan over ranks of a linear recurrence, whose tokens are chains of links on them.
 
-Rank r maps a state affinely: ``leaving_r = T_r entering_r + S_r``. S_r is the state that its tokens
-leave if a zero state enters, T_r the transition of all its tokens. One all-gather of (S, T), whose
-size does not depend on the sequence length, lets every rank compute the state that enters it. The
-adjoint is the same scan in reverse: with g_r the gradient of ``entering_r`` through the rank's own
-outputs alone, ``grad(leaving_r) = g_{r+1} + T_{r+1}^T grad(leaving_{r+1})``.
+Link i maps a state affinely: ``leaving_i = T_i entering_i + S_i``. S_i is the state that its tokens
+leave if a zero state enters, T_i the transition of all its tokens. One all-gather of (S, T), whose
+size does not depend on the sequence length, lets every rank compute the states that enter its
+links. The adjoint is the same scan in reverse: with g_i the gradient of ``entering_i`` through the
+link's own outputs alone, ``grad(leaving_i) = g_{i+1} + T_{i+1}^T grad(leaving_{i+1})``.
 
-States are ``[B, H, K, V]``. A transition is a matrix ``[B, H, K, K]`` that acts from the left, or
-one decay a head, ``[B, H, 1, 1]``.
+States are ``[B, H, K, V]`` for the B links of a rank: one or two of each chain
+(:class:`RecurrencePlan`). A transition is a matrix ``[B, H, K, K]`` that acts from the left, or one
+decay a head, ``[B, H, 1, 1]``.
 """
 
 from __future__ import annotations
@@ -53,46 +54,52 @@ class StateGather:
 def entering_state(
     states: Tensor, transitions: Tensor, plan: RecurrencePlan
 ) -> tuple[Tensor | None, Tensor]:
-    """The state that enters this rank, ``[B, H, K, V]``; None if its first sample begins here.
+    """The states that enter this rank's links, ``[B, H, K, V]``; None if none enters any.
 
     Args:
         states: S of all ranks, ``[cp, B, H, K, V]``.
         transitions: T of all ranks, ``[cp, B, H, K, K]`` or ``[cp, B, H, 1, 1]``.
 
     Returns:
-        The state, and the transitions that :func:`leaving_gradient` needs: a copy, so that the
-        gathered tensor, as large as cp states, need not outlive the forward.
+        The states, and the transitions that :func:`leaving_gradient` needs: a copy, so that the
+        gathered tensor, as large as all ranks' states, need not outlive the forward.
     """
-    entering, after = None, plan.ranks_after()
-    for rank in plan.ranks_before():
-        entering = _leaving(states[rank], transitions[rank], entering)
-    return entering, transitions[after.start : after.stop].clone()
+    state, transition = plan.by_link_of_chain(states), plan.by_link_of_chain(transitions)
+    entering, carried = {}, None
+    for link in plan.links_before():
+        entering[link] = carried
+        carried = _leaving(state[link], transition[link], carried)
+    entering[plan.own[-1]] = carried
+    after = [transition[link] for link in plan.links_after()]
+    return _joined(entering, plan), torch.stack(after) if after else transitions.new_empty(0)
 
 
 def leaving_gradient(grads: Tensor, after: Tensor, plan: RecurrencePlan) -> Tensor | None:
-    """Gradient of the state that leaves this rank; None if the state enters no other rank.
+    """Gradient of the states that leave this rank's links; None if none enters another link.
 
     Args:
-        grads: g of all ranks, ``[cp, B, H, K, V]``: the gradient of the entering state through the
-            rank's own outputs alone.
+        grads: g of all ranks, ``[cp, B, H, K, V]``: the gradient of the entering states through
+            each link's own outputs alone.
         after: transitions that :func:`entering_state` returned.
     """
-    leaving = None
-    for rank, transition in reversed([*zip(plan.ranks_after(), after, strict=True)]):
-        leaving = _leaving(grads[rank], transition.mT, leaving)
-    return leaving
+    grad, leaving, carried = plan.by_link_of_chain(grads), {}, None
+    for link, transition in reversed([*zip(plan.links_after(), after, strict=True)]):
+        leaving[link] = carried
+        carried = _leaving(grad[link], transition.mT, carried)
+    leaving[plan.own[0]] = carried
+    return _joined(leaving, plan)
 
 
 def carry_state(
     state: Tensor, transition: Tensor, plan: RecurrencePlan, group: dist.ProcessGroup
 ) -> Tensor:
-    """The state that enters this rank, or zero if its first sample begins here.
+    """The states that enter this rank's links, zero where a sample begins.
 
     Collective over ``group``.
 
     Args:
-        state: the state that this rank's tokens leave if zero enters, ``[B, H, K, V]``.
-        transition: transition of all its tokens, ``[B, H, K, K]`` or ``[B, H, 1, 1]``.
+        state: the states that its links' tokens leave if zero enters, ``[B, H, K, V]``.
+        transition: transitions of all their tokens, ``[B, H, K, K]`` or ``[B, H, 1, 1]``.
     """
     if plan.is_local:
         return torch.zeros_like(state)
@@ -124,6 +131,16 @@ class _CarryState(torch.autograd.Function):
         else:
             transition_grad = leaving @ entering.mT
         return leaving, transition_grad, None, None
+
+
+def _joined(found: dict[int, Tensor | None], plan: RecurrencePlan) -> Tensor | None:
+    """States of this rank's links in one tensor, ``[B, H, K, V]``, with zeros for None."""
+    own = [found.get(link) for link in plan.own]
+    known = next((state for state in own if state is not None), None)
+    if known is None or plan.parts == 1:
+        return known
+    own = [torch.zeros_like(known) if state is None else state for state in own]
+    return torch.stack(own, dim=1).flatten(0, 1)
 
 
 def _leaving(state: Tensor, transition: Tensor, entering: Tensor | None) -> Tensor:

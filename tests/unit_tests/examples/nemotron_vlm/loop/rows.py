@@ -165,6 +165,9 @@ ON_CPUS = {
         Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", ZIGZAG),
         Row(2, "tiny-gdn", "tp=2", "cp=2,dp=1", HEADS),
         Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", CONTIGUOUS),
+        Row(8, "tiny-gdn", "tp=4", "cp=2,pp=2,dp=2,ep=2", ZIGZAG),
+        Row(4, "tiny-gdn", "tp=2", "cp=4,dp=1,ep=2", ZIGZAG),
+        Row(4, "packed", "dp=4", "cp=2,dp=2,ep=2", ZIGZAG),
     ],
     "packed rows": [
         Row(8, "packed", "tp=2,dp=4", "cp=2,pp=2,dp=2,ep=2"),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta net over contiguous shards: every rank has all heads of its own tokens."""
+"""Gated delta net that passes states: every rank has all heads of its own tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     plan = tokens.recurrence(hidden_states, packed)
     heads = layer.num_value_heads // layer.tp_size
     widths = [2 * layer.qk_dim_local_tp + layer.v_dim_local_tp, layer.v_dim_local_tp, heads, heads]
-    projected = tokens.project_in(hidden_states, packed, layer.in_proj).transpose(0, 1)
+    projected = tokens.project_in(hidden_states, packed, plan, layer.in_proj)
     batch, length = projected.shape[:2]
     qkv, gate, beta, alpha = projected.split(widths, dim=-1)
     on_kernels = qkv.is_cuda and not layer.config.deterministic_mode
@@ -59,19 +59,19 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     kernels = gpu_kernels("gated_delta.kernels") if on_kernels else None
     rule = kernels.kernel_rule if kernels and kernels.takes(key) else reference_rule
     y = rule(query, key, value, g, beta, plan, tokens.cp_group)
-    norm = partial(_norm, layer)
+    norm = partial(_norm, layer, plan)
     again = CheckpointWithoutOutput(layer.config.fp8) if layer.recompute_norm_out else None
     y = again.checkpoint(norm, y, gate) if again else norm(y, gate)
-    out, bias = tokens.project_out(y, packed, layer.out_proj)
+    out, bias = tokens.project_out(y, packed, plan, layer.out_proj)
     if again:
         again.discard_output_and_register_recompute(out)
     return out, bias
 
 
-def _norm(layer, y: Tensor, gate: Tensor) -> Tensor:
-    """Gated norm of ``y [B, S/cp, H, V]``, transposed to ``[S/cp, B, H·V]``."""
+def _norm(layer, plan: RecurrencePlan, y: Tensor, gate: Tensor) -> Tensor:
+    """Gated norm of ``y [links, L, H, V]``, transposed to ``[S/cp, B, H·V]``."""
     normed = layer._apply_gated_norm(y, gate).reshape(*y.shape[:2], -1)
-    return normed.transpose(0, 1).contiguous()
+    return plan.whole(normed).transpose(0, 1).contiguous()
 
 
 def reference_rule(
@@ -86,11 +86,11 @@ def reference_rule(
     """Apply the gated delta rule to this rank's tokens in plain PyTorch; a collective.
 
     Args:
-        query, key: ``[B, S/cp, H, K]``. value: ``[B, S/cp, H, V]``.
-        g: log decay. beta: writing strength. Both ``[B, S/cp, H]``.
+        query, key: ``[links, L, H, K]``. value: ``[links, L, H, V]``.
+        g: log decay. beta: writing strength. Both ``[links, L, H]``.
 
     Returns:
-        ``[B, S/cp, H, V]``.
+        ``[links, L, H, V]``.
     """
     return chunk_gated_delta_rule(
         query,
@@ -106,13 +106,13 @@ def reference_rule(
 def _convolve(
     x: Tensor, conv, plan: RecurrencePlan, group: dist.ProcessGroup, on_kernels: bool
 ) -> Tensor:
-    """``silu(conv(x))`` of ``x [B, S/cp, D]`` by the layer's depthwise convolution."""
+    """``silu(conv(x))`` of ``x [links, L, D]`` by the layer's depthwise convolution."""
     weight = conv.weight.squeeze(1)
     # The kernels need a multiple of 8 channels.
     kernels = gpu_kernels("kernel_conv") if on_kernels and x.shape[2] % 8 == 0 else None
     if kernels:
         return kernels.HaloConv.apply(x, weight, conv.bias, plan, group)
-    past = exchange_halo(x, plan.halo(weight.shape[1] - 1), group)
+    past = exchange_halo(x, weight.shape[1] - 1, plan, group)
     return causal_conv1d_fn(
         x.transpose(1, 2),
         weight,

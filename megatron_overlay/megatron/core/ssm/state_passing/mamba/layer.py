@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 mixer over contiguous shards: every rank has all heads of its own tokens."""
+"""Mamba-2 mixer that passes states: every rank has all heads of its own tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
             f"inference takes cp=1; this Mamba layer passes states over cp={tokens.cp_size}"
         )
     plan = tokens.recurrence(hidden_states, packed)
-    projected = tokens.project_in(hidden_states, packed, mixer.in_proj)
+    projected = tokens.project_in(hidden_states, packed, plan, mixer.in_proj)
     kernels = gpu_kernels("mamba.kernels") if projected.is_cuda else None
     scan = kernels.kernel_scan if kernels else reference_scan
     weights = Weights(
@@ -69,11 +69,11 @@ def forward(mixer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
         mixer.D.view(-1, mixer.headdim) if mixer.D_has_hdim else mixer.D,
     )
     sizes = Sizes(mixer.chunk_size, mixer.headdim, mixer.ngroups_local_tp)
-    y = scan(projected.transpose(0, 1), weights, sizes, plan, tokens.cp_group)
-    y = y.transpose(0, 1).contiguous()
+    y = scan(projected, weights, sizes, plan, tokens.cp_group)
+    y = plan.whole(y).transpose(0, 1).contiguous()
     if mixer.rmsnorm:
         y = mixer.norm(y)
-    return tokens.project_out(y, packed, mixer.out_proj)
+    return tokens.project_out(y, packed, plan, mixer.out_proj)
 
 
 def reference_scan(
@@ -86,15 +86,15 @@ def reference_scan(
     """Run convolution, scan and gate of this rank's tokens in plain PyTorch; a collective.
 
     Args:
-        projected: z, x, B, C and dt concatenated, ``[B, S/cp, 2·H·P + 2·G·N + H]``.
+        projected: z, x, B, C and dt concatenated, ``[links, L, 2·H·P + 2·G·N + H]``.
 
     Returns:
-        ``[B, S/cp, H·P]``, gated but not yet normalised.
+        ``[links, L, H·P]``, gated but not yet normalised.
     """
     inner, heads = len(weights.A) * sizes.headdim, len(weights.A)
     channels, width = weights.conv.shape
     xBC = projected.split([inner, channels, heads], dim=-1)[1]
-    past = exchange_halo(xBC, plan.halo(width - 1), group)
+    past = exchange_halo(xBC, width - 1, plan, group)
     return mamba_split_conv1d_scan_combined(
         projected,
         *weights,
