@@ -23,9 +23,9 @@ from in_checkout import run
 def main(argv: list[str]) -> int:
     """Run the command; return the exit status, 2 for user errors."""
     options = _parser().parse_args(argv)
+    of_runs = dict(os.environ)  # this process only predicts, without GPUs; its runs see them
     os.environ["WORLD_SIZE"] = "4096"  # grids must fit into this world
-    of_ranks = dict(os.environ)  # this process only predicts, without GPUs; its ranks see them
-    return run(lambda: _run(options, of_ranks))
+    return run(lambda: _run(options, of_runs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,13 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, of_ranks: dict[str, str]) -> None:
-    from calibration import fit, measure, validate
+def _run(options: argparse.Namespace, of_runs: dict[str, str]) -> None:
+    from calibration import fit, validate
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
 
-    measure.OF_RANKS = of_ranks
     if options.command == "fit":
-        fit.calibrate(options.out, options.gpu)
+        fit.calibrate(options.out, options.gpu, of_runs)
         print(f"{options.out}: for --plan-gpu", file=sys.stderr)
     else:
         runs = [run for file in options.runs for run in validate.read(file)]
