@@ -13,7 +13,7 @@ from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SOUND, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 
-if TYPE_CHECKING:  # a survey is made without Megatron-LM
+if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
@@ -86,11 +86,16 @@ def _count(text: str) -> int:
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
+    from examples.mimo.nemotron_vlm.energon.__main__ import command
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+    from examples.mimo.nemotron_vlm.energon.survey import NoSurvey
 
     encoder = make_encoder(args, preset)
     rest = args.seq_length, args.seed, args.bad_samples, args.surveys, args.long_samples
-    return EnergonSource(path, encoder, *rest)
+    try:
+        return EnergonSource(path, encoder, *rest)
+    except NoSurvey as error:
+        raise ValueError(f"{error}; make one: {command(path, args)}") from error
 
 
 def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:

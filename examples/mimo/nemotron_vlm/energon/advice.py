@@ -53,7 +53,8 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray) -> list[str]:
         if isinstance(pixels, Tiling):
             option, inputs = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
         else:
-            option, grids = "--max-patches", pixels.grids  # grids are rounded, also beyond bounds
+            option, grids = "--dynamic-resolution-max-patches", pixels.grids
+            # Grids are rounded, also beyond bounds.
             inputs = np.minimum(sizes * grids.pixel_shuffle**2, grids.max_patches)
         rows = [[option, "images of full size", "99 % of samples have at most"]]
         for bound in dict.fromkeys(_percentiles(inputs)):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +23,11 @@ from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
     STATES,
     TOO_LONG,
+    NoSurvey,
     Survey,
     bad_samples,
     load_survey,
 )
-from examples.mimo.nemotron_vlm.energon.videos import Watching
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
@@ -51,8 +50,9 @@ class EnergonSource(SampleSource):
         surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
-        ValueError: the data or its survey is missing or unfit; or it has samples that are to be
-            refused. The message is one line.
+        NoSurvey: there is no survey of the data with these settings.
+        ValueError: the data is missing or unfit; or it has samples that are to be refused. The
+            message is one line.
 
     Attributes:
         tiles_per_sample: mean over the training split; a whole image counts as one.
@@ -221,9 +221,9 @@ class EnergonSource(SampleSource):
                 surveys.append(load_survey(dataset, self._encoder, self._surveys))
                 if surveys[-1] is None:
                     kind = type(self._encoder.images).__name__.lower()
-                    raise ValueError(
+                    raise NoSurvey(
                         f"{dataset.path}: no survey of {split} with this tokenizer, template and "
-                        f"{kind}; make one: {self._survey_command()}"
+                        f"{kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             cut = self._long_samples == "cut"
@@ -252,30 +252,3 @@ class EnergonSource(SampleSource):
                 f"{self._path}: {count} {kind} samples in {split}: {'; '.join(named)}; leave them "
                 f"out with --{kind}-samples skip"
             )
-
-    def _survey_command(self) -> str:
-        encoder, images, switches = self._encoder, self._encoder.images, []
-        if isinstance(images, Tiling):
-            sizes = {"tile": images.tile, "tokens-per-tile": encoder.tokens_per_tile}
-            sizes["max-tiles"] = images.max_tiles
-            switches = [] if images.thumbnail else ["--no-thumbnail"]
-        else:
-            sizes = {name.replace("_", "-"): value for name, value in vars(images.grids).items()}
-        options = {
-            "tokenizer": encoder.chat.path,
-            **sizes,
-            "prompt": encoder.prompt,
-            "image-token": encoder.chat.image_text,
-            **({"sound": encoder.sound.subsampling} if encoder.sound else {}),
-            **(_video_options(encoder.video) if encoder.video else {}),
-            **({"surveys": self._surveys} if self._surveys else {}),
-        }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += switches
-        return shlex.join(["python", "-m", __package__, str(self._path), *words])
-
-
-def _video_options(video: Watching) -> dict[str, object]:
-    options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
-    options |= {"video-frames": video.frames, "video-fps": video.fps}
-    return {name: value for name, value in options.items() if value is not None}

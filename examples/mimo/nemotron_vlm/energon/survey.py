@@ -42,6 +42,10 @@ MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 
+class NoSurvey(ValueError):
+    """A data set that has not been surveyed with these settings."""
+
+
 @dataclass(frozen=True)
 class BadSample:
     """A sample that cannot be used.

@@ -54,8 +54,7 @@ class TestBadSamples:
             {"json": json.dumps({"caption": "3", "fps": {"a": "b"}}).encode()},
         ]
         make_shard(tmp_path, samples, CRUDE)
-        options = ["--tokenizer", str(digits / "tokenizer"), "--tile", "16"]
-        assert main([str(tmp_path), *options, "--tokens-per-tile", "4"]) == 0
+        assert main([str(tmp_path), "--tokenizer-model", str(digits / "tokenizer")]) == 0
         printed = capsys.readouterr().out
         for line in (
             f"{tmp_path} train: 4 samples in 1 shards, 1 good, 0 of them text only",
