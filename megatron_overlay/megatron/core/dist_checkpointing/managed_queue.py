@@ -52,7 +52,7 @@ def start_deaf(process: Process) -> None:
 
 
 def managed_queue(context: BaseContext) -> Queue:
-    """A queue whose manager process ends when this process does, even if this one is killed.
+    """Return a queue whose manager process ends when this process does, even if this one is killed.
 
     Args:
         context: multiprocessing context that starts the process.

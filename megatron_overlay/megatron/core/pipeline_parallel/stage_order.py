@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
 def order_of_stage(
     stage: int, size: int, microbatches: int, vpp: int, group: int | None = None
 ) -> list[tuple[str, int, int]]:
-    """Operations of a stage in Megatron's 1F1B, in order.
+    """Return the operations of a stage in Megatron's 1F1B, in order.
 
     Args:
         stage, size: index and number of pipeline stages.

@@ -216,7 +216,7 @@ class ContextParallelAttention(MegatronModule):
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether PyTorch's flash kernel takes tensors like ``query``."""
+    """Return whether PyTorch's flash kernel takes tensors like ``query``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -66,6 +66,6 @@ class LayoutFreeRouter(TopKRouter):
 
 
 def with_layout_free_router(moe: partial) -> partial:
-    """The MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
+    """Return the MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
     submodules = replace(moe.keywords["submodules"], router=LayoutFreeRouter)
     return partial(moe, submodules=submodules)

@@ -104,7 +104,7 @@ class Crossing:
         )
 
     def _sent(self, member: int, before: AtomRows) -> list[np.ndarray]:
-        """Places of the rows that each member takes from ``member``, ascending."""
+        """Return the places of the rows that each member takes from ``member``, ascending."""
         atom = _atom_of_rows(self.before[member], before.counts)
         mine = np.ones(len(atom), dtype=bool)
         if self.owners > 1 and before.owners is not None:
@@ -123,7 +123,7 @@ class BlockPlan(NamedTuple):
     backward: Crossing
 
     def routes(self, member: int, encoded: AtomRows, consumed: AtomRows) -> tuple[Route, Route]:
-        """A member's forward and backward route over the bridge.
+        """Return a member's forward and backward route over the bridge.
 
         Args:
             member: index of the rank within the block.
@@ -165,12 +165,12 @@ def plan_block(topology: BridgeTopology, members: Sequence[int]) -> BlockPlan:
 
 
 def _membership(runs: Sequence[range], atoms: int) -> np.ndarray:
-    """Whether each run holds each atom, bool [runs, atoms]."""
+    """Return whether each run holds each atom, bool [runs, atoms]."""
     starts, stops = (np.array([getattr(run, end) for run in runs]) for end in ("start", "stop"))
     atom = np.arange(atoms)
     return (atom >= starts[:, None]) & (atom < stops[:, None])
 
 
 def _atom_of_rows(run: range, counts: Sequence[int]) -> np.ndarray:
-    """Atom of each row of a run of atoms, int64 [rows]."""
+    """Return the atom of each row of a run of atoms, int64 [rows]."""
     return np.repeat(np.arange(run.start, run.stop), np.array(counts, dtype=np.int64))

@@ -59,7 +59,7 @@ def shared_out(
 
 
 def _cut(batch: Microbatch, own: int, pieces: int) -> Microbatch:
-    """Piece ``own`` of the batch's text; position ids may have a dim of rotary axes in front."""
+    """Return piece ``own`` of a batch's text; position ids may have rotary axes in front."""
     names = ("input_ids", "labels", "loss_mask", "position_ids")
     cut = {
         name: batch[name].chunk(pieces, dim=batch[name].dim() - 2)[own]

@@ -62,7 +62,7 @@ def prepare_bubbles(stages: list[MimoModel]) -> None:
 
 
 def loads_kernels(model: MimoModel) -> bool:
-    """Whether a step in bubbles is the model's first, on a GPU.
+    """Return whether a step in bubbles is the model's first, on a GPU.
 
     It runs all pieces before and after the pipeline: loading a kernel may make CUDA wait for all
     work on the device, and so for another rank that waits for this one.

@@ -72,7 +72,7 @@ def _normal(std: float) -> Draw:
 
 
 def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
-    """Name patterns and their draws; the first match decides.
+    """Return the name patterns and their draws; the first match decides.
 
     Args:
         layers: depth of the module's own stack.
@@ -144,7 +144,7 @@ def initialize_weights(
 def initial_weights(
     model: MimoModel, part: ShardedTensor, seed: int, own: Mapping[str, Draw] | None = None
 ) -> torch.Tensor:
-    """Values of one shard as ``initialize_weights`` draws them with ``std=None``, in fp32.
+    """Draw one shard in fp32, as ``initialize_weights`` does with ``std=None``.
 
     The model may be on the meta device.
 
