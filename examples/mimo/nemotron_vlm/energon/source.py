@@ -41,7 +41,7 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and tiles or whole images, and clips of sound.
+        encoder: makes tokens of samples, and inputs of their images, sounds and clips.
         seq_length: tokens that a sample may have.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.

@@ -35,7 +35,7 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
+from examples.mimo.nemotron_vlm.planner.memory import Memory, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import StepTime, estimate, step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
@@ -69,7 +69,7 @@ class Priced(NamedTuple):
 
     plan: Plan
     step: StepTime
-    memory: list[Parts]
+    memory: list[Memory]
 
 
 class Found(NamedTuple):
