@@ -33,10 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     fit = commands.add_parser("fit", help="measure a GPU of this host, and fit its figures")
     fit.add_argument("out", type=Path, help="file to write, for --plan-gpu")
-    fit.add_argument("--gpu", default="h200", metavar="NAME", help="whose peaks hold")
+    fit.add_argument("--gpu", default="h200", metavar="NAME", help="the GPU's name in the table")
     compare = commands.add_parser("compare", help="compare predictions with measured runs")
     compare.add_argument("machine", help="a GPU of the planner's table, or a file of fit")
-    compare.add_argument("runs", nargs="+", type=Path, help="of tools/bench/vlm.py")
+    compare.add_argument("runs", nargs="+", type=Path, help="files of tools/bench/vlm.py")
     return parser
 
 

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     number = {"type": positive, "metavar": "N"}
     add("--world", required=True, help="number of ranks", **number)
     add("--gpus-per-node", default=8, help="ranks of a node", **number)
-    microbatches = "of a step; two for each stage of the pipeline by default"
+    microbatches = "microbatches of a step; two for each stage of the pipeline by default"
     add("--microbatches", help=microbatches, **number)
     samples = "samples of a microbatch, on each DP rank of the language model"
     add("--micro-batch-size", default=1, help=samples, **number)

@@ -10,7 +10,6 @@ would depend on how ranks share it. They are 0 and 1 in a new model, or a pretra
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -296,12 +295,11 @@ EXPECTED = {
 }
 """Fields of an Omni model's audio configuration for which our model supports one value."""
 
-NOT_HELD = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
-"""Patterns of tensors that our model does not have."""
-
 
 class SoundPart(Part):
     """Parakeet, by transformers' names in both models."""
+
+    unneeded = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
 
     def sizes(self, base: Sound, config: Any, files: Files, outer: str, tile: int | None) -> Sound:
         if config is None:
@@ -314,7 +312,3 @@ class SoundPart(Part):
         with torch.device("meta"):
             names = parakeet(sizes).state_dict()
         return {name: (TensorRows(name),) for name in names}
-
-    def not_held(self, files: Files, outer: str) -> list[str]:
-        patterns = [outer + pattern for pattern in NOT_HELD]
-        return [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
