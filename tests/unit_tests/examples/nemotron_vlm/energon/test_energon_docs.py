@@ -100,7 +100,7 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     make_omni(made, samples=16, seed=1)
     assert "train: 14 samples in 1 shards, 14 good" in run(asked)
     assert source(made, encoder=omni(made / "tokenizer"), seq_length=48)
-    assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "tiny-omni")
+    assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "--encoder sound")
 
     files = {f"video.{number}.png": image(32, 24) for number in range(3)}
     files |= {"wav": wav(tone(4000)), "json": block("json", '"messages"').encode()}
