@@ -9,8 +9,6 @@ tools/calibrate.py compare gpu.json docs/benchmarks/*.json
 It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

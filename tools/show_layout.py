@@ -8,8 +8,6 @@ tools/show_layout.py --encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 
 It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

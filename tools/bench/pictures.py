@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a data set whose samples differ in work: pictures of one to thirteen tiles, and text."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

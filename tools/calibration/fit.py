@@ -6,8 +6,6 @@ Each run is compared with the planner's own prediction, and efficiencies and ove
 least squares of the relative errors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -5,8 +5,6 @@
 ``torchrun -m calibration.measure FILE`` times the collectives; rank 0 writes the file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@
 No machine is fitted to any of these runs, which tools/bench/vlm.py measures.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from contextlib import redirect_stdout

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A :class:`ProcessGroupCollection` from a :class:`HyperCommGrid`, without ``parallel_state``."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of data sets: text and inputs of each sample; and the digit-reading task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lengths of sounds; a survey needs them, too."""
 
-from __future__ import annotations
-
 import numpy as np
 
 SAMPLING_RATE = 16000

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an entry says what its tensors are called in Hugging Face models; plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

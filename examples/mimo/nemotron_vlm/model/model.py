@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Nemotron VLM as a MimoModel: its configurations from Megatron's arguments, and its parts."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ Options name them ``encoder``, ``projector`` and ``language``; the first two are
 encoders, or with ``NAME:`` before them of one.
 """
 
-from __future__ import annotations
-
 import itertools
 from argparse import Namespace
 from collections.abc import Collection, Sequence

@@ -5,8 +5,6 @@
 Bad input is refused here, before any process group is made, with the same message on every rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -10,8 +10,6 @@ rank sends its bytes at the bandwidth of the slowest link: NVLink within a node,
 the network adapters of all ranks of the group that share a node.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

@@ -6,8 +6,6 @@ The peak is at the beginning of a backward, when all activations are kept; layer
 are freed before.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts

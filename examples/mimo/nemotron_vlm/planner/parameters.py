@@ -7,8 +7,6 @@ for each set of sizes, in less than a tenth of a second; its parameters say whet
 parallelism divides them, so what a rank of any layout holds follows from them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ left out. If a layout needs recompute to fit, the cheapest setting that suffices
 are priced by a formula, and the best of them by simulating their schedule.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator

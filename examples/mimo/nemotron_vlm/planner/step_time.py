@@ -7,8 +7,6 @@ communication overlaps with compute, neither the layers' nor the optimizer's, as
 default.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

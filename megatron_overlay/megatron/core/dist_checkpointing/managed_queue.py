@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of an asynchronous save, which end with their rank, and the queue of its results."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

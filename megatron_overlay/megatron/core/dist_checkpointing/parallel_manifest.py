@@ -8,8 +8,6 @@ S/n of a checkpoint of S bytes on n ranks. An asynchronous save is hashed in the
 the process that writes it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order in which a pipeline stage runs forwards and backwards; needs no process group."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron.core.pipeline_parallel.schedules import (

@@ -8,8 +8,6 @@ gives every rank the same work. The kernels are the fused ones of ``scaled_dot_p
 so a GPU stores no score matrix.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

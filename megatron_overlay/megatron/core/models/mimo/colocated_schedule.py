@@ -17,8 +17,6 @@ Where gradient reductions overlap the backward, the language model's start in it
 continue during the last third phase, in which the encoders' start. Gradients are final after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

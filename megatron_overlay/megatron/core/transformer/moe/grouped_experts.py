@@ -5,8 +5,6 @@
 These read the experts' token counts on the device, so nothing here waits for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -6,8 +6,6 @@ One exception remains: the mean load in ``global_aux_loss`` depends on how many 
 process at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bridge between two colocated modules that have different layouts."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -9,8 +9,6 @@ backward it is the other way round. A row's gradient is non-zero only on the des
 that owns the row's token; the destination's TP ranks have replicas of it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position of every rank on both sides of a bridge; plain data, no processes, any world size."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's interface of the bridge between colocated modules, over our plan and exchange."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum

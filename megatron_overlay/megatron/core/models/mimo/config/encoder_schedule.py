@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When colocated encoders run, and what they keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

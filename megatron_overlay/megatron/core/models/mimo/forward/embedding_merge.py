@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge text embeddings and modality rows into the language model's input, and their gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@
 Both steps take one or more microbatches, which the language model then consumes one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from functools import partial

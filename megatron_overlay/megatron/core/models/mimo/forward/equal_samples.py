@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share out batches of equal samples that both modules' ranks of a DP index have been given."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

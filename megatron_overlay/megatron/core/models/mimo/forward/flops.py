@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of encoders, to add to Megatron's count for the language model."""
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Callable

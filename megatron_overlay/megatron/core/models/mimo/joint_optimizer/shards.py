@@ -9,8 +9,6 @@ first row, whole rows, the start of its last row. So each rank saves, and later 
 it holds, for any layout, and the files have the same format.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

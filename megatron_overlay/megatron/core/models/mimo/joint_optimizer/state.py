@@ -8,8 +8,6 @@ the module's first rank. There is one set for the module instead of one each for
 expert optimizers, as the layout decides whether experts have an optimizer of their own.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import torch

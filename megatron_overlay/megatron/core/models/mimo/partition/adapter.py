@@ -8,8 +8,6 @@ CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: t
 gathers the sequence over TP before the loss.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron.core.models.mimo.partition import utils

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

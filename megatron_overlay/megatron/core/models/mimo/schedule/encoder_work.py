@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a step's encoder pieces where a plan puts them among the language model's operations."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Iterator

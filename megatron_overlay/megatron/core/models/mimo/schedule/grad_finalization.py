@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finalize the gradients of all modules of a MimoModel, scaled by one token count."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control when Megatron's CUDA graphs of colocated modules are recorded and captured."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import torch

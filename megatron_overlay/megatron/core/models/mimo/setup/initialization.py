@@ -11,8 +11,6 @@ as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in)
 (GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

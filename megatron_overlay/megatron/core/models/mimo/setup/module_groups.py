@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grids and process groups of a MIMO model's modules; no global ``parallel_state``."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Callable, Mapping
