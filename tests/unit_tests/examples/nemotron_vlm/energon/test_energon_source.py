@@ -183,7 +183,9 @@ class TestSurvey:
         assert re.search(rf"{long}\d+ tokens, 26 fit\n/", printed)
         assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
 
-    def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(self, digits, surveyed):
+    def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(
+        self, digits, surveyed, tmp_path
+    ):
         """No sample has more than 27 tokens."""
         printed, opened = surveyed(), source(digits)
         tokens = opened.costs("train", 0, TRAIN)[:, 0]
@@ -195,7 +197,9 @@ class TestSurvey:
         assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
         assert "recommended: --seq-length 32 --max-tiles 3, " in printed
         most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]
-        assert f"99 %: {most} " in surveyed("--max-tiles", "2")
+        config = tmp_path / "run.yaml"
+        config.write_text("max-tiles: 2\ntrain-iters: 10\n")
+        assert f"99 %: {most} " in surveyed("--config", str(config))
 
 
 def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
