@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program's own model on the meta device: names and shapes of all tensors in a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

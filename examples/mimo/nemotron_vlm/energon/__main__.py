@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Survey a data set and print the result: lengths of the samples, and which are bad."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

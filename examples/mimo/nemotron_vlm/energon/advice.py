@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence lengths and bounds of images to train with, and what each of them leaves out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from examples.mimo.common.layout import table

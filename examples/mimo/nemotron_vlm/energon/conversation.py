@@ -7,8 +7,6 @@ tokens: an image is between ``<img>`` and ``</img>`` then, a sound between ``<so
 ``<so_end>``. A clip becomes an image for each tubelet, after a label of its frames.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

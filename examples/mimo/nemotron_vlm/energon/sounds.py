@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sound files as mono waveforms of the encoder's sampling rate."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of energon's data sets, each a function of (data, seed, split, number)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

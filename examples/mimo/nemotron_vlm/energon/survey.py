@@ -13,8 +13,6 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from argparse import Namespace

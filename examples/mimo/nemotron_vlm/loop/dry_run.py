@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers about a run without starting it: parameters, memory, and the fastest layouts."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's metrics beside Megatron's log: a JSON line per step, and progress; from the last rank."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
