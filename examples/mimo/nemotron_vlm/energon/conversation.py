@@ -142,11 +142,6 @@ class Chat:
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @property
-    def image_token(self) -> int:
-        """Id of the image token."""
-        return self.ids[IMAGES]
-
-    @property
     def fingerprint(self) -> str:
         """Hash of everything that determines the tokens: template, image token and tokenizer."""
         digest = hashlib.sha256(f"{self._template}\0{self.image_text}\0".encode())

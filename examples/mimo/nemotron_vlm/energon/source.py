@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of energon's data sets, each a function of (data, seed, split, number)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,6 @@ class EnergonSource(SampleSource):
             message is one line.
 
     Attributes:
-        tiles_per_sample: mean over the training split; a whole image counts as one.
         fingerprint: hash of the training split's samples, their tokens and images, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
@@ -74,25 +73,17 @@ class EnergonSource(SampleSource):
         self._surveys = Path(surveys) if surveys else None
         self._bad_samples, self._long_samples = bad_samples, long_samples
         self._streams: dict[str, Stream] = {}
-        self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
+        self.token_ids, self.pad_token = encoder.chat.ids, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
-        train = self._stream("train")
-        self.tiles_per_sample = train.mean_inputs
-        self.fingerprint = train.fingerprint
+        self.fingerprint = self._stream("train").fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """See `SampleSource`."""
-        return self._encoder.chat.ids
-
     def inputs_per_sample(self, encoder: str) -> float:
-        """See `SampleSource`."""
-        if encoder == IMAGES:
-            return self.tiles_per_sample
-        return self._stream("train").mean_of(encoder)
+        """See `SampleSource`; of the training split, and a whole image counts as one."""
+        train = self._stream("train")
+        return train.mean_inputs if encoder == IMAGES else train.mean_of(encoder)
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -127,14 +118,6 @@ class EnergonSource(SampleSource):
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
         return Text(*(part[: self._seq_length] for part in text))
-
-    def tiles(self, split: str, number: int) -> torch.Tensor:
-        """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
-        return self.inputs(split, number, IMAGES)
 
     def pictures(self, split: str, number: int) -> list[torch.Tensor]:
         """See `SampleSource`.

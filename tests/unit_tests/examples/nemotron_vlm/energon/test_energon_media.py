@@ -256,7 +256,9 @@ def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
     sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
     image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
     assert image_rows != tubelet_rows
-    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.image_token, 1))))[::2]
+    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1))))[
+        ::2
+    ]
     assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
     pictures = opened.pictures("train", numbers[3])
     assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)

@@ -83,14 +83,14 @@ class TestSurvey:
             assert costs.shape == (count, 2) and costs.dtype == np.int64
             assert costs[:, 1].min() == 0  # a text alone
             for number in range(count):
-                text, tiles = opened.text(split, number), opened.tiles(split, number)
+                text, tiles = opened.text(split, number), opened.inputs(split, number, IMAGES)
                 assert costs[number].tolist() == [len(text.input_ids), len(tiles)]
-                images = int((text.input_ids == opened.image_token).sum())
+                images = int((text.input_ids == opened.token_ids[IMAGES]).sum())
                 assert images == len(tiles) * TOKENS_PER_TILE
                 assert text.input_ids.max() < opened.vocab_size <= 64
                 assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
                 assert tiles.dtype == torch.uint8 and tiles.shape[1:] == (3, 16, 16)
-        assert opened.tiles_per_sample == opened.costs("train", 0, TRAIN)[:, 1].mean()
+        assert opened.inputs_per_sample(IMAGES) == opened.costs("train", 0, TRAIN)[:, 1].mean()
 
     def test_of_any_size_is_what_the_images_are(self, digits):
         opened, seen = source(digits, encoder=whole(digits / "tokenizer")), set()
@@ -101,7 +101,7 @@ class TestSurvey:
             assert [image.shape[:2] for image in images] == list(
                 map(tuple, grids_of(sizes[number]))
             )
-            rows = int((text.input_ids == opened.image_token).sum())
+            rows = int((text.input_ids == opened.token_ids[IMAGES]).sum())
             assert rows == GRIDS.rows(sizes[number]).sum()
             assert len(opened.pictures("train", number)) == len(images)
             seen.update(sizes[number].tolist())
@@ -241,7 +241,7 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     for number in range(3):
         text = opened.text("train", number)
         answers.append(text.labels[text.loss_mask == 1].tolist())
-        assert opened.tiles("train", number).shape == (1, 3, 16, 16)
+        assert opened.inputs("train", number, IMAGES).shape == (1, 3, 16, 16)
     assert sorted(answers) == [[10 + n, 10 + n, 2] for n in range(3)]
     with pytest.raises(ValueError, match="has no samples for val or test"):
         opened.costs("test", 0, 1)
@@ -250,8 +250,10 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
 def test_a_pickle_reads_the_same(digits):
     """Loading processes that are forked are in rows.py."""
     opened = source(digits)
-    opened.tiles("train", 0)  # files are open when it is pickled
+    opened.inputs("train", 0, IMAGES)  # files are open when it is pickled
     again = pickle.loads(pickle.dumps(opened))
     assert again.fingerprint == opened.fingerprint
     for number in range(TRAIN):
-        assert torch.equal(again.tiles("train", number), opened.tiles("train", number))
+        assert torch.equal(
+            again.inputs("train", number, IMAGES), opened.inputs("train", number, IMAGES)
+        )
