@@ -11,6 +11,7 @@ import numpy as np
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data import make_encoder
+from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
 from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
@@ -92,7 +93,8 @@ def describe(
         for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.sound)):
             if is_taken:
                 lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
-        lines += advise(survey, encoder, chosen) if split == "train" else []
+        packing = Packing(given.pack_window, given.sample_multiple)
+        lines += advise(survey, encoder, chosen, packing) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)
     cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
