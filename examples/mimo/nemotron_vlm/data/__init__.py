@@ -23,6 +23,10 @@ DIGITS = "digits:"
 
 ENERGON = "energon:"
 
+PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_frames video_fps
+    dynamic_resolution dynamic_resolution_min_patches dynamic_resolution_max_patches""".split()
+"""Arguments that decide how conversations and media become tokens and inputs."""
+
 
 def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
     """Build the source that ``--data`` names, for a model's encoders.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import make_encoder
+from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
 from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
@@ -35,9 +35,7 @@ _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
-DECIDE = """model tokenizer_model dynamic_resolution dynamic_resolution_min_patches
-    dynamic_resolution_max_patches video_frames video_fps max_tiles thumbnail prompt image_token
-    surveys""".split()
+DECIDE = ("model", *PREPARATION, "surveys")
 """Options of the training on which a survey depends, and where it lies."""
 
 
