@@ -14,10 +14,10 @@ TRAIN_RANKS ?= 8
 ifeq ($(DATA),omni)
 MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --encoder sound:dp=8 \
 	--seq-length 48 --train-iters 400
-SURVEY := --patch 4 --min-patches 4 --max-patches 96 --video 16 --sound
+SURVEY := --model tiny-omni --dynamic-resolution
 else
 MODEL := --model tiny --encoder tp=2,dp=4 --seq-length 32 --train-iters 350
-SURVEY := --tile 16 --tokens-per-tile 4
+SURVEY :=
 endif
 TRAIN_ARGS ?= $(MODEL) --device cpu --placement colocated \
 	--language tp=1,cp=2,pp=2,dp=2,ep=2 --seed 1 --global-batch-size 64 --micro-batch-size 16 \
@@ -61,7 +61,7 @@ lock: ## After a change to patches or overlay: canonical patches and the lock
 
 $(SHARDS)/tokenizer: | setup
 	$(VENV)/bin/python tools/data/make_webdataset.py $(SHARDS) --samples 8000 --seed 1 --tasks $(TASKS)
-	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer $(SHARDS)/tokenizer $(SURVEY)
+	$(VENV)/bin/python tools/data/survey.py $(SHARDS) --tokenizer-model $(SHARDS)/tokenizer $(SURVEY)
 
 train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train the tiny VLM on real digits, on CPU ranks; DATA=energon reads them from shards, DATA=omni has video and sound
 	@mkdir -p $(RUN)

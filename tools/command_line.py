@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common parts of the tools' command lines."""
 
-from __future__ import annotations
-
 import argparse
 
 

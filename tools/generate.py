@@ -9,8 +9,6 @@ CHECKPOINT is a directory that the program saved to, or a Hugging Face directory
 Without --ask, questions are read from the terminal, one a line, in one conversation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run tools that import the program and Megatron: find both, and report user errors in one line."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

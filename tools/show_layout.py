@@ -8,8 +8,6 @@ tools/show_layout.py --encoder tp=2,dp=4 --language cp=2,pp=2,dp=2,ep=2 --world 
 It uses the applied checkout on PYTHONPATH, or that in build/Megatron-LM.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -29,21 +27,16 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     others = "Other options are the training program's, as --encoder, --language, --placement, "
-    others += "--model, --seq-length, --encoder-schedule and --encoder-macro-batch."
+    others += "--model, --encoder-schedule, --recompute-granularity; and --plan-gpu, "
+    others += "--plan-gpus-per-node, --plan-tiles: by default, a sample has one tile."
     parser = Parser(description=__doc__.splitlines()[0], epilog=others, allow_abbrev=False)
     add = parser.add_argument
     number = {"type": positive, "metavar": "N"}
     add("--world", required=True, help="number of ranks", **number)
-    add("--gpus-per-node", default=8, help="ranks of a node", **number)
-    microbatches = "of a step; two for each stage of the pipeline by default"
+    microbatches = "microbatches of a step; two for each stage of the pipeline by default"
     add("--microbatches", help=microbatches, **number)
     samples = "samples of a microbatch, on each DP rank of the language model"
     add("--micro-batch-size", default=1, help=samples, **number)
-    add("--tiles", default=1, help="image tiles of a sample", **number)
-    gpu = "GPU of the timeline's seconds, as predicted: h100, h200, b200, or a calibrated file"
-    add("--gpu", default="h200", metavar="NAME|FILE", help=gpu)
-    again = "layers of the language model that run again"
-    add("--recompute", choices=["none", "moe", "full"], default="none", help=again)
     add("--png", type=Path, metavar="FILE", help="write a picture; other endings do too, as .svg")
     return parser
 
@@ -69,15 +62,16 @@ def view_of(options: argparse.Namespace, program: list[str]):
     """
     from examples.mimo.common.errors import UserError
     from examples.mimo.common.layout import parse_layout
+    from examples.mimo.nemotron_vlm.loop.dry_run import machine_of
     from examples.mimo.nemotron_vlm.model.presets import find_preset
     from examples.mimo.nemotron_vlm.options.arguments import parse
     from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules
     from examples.mimo.nemotron_vlm.options.own_options import own_options
-    from examples.mimo.nemotron_vlm.planner.machine import find_machine
     from examples.mimo.nemotron_vlm.planner.plan import Tiles, plan_of
     from layout_view.view import View
 
-    own, tiles = own_options(program), Tiles(options.tiles)
+    own = own_options(program)
+    tiles = Tiles.parse(own.plan_tiles or "1")
     if len(names := find_preset(own.model).names) > 1:
         names = " and ".join(names)
         raise UserError(f"--model {own.model}: models of one encoder are shown, not of {names}")
@@ -90,8 +84,7 @@ def view_of(options: argparse.Namespace, program: list[str]):
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse([*program, *map(str, batch)], options.world))
     tiles.check(plan.preset, plan.layouts.batch.seq_length)
-    machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
-    return View(replace(plan, images=tiles, recompute=options.recompute), machine)
+    return View(replace(plan, images=tiles), machine_of(own))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Megatron's options are taken, except those in ``common/refusals.py`` and
 Bad input ends every rank with exit code 2 and one line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from dataclasses import asdict, replace
@@ -16,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 import calibrate
 import mini
 from calibration import fit
-from calibration.fit import Case, fitted
-from calibration.validate import compare, errors, rank_correlation
-from examples.mimo.nemotron_vlm.model.presets import find_preset
+from calibration.fit import fitted, line_of
+from calibration.validate import compare, errors, planned, rank_correlation
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import plan_of
@@ -82,16 +82,16 @@ def test_memory_is_what_a_run_on_one_rank_has():
 def test_a_fit_is_a_machine_to_plan_for(tmp_path, monkeypatch):
     """Runs on one rank, of which one fails, and collectives are fitted; none is started."""
     collectives = [dict(ranks=4, bytes=0, seconds=3.0), dict(ranks=4, bytes=300, seconds=9.0)]
-    monkeypatch.setattr(fit, "measure_collectives", lambda: collectives)
-    figures = {"seconds": 0.1, "peak_bytes": 1e9}
-    monkeypatch.setattr(fit, "measure_runs", lambda lines: [None] + [figures] * (len(lines) - 1))
+    monkeypatch.setattr(fit, "measure_collectives", lambda _: collectives)
+    figures = itertools.chain([None], itertools.repeat({"seconds": 0.1, "peak_bytes": 1e9}))
+    monkeypatch.setattr(fit, "measure_run", lambda *_: next(figures))
     file = tmp_path / "machine.json"
     assert calibrate.main(["fit", str(file)]) == 0
     found = json.loads(file.read_text())
     machine = find_machine(str(file))
     assert asdict(machine) == found["machine"] and len(found["runs"]) == 12
     assert (machine.node_latency, machine.bandwidth(leaves_node=False)) == (1.0, 37.5)
-    monkeypatch.setattr(fit, "measure_runs", lambda lines: [None for _ in lines])
+    monkeypatch.setattr(fit, "measure_run", lambda *_: None)
     assert calibrate.main(["fit", str(file)]) == 2
 
 
@@ -135,9 +135,9 @@ def test_the_table_has_what_was_fitted_to_an_h200():
     assert overhead == pytest.approx(H200.overhead, abs=1e-4)
 
 
-def test_a_fit_predicts_runs_of_a_machine_that_it_does_not_know():
-    base = find_preset("nano-vl-30b-a3b")
-    plans = [Case(**run["case"]).plan(base) for run in runs_of(DATA / "h200.json")]
+def test_a_fit_predicts_runs_of_a_machine_that_it_does_not_know(tmp_path):
+    lines = [line_of(run["case"], tmp_path) for run in runs_of(DATA / "h200.json")]
+    plans = [planned(line, 1) for line in lines]
     runs = [{"seconds": step_time(each, H200).seconds} for each in plans]
     other = {
         "efficiency": dict.fromkeys(H200.efficiency, 0.4),

@@ -38,7 +38,7 @@ class TestGroups:
         ],
     )
     def test_that_leave_a_node_are_counted(self, layout, gpus_per_node, leaving):
-        view = view_of("tp=1", layout, 16, f"--gpus-per-node {gpus_per_node}")
+        view = view_of("tp=1", layout, 16, f"--plan-gpus-per-node {gpus_per_node}")
         module = view.modules[1]
         assert {axis: len(view.leaving(module.groups[axis])) for axis in leaving} == leaving
         for axis, groups in module.groups.items():
@@ -50,7 +50,7 @@ class TestGroups:
 class TestBridge:
     def test_volumes_are_those_of_the_documentation(self):
         """docs/reviewer/pipeline.md: b·max(0, 1/L − 1/E), b·(1/E − min(1/E, 1/L)/cp), b/E."""
-        more = "--gpus-per-node 4 --microbatches 4 --tiles 2"
+        more = "--plan-gpus-per-node 4 --microbatches 4 --plan-tiles 2"
         view = view_of("dp=8", "cp=2,pp=2,dp=2", 8, more)
         assert view.rows_per_sample == 2 * 4
         rows = view.layouts.batch.global_size * view.rows_per_sample
@@ -83,7 +83,8 @@ class TestBridge:
 
 
 def test_the_timeline_is_the_planners():
-    view = view_of("tp=1", "pp=4", 8, "--microbatches 6 --tiles 2 --recompute moe")
+    again = "--recompute-granularity selective --recompute-modules moe"
+    view = view_of("tp=1", "pp=4", 8, f"--microbatches 6 --plan-tiles 2 {again}")
     step, h200 = step_time(view.plan, find_machine("h200")), find_machine("h200")
     assert (view.plan.images.mean, view.plan.recompute) == (2.0, "moe")
     after = sum(step.parts[part] for part in ("gradients", "optimizer")) + h200.step_overhead
@@ -110,12 +111,12 @@ def test_says_and_draws_4096_ranks_without_a_process(ending, begin, tmp_path, ca
         ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
         ("--world 8 --model none", "--model none"),
         ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),
-        ("--world 8 --gpu none", "GPU none"),
-        ("--world 8 --tiles 99", "99 tiles of 4 tokens do not fit"),
+        ("--world 8 --plan-gpu none", "GPU none"),
+        ("--world 8 --plan-tiles 99", "99 tiles of 4 tokens do not fit"),
         ("--world 8 --encoder-schedule bubbles", "with pp of 2 or more"),
         ("--world 1 --png /nowhere/layout.png", "/nowhere/layout.png"),
         ("--world 0", "0 is not a number of 1 or more"),
-        ("--tiles 8", "required: --world"),
+        ("--plan-tiles 8", "required: --world"),
     ],
 )
 def test_refuses_in_one_line(line, reason, capsys):

@@ -5,8 +5,6 @@
 Usage: python tools/bench/draw.py docs/benchmarks/*.json --png docs/images/benchmarks.png
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine and the packages with which figures are measured."""
 
-from __future__ import annotations
-
 import platform
 from importlib import metadata
 

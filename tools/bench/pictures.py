@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a data set whose samples differ in work: pictures of one to thirteen tiles, and text."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -44,7 +42,8 @@ def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", default="tiny")
-    encoder = find_preset(parser.parse_known_args(arguments)[0].model).images
+    model = parser.parse_known_args(arguments)[0].model
+    tile = find_preset(model).images.tile
     path.mkdir(parents=True)
     draw = np.random.default_rng(0)
     shards = []
@@ -52,13 +51,12 @@ def make(path: Path, samples: int, arguments: list[str]) -> list[str]:
         shards.append(f"{part}-0000.tar")
         with webdataset.TarWriter(str(path / shards[-1]), mtime=0) as tar:
             for number in range(count):
-                tar.write({"__key__": f"{part}-{number:06d}", **_sample(draw, encoder.tile)})
+                tar.write({"__key__": f"{part}-{number:06d}", **_sample(draw, tile)})
     prepare(path, shards)
     tokenizer = str(path / "tokenizer")
     write_tokenizer(Path(tokenizer))
-    survey = [sys.executable, str(DATA_TOOLS / "survey.py"), str(path), "--tokenizer", tokenizer]
-    sizes = ["--tile", str(encoder.tile), "--tokens-per-tile", str(encoder.tokens_per_tile)]
-    subprocess.run([*survey, *sizes], check=True)
+    survey = [sys.executable, str(DATA_TOOLS / "survey.py"), str(path), "--model", model]
+    subprocess.run([*survey, "--tokenizer-model", tokenizer], check=True)
     return ["--data", f"energon:{path}", "--tokenizer-model", tokenizer]
 
 

@@ -15,8 +15,6 @@ Four layers launch hundreds of kernels, which takes the host 20 ms or more: with
 host's time is what is measured. --cuda-graphs captures every mode's step to measure the GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares of a GPU's time, from the trace that PyTorch's profiler wrote of some steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

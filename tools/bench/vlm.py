@@ -14,8 +14,6 @@ Usage, in the checkout's environment (PYTHONPATH):
 Options after -- are passed to the program in every run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,33 +6,28 @@ Each run is compared with the planner's own prediction, and efficiencies and ove
 least squares of the relative errors.
 """
 
-from __future__ import annotations
-
 import json
+import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from calibration.measure import measure_collectives, measure_runs
+from calibration.measure import measure_collectives, measure_run
+from calibration.validate import planned
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, Batch, Layout
-from examples.mimo.common.layout_rules import CHUNKWISE
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
-from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
-from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
-from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 MODEL, FITTED = "nano-vl-30b-a3b", Path(__file__).with_name("h200.json")
 """The model and the fit of docs/reviewer/planner.md, whose cases are what is measured elsewhere."""
-ON_GPU = (
-    "--bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion --moe-permute-fusion "
-    "--use-fused-weighted-squared-relu --cross-entropy-loss-fusion --rerun-mode disabled"
-)
+ON_GPU = """--device cuda --bf16 --num-workers 8 --moe-grouped-gemm --moe-router-fusion
+    --moe-permute-fusion --use-fused-weighted-squared-relu --cross-entropy-loss-fusion
+    --rerun-mode disabled""".split()
 """Options of large runs, and processes that load data ahead."""
 WORK_OF = {"*": "attention", "M": "scan", "G": "delta", "E": "experts"}
 """The kind of work that only one kind of layer has."""
@@ -43,46 +38,21 @@ DRAWN = 0.03
 value costs as much as an error of 3 % in one run."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run on one rank: sizes that replace the base model's, and samples of a step.
+def line_of(case: dict, folder: Path) -> list[str]:
+    """Return a case's command line of the program; write the model that has its encoder.
 
-    encoder_layers: layers of the ViT. samples: samples of a step. micro: samples of a microbatch.
-    macro_batch: microbatches whose images are encoded at once. The others are as in the presets.
+    Args:
+        case: ``encoder_layers`` of the ViT, and ``arguments`` of the program. All other sizes are
+            those of `MODEL`.
+        folder: folder for the model's file.
     """
-
-    hybrid_layer_pattern: str
-    encoder_layers: int
-    num_experts: int
-    vocab_size: int
-    seq_length: int
-    samples: int
-    micro: int
-    macro_batch: int = 1
-
-    def preset(self, base: VLMPreset) -> VLMPreset:
-        """Return the base model with these sizes."""
-        names = ("hybrid_layer_pattern", "num_experts", "vocab_size")
-        language = replace(base.language, **{name: getattr(self, name) for name in names})
-        encoder = replace(base.images, layers=self.encoder_layers)
-        return replace(base, encoders=(encoder,), language=language, seq_length=self.seq_length)
-
-    def plan(self, base: VLMPreset) -> Plan:
-        """Return the case as a plan, for the planner's prediction."""
-        preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
-        layouts = resolve([Layout()], Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
-        tiles = most_that_fit(preset, self.seq_length)
-        return Plan(preset, layouts, tiles, schedule=EncoderSchedule(self.macro_batch))
-
-    def line(self, base: VLMPreset, model: Path) -> list[str]:
-        """Write the model to a file, and return the program's command line."""
-        write_preset(self.preset(base), model)
-        line = f"--model {model} --device cuda --global-batch-size {self.samples} "
-        line += f"--micro-batch-size {self.micro} --encoder-macro-batch {self.macro_batch} "
-        return (line + ON_GPU).split()
+    layers, base = case["encoder_layers"], find_preset(MODEL)
+    file = folder / f"{layers}.json"
+    write_preset(replace(base, encoders=(replace(base.images, layers=layers),)), file)
+    return ["--model", str(file), *case["arguments"].split()]
 
 
-def calibrate(file: Path, gpu: str) -> None:
+def calibrate(file: Path, gpu: str, environment: dict[str, str]) -> None:
     """Measure a GPU of this host, and write its figures and what they were fitted to.
 
     The cases are each kind of layer alone at several sizes, the encoder, and the whole model.
@@ -90,21 +60,22 @@ def calibrate(file: Path, gpu: str) -> None:
     Args:
         file: file to write.
         gpu: name of the GPU whose peaks it has, and with whose figures the fit begins.
+        environment: environment of the runs.
 
     Raises:
         UserError: ``gpu`` is not known, or no run worked.
     """
-    machine, base, plans, runs = find_machine(gpu), find_preset(MODEL), [], []
-    cases = [Case(**run["case"]) for run in json.loads(FITTED.read_text())["runs"]]
-    with tempfile.TemporaryDirectory() as place:
-        lines = [case.line(base, Path(place) / f"{n}.json") for n, case in enumerate(cases)]
-        for case, figures in zip(cases, measure_runs(lines), strict=True):
-            if figures:
-                plans.append(case.plan(base))
-                runs.append({"case": asdict(case)} | figures)
+    machine, plans, runs = find_machine(gpu), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for known in json.loads(FITTED.read_text())["runs"]:
+            line = line_of(known["case"], Path(folder))
+            if figures := measure_run([*line, *ON_GPU], environment):
+                print(f"{' '.join(line)}: {figures['seconds']:.4f} s", file=sys.stderr, flush=True)
+                plans.append(planned(line, 1))
+                runs.append({"case": known["case"]} | figures)
     if not runs:
         raise UserError("none of the runs that measure this host's GPU worked")
-    collectives = measure_collectives()
+    collectives = measure_collectives(environment)
     source = f"{machine.source.split(';')[0]}; {len(runs)} runs on one rank"
     fit = with_collectives(replace(fitted(machine, plans, runs), source=source), collectives)
     found = {"collectives": collectives, "runs": runs, "machine": asdict(fit)}

@@ -2,15 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure short runs of the training program on a GPU of this host, and collectives on two.
 
-``torchrun -m calibration.measure FILE [ARGUMENTS…]`` is what is started: a run of the program, or
-without its arguments the collectives. Rank 0 writes what it measured.
+``torchrun -m calibration.measure FILE`` times the collectives; rank 0 writes the file.
 """
 
-from __future__ import annotations
-
-import contextlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -18,14 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from examples.mimo.nemotron_vlm.data import make_source
-from examples.mimo.nemotron_vlm.loop.run import close_session, open_session, train
-from examples.mimo.nemotron_vlm.options.arguments import Options, parse
+from examples.mimo import pretrain_nemotron_vlm
 
 STEPS, WARM_UP = 10, 2
 """Steps of a run, and how many of the first ones are not timed."""
@@ -36,84 +28,37 @@ SIZES = (2**12, 2**26)
 REPEATS, MATRIX = 50, 512
 """Collectives in a row, and rows of the matrices multiplied before each, as training has it."""
 
-OF_RANKS = dict(os.environ)
-"""Environment of the ranks; tools/calibrate.py, which only predicts, has no GPU in its own."""
-
 Figures = dict[str, float]
 """Figures of a run: ``seconds`` of its fastest step, ``peak_bytes`` of tensors."""
 
 
-def measure_runs(lines: list[list[str]]) -> list[Figures | None]:
-    """Run the program's command lines on one rank; return the figures of each.
+def measure_run(line: list[str], environment: dict[str, str]) -> Figures | None:
+    """Run a command line of the program on one GPU; a run that fails has no figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "metrics.jsonl")
+        rest = ["--data", "mock", "--train-iters", str(STEPS), "--metrics-out", str(file)]
+        command = [sys.executable, pretrain_nemotron_vlm.__file__, *line, *rest]
+        if subprocess.run(command, env=environment).returncode:
+            return None
+        records = [json.loads(record) for record in file.read_text().splitlines()]
+    seconds = min(record["step_time_s"] for record in records[WARM_UP:])
+    return {"seconds": seconds, "peak_bytes": records[-1]["memory_gib"] * 2**30}
 
-    A line that fails says why on stderr, and has no figures.
-    """
-    found = []
-    for line in lines:
-        found.append(_started(line, ranks=1))
-        if found[-1]:
-            text = f"{found[-1]['seconds']:.4f} s, {found[-1]['peak_bytes'] / 1e9:.2f} GB"
-            print(f"{' '.join(line)}: {text}", file=sys.stderr, flush=True)
-    return found
 
-
-def measure_collectives() -> list[dict]:
+def measure_collectives(environment: dict[str, str]) -> list[dict]:
     """Time collectives between two GPUs of this host, if it has them."""
-    return _started([], ranks=2) or []
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "measured.json")
+        subprocess.run([*launch, "2", "-m", "calibration.measure", file], env=environment)
+        return json.loads(file.read_text()) if file.exists() else []
 
 
-def _started(line: list[str], ranks: int) -> Any:
-    """Start ranks; return what the first one measured, None if they failed."""
-    environment = OF_RANKS | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(ranks), "-m", "calibration.measure"]
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "measured.json"
-        subprocess.run([*launch, file, *line], env=environment)
-        return json.loads(file.read_text()) if file.exists() else None
+def timed_collectives() -> list[dict]:
+    """Time small and large collectives on this rank.
 
-
-def main(file: str, *arguments: str) -> None:
-    """Measure on this rank; rank 0 writes what it measured."""
-    found = measured(options_of(list(arguments))) if arguments else _timed_collectives()
-    if dist.get_rank() == 0:
-        Path(file).write_text(json.dumps(found) + "\n")
-    dist.destroy_process_group()
-
-
-def options_of(arguments: list[str], world: int | None = None) -> Options:
-    """Parse the program's options for a short run, on mock data unless arguments differ."""
-    run = ["--data", "mock", "--train-iters", str(STEPS), "--log-interval", "1000"]
-    with contextlib.redirect_stdout(None):
-        return parse([*run, *arguments], world)
-
-
-def measured(options: Options) -> Figures:
-    """Train some steps on this rank's GPU and measure them."""
-    number, begins = options.layouts.num_microbatches, []
-
-    def note(*_) -> None:
-        if len(begins) % number == 0:
-            torch.cuda.synchronize()
-        begins.append(time.perf_counter())
-
-    def observe(stages: list) -> list:
-        stages[0].register_forward_pre_hook(note)
-        return stages
-
-    with contextlib.redirect_stdout(None):
-        session = open_session(options, make_source(options.args, options.preset))
-        session.cfg.model.post_wrap_hooks.append(observe)
-        train(session)
-        close_session(session)
-    steps = begins[::number][WARM_UP:]
-    seconds = min(after - before for before, after in zip(steps, steps[1:], strict=False))
-    return {"seconds": seconds, "peak_bytes": float(torch.cuda.max_memory_allocated())}
-
-
-def _timed_collectives() -> list[dict]:
-    """Time small and large collectives on this rank: seconds of an all-gather and a reduce-scatter,
-    as a mean.
+    The seconds are the mean of an all-gather's and a reduce-scatter's.
     """
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
@@ -144,5 +89,7 @@ def _timed_collectives() -> list[dict]:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    main(*sys.argv[1:])
+    found = timed_collectives()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found) + "\n")
+    dist.destroy_process_group()

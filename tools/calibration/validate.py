@@ -5,18 +5,17 @@
 No machine is fitted to any of these runs, which tools/bench/vlm.py measures.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 from scipy.stats import spearmanr
 
-from calibration.measure import options_of
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import table
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
@@ -70,7 +69,8 @@ def planned(words: list[str], ranks: int) -> Plan:
     """Return the plan of a command line, on any host; ``--data digits:N`` has N tiles a sample."""
     pairs = list(zip(words, words[1:], strict=False))
     asked = [word for pair in pairs if pair[0] in DECIDE for word in pair]
-    plan = plan_of(options_of(asked, ranks))
+    with redirect_stdout(None):  # Megatron prints its arguments
+        plan = plan_of(parse(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]
     if of_data and of_data[-1]:
         plan = replace(plan, images=Tiles(min(float(of_data[-1]), plan.images.mean)))

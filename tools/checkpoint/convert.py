@@ -7,8 +7,6 @@ Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
     python tools/checkpoint/convert.py megatron-to-hf CHECKPOINT --like DIR --out DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

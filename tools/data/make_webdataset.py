@@ -13,8 +13,6 @@ to copy. An eighth of the samples is the part ``val``, whose scans are not in ``
 With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

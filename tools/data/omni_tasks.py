@@ -7,8 +7,6 @@ have many shapes. A tone rises, falls, or does one after the other, in noise. In
 moves.
 """
 
-from __future__ import annotations
-
 import io
 import wave
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that the bridge moves in a step of equal samples, from the bridge's own plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of a layout: rank maps and the timeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layout as text."""
 
-from __future__ import annotations
-
 from examples.mimo.common.layout import layout_table, table
 from layout_view.bridge import leaving
 from layout_view.view import LANGUAGE, View

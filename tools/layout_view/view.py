@@ -6,8 +6,6 @@ Groups are read from the grids that training makes its process groups from, and 
 planner's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

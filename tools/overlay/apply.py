@@ -81,14 +81,14 @@ class Application:
         """
         locked, version = self.patchset.lock.files, self.checkout.version
         check_version(self.checkout.root, version, locked)
-        steps, notices = self.patchset.steps_on(version, self.journal.read), []
-        for step in [step for step in steps if step.left_out]:
-            paths = git.paths_of(step.diff)
+        patched, notices = self.patchset.patched_on(version, self.journal.read), []
+        for one in [one for one in patched if one.left_out]:
+            paths = git.paths_of(one.diff)
             absent = [path for path in paths if self.journal.read(path) is None]
             why = "is not in this tree" if absent else "has been changed"
-            notices.append(f"left out: {step.name}: {' or '.join(absent or paths)} {why}")
+            notices.append(f"left out: {one.name}: {' or '.join(absent or paths)} {why}")
         link = link or any(known.states[-1].startswith(LINK) for known in self.known.values())
-        contents = series.last_tree(steps)
+        contents = series.last_tree(patched)
         goal = {path: Entry(d, self.journal.before(path).mode) for path, d in contents.items()}
         goal |= {path: self._ours(path, link) for path in self.patchset.overlay}
         self._refuse_edits(goal)

@@ -78,9 +78,9 @@ def _table(rows: list[Finding]) -> list[str]:
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Finding]:
     """Return how each patch gets onto the checkout, upon those before it."""
-    steps = series.build(patchset.series(), old.get, patchset.lock.git_only)
-    ported = series.port(steps, checkout.read)
-    return [Finding(step.name, state, where=conflicts) for step, state, conflicts in ported]
+    patched = series.build(patchset.series(), old.get, patchset.lock.git_only)
+    ported = series.port(patched, checkout.read)
+    return [Finding(one.name, state, where=conflicts) for one, state, conflicts in ported]
 
 
 def _files(

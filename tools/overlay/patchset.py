@@ -17,7 +17,7 @@ from pathlib import Path
 
 from overlay.checkout import check_relative, sha256
 from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError, refuse
-from overlay.series import Original, Step, build, last_tree
+from overlay.series import Original, Patched, build, last_tree
 
 # Folder in our repository -> its place in a checkout.
 OVERLAY_ROOTS = {"megatron_overlay": "", "examples/mimo": "examples/mimo"}
@@ -120,7 +120,7 @@ class PatchSet:
         files = [file for folder in beside for file in (self.root / folder).rglob("*.py")]
         return found | {file.relative_to(self.root).as_posix(): file for file in files}
 
-    def steps_on(self, version: str, original: Original) -> list[Step]:
+    def patched_on(self, version: str, original: Original) -> list[Patched]:
         """Return the patches on a tree of a locked version, whose files are as the lock has them.
 
         Leave out the patches of git-only files that are absent or changed.
@@ -142,9 +142,9 @@ class PatchSet:
         refuse(DIFFERS_FROM_LOCK, wrong)
         lost = {path for path, (before, _) in git_only.items() if found[path] != before}
         patches = self.series()
-        steps = build(patches, lambda path: None if path in lost else original(path), git_only)
+        patched = build(patches, lambda path: None if path in lost else original(path), git_only)
 
-        made = last_tree(steps)
+        made = last_tree(patched)
         lost = git_only.keys() - made
         made |= {path: ours.read_bytes() for path, ours in self.overlay.items() if path in locked}
         made |= {f"patches/{name}": patch for name, patch in patches.items()}
@@ -153,7 +153,7 @@ class PatchSet:
         wanted |= {f"patches/{name}": sha for name, sha in self.lock.patches.items()}
         stale = sorted(name for name in made.keys() | wanted if made.get(name) != wanted.get(name))
         refuse(FAILED, [f"{name} differs from the lock: run `make lock`" for name in stale])
-        return steps
+        return patched
 
 
 def _overlay_files(root: Path) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from overlay.errors import FAILED, OverlayError, refuse
 from overlay.fetch import upstream
 from overlay.journal import Journal, Known
 from overlay.patchset import Lock, PatchSet, check_version
-from overlay.series import Original, Step
+from overlay.series import Original, Patched
 
 Texts = dict[str, bytes]  # patches by name
 
@@ -43,60 +43,60 @@ def refresh(
         sdist = upstream(lock, version, patchset.root)
         return lambda path: sdist[path] if path in sdist else journal and journal.read(path)
 
-    steps = series.build(patches, upstream_at(lock.pin), lock.git_only)
-    for step in steps:
-        if step.left_out and sha256(patches[step.name]) != lock.patches.get(step.name):
-            what = f"patches/{step.name} was edited: refresh with a git checkout, which has"
-            raise OverlayError(FAILED, f"{what} {', '.join(git.paths_of(step.diff))}")
+    patched = series.build(patches, upstream_at(lock.pin), lock.git_only)
+    for one in patched:
+        if one.left_out and sha256(patches[one.name]) != lock.patches.get(one.name):
+            what = f"patches/{one.name} was edited: refresh with a git checkout, which has"
+            raise OverlayError(FAILED, f"{what} {', '.join(git.paths_of(one.diff))}")
     if checkout:
-        lines = _take_edits(patchset, journal, steps, into, upstream_at(lock.pin))
+        lines = _take_edits(patchset, journal, patched, into, upstream_at(lock.pin))
     elif pin:
-        steps, conflicts = _move_pin(lock, steps, pin, upstream_at)
+        patched, conflicts = _move_pin(lock, patched, pin, upstream_at)
         lines = [f"conflict: {path} with {name}" for name in conflicts for path in conflicts[name]]
-    texts = {step.name: step.text() for step in steps}
-    for step in [step for step in steps if not texts[step.name]]:
-        if step.name in conflicts:
-            texts[step.name] = step.header
-        elif not step.diff:
-            raise OverlayError(FAILED, f"patches/{step.name} changes nothing: fill or delete it")
+    texts = {one.name: one.text() for one in patched}
+    for one in [one for one in patched if not texts[one.name]]:
+        if one.name in conflicts:
+            texts[one.name] = one.header
+        elif not one.diff:
+            raise OverlayError(FAILED, f"patches/{one.name} changes nothing: fill or delete it")
         else:
-            del texts[step.name]
-            lines.append(f"dropped patches/{step.name}: it changes nothing any more")
+            del texts[one.name]
+            lines.append(f"dropped patches/{one.name}: it changes nothing any more")
     _lock_files(patchset, texts, upstream_at)
     lines += _write(patchset, patches, texts, only_check)
     if checkout:
-        _adopt(patchset, checkout, steps)
+        _adopt(patchset, checkout, patched)
     return lines
 
 
 def _move_pin(
-    lock: Lock, steps: list[Step], pin: str, upstream_at: Callable[[str], Original]
-) -> tuple[list[Step], dict[str, list[str]]]:
+    lock: Lock, patched: list[Patched], pin: str, upstream_at: Callable[[str], Original]
+) -> tuple[list[Patched], dict[str, list[str]]]:
     """Carry the patches to another version of the lock, which takes the pin's place.
 
     Also return the files in which patches conflict; these changes are left out.
     """
     if pin not in lock.versions:
         raise OverlayError(FAILED, f"the lock has no version {pin}: add it first")
-    ported = series.port(steps, upstream_at(pin))
+    ported = series.port(patched, upstream_at(pin))
     if pin != lock.pin:
         del lock.versions[lock.pin]
     lock.pin = pin
-    conflicts = {step.name: paths for step, state, paths in ported if state == "conflicts"}
-    return [step for step, _, _ in ported], conflicts
+    conflicts = {one.name: paths for one, state, paths in ported if state == "conflicts"}
+    return [one for one, _, _ in ported], conflicts
 
 
 def _take_edits(
     patchset: PatchSet,
     journal: Journal,
-    steps: list[Step],
+    patched: list[Patched],
     into: Collection[str],
     original: Original,
 ) -> list[str]:
-    """Put the edits of a checkout of the pin into the steps; return lines that list the edits."""
+    """Put the edits of a checkout of the pin into the patches; return lines that list the edits."""
     checkout, pin = journal.checkout, patchset.lock.pin
     check_version(checkout.root, checkout.version, [pin])
-    sdist, applied = upstream(patchset.lock, pin, patchset.root), series.last_tree(steps)
+    sdist, applied = upstream(patchset.lock, pin, patchset.root), series.last_tree(patched)
     for path, data in applied.items():
         known = journal.paths.get(path)
         if known is None and path not in sdist:
@@ -110,26 +110,26 @@ def _take_edits(
     edits = {path: checkout.read(path) for path in paths if path not in patchset.overlay}
     before = {path: applied.get(path, original(path)) for path in edits}
     edits = {path: data for path, data in edits.items() if data not in (None, before[path])}
-    owners = {path: _owner(steps, path, into) for path in edits}
+    owners = {path: _owner(patched, path, into) for path in edits}
     for path, edited in edits.items():
-        series.carry(steps, owners[path], path, before[path], edited, original)
+        series.carry(patched, owners[path], path, before[path], edited, original)
     return [f"{len(edits)} edited", *edits]
 
 
-def _owner(steps: list[Step], path: str, into: Collection[str]) -> int:
+def _owner(patched: list[Patched], path: str, into: Collection[str]) -> int:
     """Return the index of the patch that an edit of ``path`` belongs to.
 
     It is the one that ``into`` names for this path or for all, else the only one that touches it.
     """
     named = [number for number, _, of in (i.partition(":") for i in into) if of in ("", path)]
     if named:
-        found = [i for i, step in enumerate(steps) if step.name.startswith(f"{named[-1]}-")]
-        if not found or steps[found[0]].left_out:
+        found = [i for i, one in enumerate(patched) if one.name.startswith(f"{named[-1]}-")]
+        if not found or patched[found[0]].left_out:
             raise OverlayError(FAILED, f"--into {named[-1]}: no patches/{named[-1]}-*.patch")
         return found[0]
-    found = [i for i, step in enumerate(steps) if path in step.files]
+    found = [i for i, one in enumerate(patched) if path in one.files]
     if len(found) != 1:
-        names = ", ".join(steps[index].name for index in found) or "no patch"
+        names = ", ".join(patched[index].name for index in found) or "no patch"
         raise OverlayError(FAILED, f"{path} belongs to {names}: name one with --into NNNN:{path}")
     return found[0]
 
@@ -140,15 +140,15 @@ def _lock_files(patchset: PatchSet, texts: Texts, upstream_at: Callable[[str], O
     for version in lock.versions:
         sdist, original = upstream(lock, version, patchset.root), upstream_at(version)
         try:
-            steps = series.build(texts, original, lock.git_only)
+            patched = series.build(texts, original, lock.git_only)
         except OverlayError as error:
             raise OverlayError(FAILED, f"on {version}: {error.lines[0]}") from None
-        tree = series.last_tree(steps)
-        for step in steps:
-            if step.files.keys() - sdist.keys() and step.files.keys() & sdist.keys():
+        tree = series.last_tree(patched)
+        for one in patched:
+            if one.files.keys() - sdist.keys() and one.files.keys() & sdist.keys():
                 what = "changes files of the sdist and others: make two patches of it"
-                raise OverlayError(FAILED, f"patches/{step.name} {what}")
-            for path in git.paths_of(step.diff) if step.left_out else ():
+                raise OverlayError(FAILED, f"patches/{one.name} {what}")
+            for path in git.paths_of(one.diff) if one.left_out else ():
                 git_only[path] = lock.git_only[path]
         twice = sorted(tree.keys() & patchset.overlay)
         refuse(FAILED, [f"{path} is both an overlay file and patched" for path in twice])
@@ -176,11 +176,11 @@ def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -
     return [f"wrote patches/{name}" for name in stale] or ["patches and lock are up to date"]
 
 
-def _adopt(patchset: PatchSet, checkout: Checkout, steps: list[Step]) -> None:
+def _adopt(patchset: PatchSet, checkout: Checkout, patched: list[Patched]) -> None:
     """Record in the checkout's journal that its present files are those of the new lock."""
     with Journal.locked(checkout) as journal:
         paths = {path: known for path, known in journal.paths.items() if path in patchset.overlay}
-        for path, data in series.originals(steps).items():
+        for path, data in series.originals(patched).items():
             now = checkout.look(path)
             known = journal.paths.get(path, Known(replace(now, data=data), []))
             paths[path] = Known(known.original, [now.state])

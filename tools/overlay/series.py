@@ -13,7 +13,7 @@ Original = Callable[[str], bytes | None]  # returns upstream's file at a path, o
 
 
 @dataclass
-class Step:
+class Patched:
     """One patch, ``header`` and ``diff``, and each file that it changes, before and after it.
 
     If it is left out, because upstream's files are not at hand, ``files`` is empty.
@@ -43,7 +43,7 @@ def split(patch: bytes) -> tuple[bytes, bytes]:
 
 def build(
     patches: dict[str, bytes], original: Original, optional: Collection[str] = ()
-) -> list[Step]:
+) -> list[Patched]:
     """Apply the patches in order to upstream's files.
 
     Leave out the patches of ``optional`` paths that are not at hand, and those that follow upon
@@ -52,7 +52,7 @@ def build(
     Raises:
         OverlayError: a patch does not apply, or touches a file that upstream does not have.
     """
-    steps, tree, lost = [], {}, set()
+    patched, tree, lost = [], {}, set()
     for name, patch in patches.items():
         header, diff = split(patch)
         paths = [check_relative(path, f"patches/{name}") for path in git.paths_of(diff)]
@@ -62,73 +62,72 @@ def build(
             raise OverlayError(FAILED, f"patches/{name}: upstream has no {min(not_there)}")
         if missing:
             lost.update(paths)
-            steps.append(Step(name, header, diff, {}, left_out=True))
+            patched.append(Patched(name, header, diff, {}, left_out=True))
             continue
         after = git.apply(f"patches/{name}", diff, before)[0] if diff else {}
         tree |= after
         sides = {path: (data, after[path]) for path, data in before.items()}
-        steps.append(Step(name, header, diff, sides))
-    return steps
+        patched.append(Patched(name, header, diff, sides))
+    return patched
 
 
-def last_tree(steps: Iterable[Step]) -> dict[str, bytes]:
+def last_tree(patched: Iterable[Patched]) -> dict[str, bytes]:
     """Return all patched files after the last patch."""
-    return {path: after for step in steps for path, (_, after) in step.files.items()}
+    return {path: after for one in patched for path, (_, after) in one.files.items()}
 
 
-def originals(steps: list[Step]) -> dict[str, bytes]:
+def originals(patched: list[Patched]) -> dict[str, bytes]:
     """Return all patched files before the first patch."""
-    return {path: sides[0] for step in reversed(steps) for path, sides in step.files.items()}
+    return {path: sides[0] for one in reversed(patched) for path, sides in one.files.items()}
 
 
-def port(steps: Iterable[Step], original: Original) -> list[tuple[Step, str, list[str]]]:
+def port(patched: Iterable[Patched], original: Original) -> list[tuple[Patched, str, list[str]]]:
     """Carry the patches to other files: apply each, or else merge it three ways.
 
     Changes that conflict are left out. Return each patch, how it got there, and the files in which
     it conflicts.
     """
     ported, tree = [], {}
-    for step in steps:
-        paths = git.paths_of(step.diff)
+    for one in patched:
+        paths = git.paths_of(one.diff)
         ours = {path: tree.get(path, original(path)) for path in paths}
         there = {path: data for path, data in ours.items() if data is not None}
         conflicts = [path for path in paths if path not in there]
         try:
-            after, moved = git.apply(step.name, step.diff, there)
+            after, moved = git.apply(one.name, one.diff, there)
             state = "applies with offset" if moved else "applies"
         except OverlayError:
             after = {}
-            for path, data in ({} if step.left_out else there).items():
-                sides = data, *step.files[path]
+            for path, data in ({} if one.left_out else there).items():
+                sides = data, *one.files[path]
                 after[path], clean = git.merge(*sides)
                 if not clean:
                     conflicts.append(path)
                     after[path], _ = git.merge(*sides, "--ours")
-            conflicts = paths if step.left_out else conflicts
+            conflicts = paths if one.left_out else conflicts
             state = "conflicts" if conflicts else "merges" if after != there else "already there"
-            state = "left out" if step.left_out and not there else state
+            state = "left out" if one.left_out and not there else state
         files = {path: (ours[path], data) for path, data in after.items() if data != ours[path]}
         tree |= after
-        ported.append((replace(step, files=files), state, conflicts))
+        ported.append((replace(one, files=files), state, conflicts))
     return ported
 
 
 def carry(
-    steps: list[Step], owner: int, path: str, applied: bytes, edited: bytes, original: Original
+    patched: list[Patched], owner: int, path: str, applied: bytes, edited: bytes, original: Original
 ) -> None:
-    """Put an edit of a fully patched file into step ``owner``, and carry it through the later
-    steps.
+    """Put an edit of a fully patched file into patch ``owner``, and carry it through later ones.
 
     Raises:
         OverlayError: the edit conflicts with a later patch.
     """
-    before = last_tree(steps[:owner]).get(path, original(path))
-    for step in steps[owner:]:
-        if path in step.files or step is steps[owner]:
-            _, after = step.files.get(path, (before, before))
+    before = last_tree(patched[:owner]).get(path, original(path))
+    for one in patched[owner:]:
+        if path in one.files or one is patched[owner]:
+            _, after = one.files.get(path, (before, before))
             merged, clean = git.merge(after, applied, edited)
             if not clean:
-                what = f"{path}: the edit meets lines of patches after {step.name}"
+                what = f"{path}: the edit meets lines of patches after {one.name}"
                 raise OverlayError(FAILED, what)
-            step.files[path] = before, merged
+            one.files[path] = before, merged
             before = merged

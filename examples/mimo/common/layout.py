@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of the modules, their form on the command line, and tables of them."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's options that training programs of MIMO models refuse, and the reasons."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of Megatron's loop: the rows of each, and the microbatches that the loop draws."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any

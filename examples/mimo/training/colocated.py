@@ -6,8 +6,6 @@ Model, mock data and loss are those of that program. Only git checkouts of Megat
 the modules of this folder that are imported here.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Mapping

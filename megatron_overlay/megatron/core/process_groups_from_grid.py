@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A :class:`ProcessGroupCollection` from a :class:`HyperCommGrid`, without ``parallel_state``."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -66,7 +64,7 @@ Shared = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
 def groups_from_grid(
     grid: HyperCommGrid, num_distributed_optimizer_instances: int = 1
 ) -> dict[str, dist.ProcessGroup | None] | None:
-    """Every field of ``ProcessGroupCollection`` for the module on ``grid``.
+    """Return every field of ``ProcessGroupCollection`` for the module on ``grid``.
 
     Collective over the world: all ranks call it, in one order over the grids. Groups that the grid
     already has are reused, so a second call returns the same groups and makes none. The grid owns
@@ -141,7 +139,7 @@ def _check_dims(grid: HyperCommGrid) -> None:
 def _instance_groups(
     grid: HyperCommGrid, experts: bool, instances: int
 ) -> dict[str, tuple[list[str], str]]:
-    """Dims and view of the groups that several distributed-optimizer instances add, by field.
+    """Return dims and view of the groups that several optimizer instances add, by field.
 
     With n instances the optimizer's state is sharded over 1/n of the data-parallel ranks; gradients
     are reduce-scattered within an instance, then all-reduced between instances. Views of the grid
@@ -199,7 +197,7 @@ class _Maker:
         self.grid = grid
 
     def over(self, dims: list[str], view: str | None, shared: Shared) -> dist.ProcessGroup | None:
-        """This rank's group over ``dims``; without dims, the group of this rank alone."""
+        """Return this rank's group over ``dims``; without dims, the group of this rank alone."""
         grid = self.grid
         if not dims:
             return self._alone()
@@ -211,7 +209,7 @@ class _Maker:
     def derived(
         self, name: str, rank_enum: list[list[int]], shared: Shared
     ) -> dist.ProcessGroup | None:
-        """This rank's group among ``rank_enum``, which spans no whole dims; kept under ``name``."""
+        """Return this rank's group in ``rank_enum``, which spans no whole dims."""
         return self._kept(("derived", (name,)), rank_enum, shared)
 
     def _kept(
@@ -231,7 +229,7 @@ class _Maker:
         return groups[key]
 
     def _alone(self) -> dist.ProcessGroup | None:
-        """This rank's group of one; None outside the grid.
+        """Return this rank's group of one; None outside the grid.
 
         Every rank passes its own rank in the same call: PyTorch numbers new groups by the count of
         calls, which stays equal on all ranks, and a group of one has no peers to agree with. All

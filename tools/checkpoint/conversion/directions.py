@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two conversions; their output directories appear complete or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping

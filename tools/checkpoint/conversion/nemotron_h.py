@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of the language model, Hugging Face's NemotronH."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,21 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program's own model on the meta device: names and shapes of all tensors in a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
-import io
 import os
 import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from examples.mimo.nemotron_vlm.model.model import initial_draws
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.planner.parameters import stages_on_meta
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -60,10 +55,8 @@ def program_model(preset: VLMPreset) -> Iterator[ProgramModel]:
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     try:
-        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
-            path = Path(directory) / "model.json"
-            write_preset(preset, path)
-            options = parse(["--model", str(path), "--transformer-impl", "local"], 1)
+        with contextlib.redirect_stdout(None):
+            options = parse(["--transformer-impl", "local"], 1, preset)
             with stages_on_meta(options, 0) as (model,):
                 yield ProgramModel(model, preset)
     finally:

@@ -7,8 +7,6 @@ concatenated, one split, or, for attention, the rows of heads interleaved. Rows 
 first dim.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face directories: the parts of the model that they have, and their sizes."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files of a Hugging Face directory, read by rows and written file by file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

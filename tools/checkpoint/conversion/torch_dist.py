@@ -6,8 +6,6 @@ Files are written one after another, as if each were another rank's; when loadin
 parts that it needs from all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

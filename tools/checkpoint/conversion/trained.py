@@ -6,8 +6,6 @@ The checkpoint has the options of its run: they say what the model's sizes are, 
 prepared, and which tokenizer wrote the texts.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -13,7 +13,7 @@ from examples.mimo.nemotron_vlm.data.mock import MockStrips
 from examples.mimo.nemotron_vlm.data.sample import SOUND, SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages, most_rows
 
-if TYPE_CHECKING:  # a survey is made without Megatron-LM
+if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.energon.encoding import Encoder
     from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 
@@ -22,6 +22,10 @@ SOURCES = {"digits": DigitStrips, "mock": MockStrips}
 DIGITS = "digits:"
 
 ENERGON = "energon:"
+
+PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_frames video_fps
+    dynamic_resolution dynamic_resolution_min_patches dynamic_resolution_max_patches""".split()
+"""Arguments that decide how conversations and media become tokens and inputs."""
 
 
 def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
@@ -86,11 +90,16 @@ def _count(text: str) -> int:
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
+    from examples.mimo.nemotron_vlm.energon.__main__ import command
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
+    from examples.mimo.nemotron_vlm.energon.survey import NoSurvey
 
     encoder = make_encoder(args, preset)
     rest = args.seq_length, args.seed, args.bad_samples, args.surveys, args.long_samples
-    return EnergonSource(path, encoder, *rest)
+    try:
+        return EnergonSource(path, encoder, *rest)
+    except NoSurvey as error:
+        raise ValueError(f"{error}; make one: {command(path, args)}") from error
 
 
 def make_encoder(args: Namespace, preset: VLMPreset) -> Encoder:

@@ -8,8 +8,6 @@ ranks so that all have nearly the same work for encoders in the step. Each encod
 an equal share of the inputs of the DP ranks that it serves, cut between inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ A *tubelet* is some frames in a row, two as released, which are embedded togethe
 themselves alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

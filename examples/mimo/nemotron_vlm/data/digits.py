@@ -5,8 +5,6 @@
 A sample is a strip of digits, one image tile each, with the digits as the answer to read.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

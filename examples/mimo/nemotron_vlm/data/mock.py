@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random pixels and answers, for tests of speed and shapes at any model size."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grids of patches that images of any size are resized to; a survey needs them, too."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

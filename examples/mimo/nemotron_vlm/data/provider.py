@@ -6,8 +6,6 @@ Loading processes read ahead, the next microbatch is copied to the device while 
 computed, and the time that steps wait for data is counted.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from argparse import Namespace

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading of a rank's part of a microbatch into host memory, by loading processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

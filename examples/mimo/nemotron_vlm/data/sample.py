@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of data sets: text and inputs of each sample; and the digit-reading task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -54,13 +52,14 @@ class SampleSource:
     A data set of images alone has `tiles`; one with inputs of other encoders has `sizes`, `inputs`,
     `token_ids` and `inputs_per_sample` of its own.
 
-    image_token, pad_token: their ids in the texts. vocab_size: above every id in the texts.
+    token_ids: ids of the tokens that encoders' rows replace, by encoder. pad_token: its id.
+    vocab_size: above every id in the texts.
     tiles_per_sample: the mean, from which Megatron's log computes the throughput.
     fingerprint: equal for two sources if they have the same samples under the same numbers.
     score: scores answers by token; None counts the samples whose whole answer is right.
     """
 
-    image_token: int = IMAGE
+    token_ids: Mapping[str, int] = {IMAGES: IMAGE}
     pad_token: int = PAD
     vocab_size: int = FIRST_DIGIT + 10
     tiles_per_sample: float = 1.0
@@ -74,11 +73,6 @@ class SampleSource:
     def tiles(self, split: str, number: int) -> torch.Tensor:
         """Return the image tiles of sample ``number``, uint8 [n, 3, H, W]; n may be 0."""
         raise NotImplementedError
-
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """Ids of the tokens that encoders' rows replace, by encoder."""
-        return {IMAGES: self.image_token}
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs for samples from ``first`` on; must be cheap.

@@ -10,8 +10,6 @@ it, so the inputs of one sample may lie on two of them. Non-colocated, each enco
 rows, as upstream's bridge requires.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -18,7 +18,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     reading_task,
 )
 
-if TYPE_CHECKING:  # a survey is made without Megatron-LM
+if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
 
 EIGHTHS = range(4, 11)

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The encoders: a file or folder each, whose class is entered here under the name of its module."""
 
-from __future__ import annotations
-
 from examples.mimo.nemotron_vlm.encoders.entry import Encoder
 from examples.mimo.nemotron_vlm.encoders.radio import Radio
 from examples.mimo.nemotron_vlm.encoders.sound import Sound

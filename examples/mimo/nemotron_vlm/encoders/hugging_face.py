@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an entry says what its tensors are called in Hugging Face models; plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
 
 from examples.mimo.common.errors import UserError
 
@@ -37,6 +36,9 @@ class Part:
     the part; None for all of it. model_type: of the configuration of a model of the part alone;
     None if that has none.
     """
+
+    unneeded: ClassVar[tuple[str, ...]] = ()
+    """Patterns of tensors that our model does not have, after the prefix."""
 
     name: str
     ours: str
@@ -70,13 +72,14 @@ class Part:
         """Return the table of the part's tensors, without ``ours`` and the files' prefix."""
         raise NotImplementedError
 
-    def not_held(self, _files: Files, _outer: str) -> list[str]:
+    def not_held(self, files: Files, outer: str) -> list[str]:
         """Return the names of the part's tensors that our model can do without.
 
         Raises:
             UserError: our model cannot do without one of them.
         """
-        return []
+        patterns = [outer + pattern for pattern in self.unneeded]
+        return [n for n in files.shapes if any(fnmatchcase(n, each) for each in patterns)]
 
 
 def interleaved(

@@ -1,8 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of sound: Parakeet, of transformers' own module, and projector, on clips of any length.
+"""The entry of sound: Parakeet, a module of transformers, and projector, on sounds of any length.
 
-A clip is a waveform, from which the loading processes compute log-mel frames. Parakeet's layers
+A sound is a waveform, from which the loading processes compute log-mel frames. Parakeet's layers
 know no tensor parallelism, so each rank has the whole encoder. It has no dropout, and its batch
 norms always use their running statistics, also in training, and do not update them: a batch's own
 would depend on how ranks share it. They are 0 and 1 in a new model, or a pretrained model's.
@@ -10,7 +10,6 @@ would depend on how ranks share it. They are 0 and 1 in a new model, or a pretra
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,7 @@ KERNEL = 3
 class Sound(Encoder):
     """Sizes of a ParakeetEncoderConfig, by its names, but ``layers`` is its ``num_hidden_layers``.
 
-    The size of a clip is its number of samples. projector_ffn: the projector's inner width.
+    The size of a sound is its number of samples. projector_ffn: the projector's inner width.
     """
 
     name = SOUND
@@ -111,22 +110,22 @@ class Sound(Encoder):
     def collate(
         self, parts: Sequence[Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor | np.ndarray]:
-        """See `Encoder`; parts are clips, float32 [samples]."""
-        clips = [self.log_mel(clip) for part in parts for clip in part]
-        frames = torch.cat([torch.empty(0, self.num_mel_bins), *clips])
-        lengths = np.array([len(clip) for clip in clips], dtype=np.int64)
+        """See `Encoder`; parts are sounds, float32 [samples]."""
+        sounds = [self.log_mel(sound) for part in parts for sound in part]
+        frames = torch.cat([torch.empty(0, self.num_mel_bins), *sounds])
+        lengths = np.array([len(sound) for sound in sounds], dtype=np.int64)
         return {"frames": frames, "lengths": lengths}
 
-    def log_mel(self, clip: torch.Tensor) -> torch.Tensor:
-        """Return a clip's frames, float32 [frames, mel bins]; the last is zero.
+    def log_mel(self, sound: torch.Tensor) -> torch.Tensor:
+        """Return a sound's frames, float32 [frames, mel bins]; the last is zero.
 
         Raises:
-            ValueError: the clip is too short.
+            ValueError: the sound is too short.
         """
-        if len(clip) < SHORTEST:
-            raise ValueError(f"a clip of {len(clip)} samples: give {SHORTEST} or more")
+        if len(sound) < SHORTEST:
+            raise ValueError(f"a sound of {len(sound)} samples: give {SHORTEST} or more")
         made = _extractor(self.num_mel_bins)(
-            clip.numpy(), sampling_rate=SAMPLING_RATE, return_tensors="pt"
+            sound.numpy(), sampling_rate=SAMPLING_RATE, return_tensors="pt"
         )
         return made.input_features[0]
 
@@ -220,17 +219,17 @@ def attend(
     real: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to a clip's own rows alone, as transformers does to those of a clip without padding.
+    """Attend to a sound's own rows alone, as transformers does to those of one without padding.
 
-    A clip's last row may come from the last frame alone, which is not real. No row attends to this
+    A sound's last row may come from the last frame alone, which is not real. No row attends to this
     one, which takes the mean over all rows; in transformers over the padding's, too. It is the mean
     of equal scores here, since kernels overflow where all are the lowest number.
 
     Args:
-        query, key, value: [clips, heads, rows, channels].
-        attention_mask: terms of relative positions [clips, heads, rows, rows], the lowest number
+        query, key, value: [sounds, heads, rows, channels].
+        attention_mask: terms of relative positions [sounds, heads, rows, rows], the lowest number
             where a row or a key is not real.
-        own, real: bool [clips, rows]: rows that are no padding, and those from real frames.
+        own, real: bool [sounds, rows]: rows that are no padding, and those from real frames.
     """
     unreal = ~real[:, None, :, None]
     bias = attention_mask.masked_fill(unreal, 0).masked_fill(~own[:, None, None], -math.inf)
@@ -241,9 +240,9 @@ def attend(
 
 
 class SoundEncoder(MegatronModule):
-    """Parakeet on clips one after the other; without any, it encodes a blank one.
+    """Parakeet on sounds one after the other; without any, it encodes a blank one.
 
-    The host has the clips' lengths, so no forward waits for the device.
+    The host has the sounds' lengths, so no forward waits for the device.
     """
 
     def __init__(
@@ -261,20 +260,20 @@ class SoundEncoder(MegatronModule):
         return self
 
     def forward(self, frames: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-        """Encode clips.
+        """Encode sounds.
 
         Args:
             frames: [sum of lengths, mel bins].
-            lengths: frames of each clip, of which the last is not real; int64 [clips].
+            lengths: frames of each sound, of which the last is not real; int64 [sounds].
 
         Returns:
-            [rows, hidden], those of all clips.
+            [rows, hidden], those of all sounds.
         """
         if not len(lengths):
             lengths = np.array([SHORTEST // HOP + 1])
             frames = frames.new_zeros(lengths[0], frames.size(1))
-        clips = frames.to(self.config.params_dtype).split(lengths.tolist())
-        padded = pad_sequence(clips, batch_first=True)
+        sounds = frames.to(self.config.params_dtype).split(lengths.tolist())
+        padded = pad_sequence(sounds, batch_first=True)
         counts = copied_to(frames.device, torch.from_numpy(lengths))[:, None]
         places = torch.arange(padded.size(1), device=frames.device)
         firsts = places[:: self.factor]  # a row comes from so many frames
@@ -285,7 +284,7 @@ class SoundEncoder(MegatronModule):
             real=firsts < counts - 1,
         ).last_hidden_state
         rows = -(-lengths // self.factor)
-        return torch.cat([clip[:count] for clip, count in zip(hidden, rows, strict=True)])
+        return torch.cat([sound[:count] for sound, count in zip(hidden, rows, strict=True)])
 
 
 EXPECTED = {
@@ -296,12 +295,11 @@ EXPECTED = {
 }
 """Fields of an Omni model's audio configuration for which our model supports one value."""
 
-NOT_HELD = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
-"""Patterns of tensors that our model does not have."""
-
 
 class SoundPart(Part):
     """Parakeet, by transformers' names in both models."""
+
+    unneeded = ("feature_extractor.*", "layers.*.conv.norm.num_batches_tracked")
 
     def sizes(self, base: Sound, config: Any, files: Files, outer: str, tile: int | None) -> Sound:
         if config is None:
@@ -314,7 +312,3 @@ class SoundPart(Part):
         with torch.device("meta"):
             names = parakeet(sizes).state_dict()
         return {name: (TensorRows(name),) for name in names}
-
-    def not_held(self, files: Files, outer: str) -> list[str]:
-        patterns = [outer + pattern for pattern in NOT_HELD]
-        return [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]

@@ -7,8 +7,6 @@ its layers: the first on inputs, the others on the hidden states of the stage be
 of Nemotron's encoders is an RMSNorm and a squared-ReLU MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

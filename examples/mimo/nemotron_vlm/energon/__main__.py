@@ -2,24 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Survey a data set and print the result: lengths of the samples, and which are bad."""
 
-from __future__ import annotations
-
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
-from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import PREPARATION, make_encoder
+from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.data.sample import SOUND
 from examples.mimo.nemotron_vlm.energon.advice import advise
-from examples.mimo.nemotron_vlm.energon.conversation import IMAGE, VIDEO, Chat
+from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder
 from examples.mimo.nemotron_vlm.energon.errors import MissingPackage
-from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling
-from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT
-from examples.mimo.nemotron_vlm.energon.sounds import Listening
+from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.store import PARTS, DataSet, EmptySplit, open_split
 from examples.mimo.nemotron_vlm.energon.survey import (
     GOOD,
@@ -30,30 +28,22 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     load_survey,
     make_survey,
 )
-from examples.mimo.nemotron_vlm.energon.videos import Watching
+from examples.mimo.nemotron_vlm.options.config_file import with_config
+from examples.mimo.nemotron_vlm.options.own_options import OwnOptions, add_own_options, preset_of
 
 _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 
 PERCENTILES = (0, 50, 90, 99, 100)
 
+DECIDE = ("model", *PREPARATION, "surveys")
+"""Options of the training on which a survey depends, and where it lies."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Survey the splits; return the exit code, 2 if a split cannot be surveyed."""
-    given = _parse(arguments)
     try:
-        sound = Listening(given.sound) if given.sound else None
-        chat = Chat(given.tokenizer, given.image_token, sound is not None)
-        if given.patch:
-            bounds = given.min_patches, given.max_patches
-            images = Resizing(PatchGrids(given.patch, given.pixel_shuffle, *bounds))
-        else:
-            images = Tiling(given.tile, given.max_tiles, given.thumbnail)
-        per_tile = 1 if given.patch else given.tokens_per_tile
-        video = None
-        if given.video:
-            clips = ClipGrids(given.patch, given.pixel_shuffle, given.tubelet, given.video)
-            video = Watching(clips, given.video_frames, given.video_fps)
-        encoder = Encoder(chat, images, per_tile, given.prompt, sound, video)
+        given = _parse(arguments)
+        encoder = make_encoder(given, preset_of(given))
         for split in PARTS:
             try:
                 datasets = open_split(given.path, split).datasets
@@ -65,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, split, given, encoder))
-    except (ValueError, MissingPackage) as error:
+    except (UserError, ValueError, MissingPackage) as error:
         line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
         print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
         return 2
@@ -96,11 +86,13 @@ def describe(
         lines.append(f"  tokens  {' · '.join(at)} · mean {tokens.mean():.1f}")
         counts = np.stack(np.unique(inputs, return_counts=True), axis=1).tolist()
         of = (f"{count} with {number}" for number, count in counts)
-        kind = "images" if given.patch else "tiles"
+        kind = "tiles" if isinstance(encoder.images, Tiling) else "images"
         lines.append(f"  {kind:6}  {' · '.join(of)} · mean {inputs.mean():.2f}")
-        for kind in filter(vars(given).get, (VIDEO, SOUND)):
-            lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
-        lines += advise(survey, encoder, chosen) if split == "train" else []
+        for kind, is_taken in ((VIDEO, encoder.video), (SOUND, encoder.sound)):
+            if is_taken:
+                lines.append(f"  {kind:6}  {survey.count(chosen, kind)}")
+        packing = Packing(given.pack_window, given.sample_multiple)
+        lines += advise(survey, encoder, chosen, packing) if split == "train" else []
     bad = bad_samples(dataset, survey, seq_length, names)
     cut = int((survey.needed[chosen][tokens > seq_length] <= seq_length).sum())
     for state, count in enumerate(np.bincount(survey.states(seq_length)[subset])):
@@ -112,43 +104,29 @@ def describe(
     return "\n".join(lines)
 
 
+def command(path: str, args: argparse.Namespace) -> str:
+    """Return the command that makes the survey for a training's options."""
+    words = ["python", "-m", __package__, path]
+    for name in DECIDE:
+        value, option = getattr(args, name), name.replace("_", "-")
+        if value == getattr(OwnOptions, name, None):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--disable-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return shlex.join(words)
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="Give the options of the training that decide what it reads: --model, "
+        "--dynamic-resolution, --max-tiles, --video-fps and so on.",
+        allow_abbrev=False,
+    )
     parser.add_argument("path", metavar="PATH", help="prepared data set, or metadataset.yaml")
-    parser.add_argument("--tokenizer", metavar="DIR", required=True)
-    kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--tile", type=int, help="height and width of tiles in pixels")
-    kind.add_argument("--patch", type=int, help="those of patches, for --dynamic-resolution")
-    parser.add_argument("--tokens-per-tile", type=int, help="needed with --tile")
-    parser.add_argument("--pixel-shuffle", type=int, default=2, help="of images of any size")
-    parser.add_argument("--min-patches", type=int, default=1024, help="of images of any size")
-    parser.add_argument("--max-patches", type=int, default=13312, help="of images of any size")
-    parser.add_argument(
-        "--sound",
-        type=int,
-        nargs="?",
-        const=8,
-        metavar="FRAMES",
-        help="survey sounds, so many log-mel frames of which become a token (8)",
-    )
-    parser.add_argument(
-        "--video",
-        type=int,
-        nargs="?",
-        const=1024,
-        metavar="PATCHES",
-        help="survey clips with --patch, whose frames have about so many patches (1024)",
-    )
-    parser.add_argument("--tubelet", type=int, default=2, help="frames that become rows together")
-    parser.add_argument("--video-frames", type=int, help="of a clip")
-    parser.add_argument("--video-fps", type=float, help="frames of a clip in a second")
-    parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
-    parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
-    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
-    parser.add_argument("--image-token", default=IMAGE, help="of the tokenizer")
-    parser.add_argument(
-        "--surveys", type=Path, metavar="DIR", help="of the surveys; default: with the data"
-    )
+    parser.add_argument("--tokenizer-model", metavar="DIR", required=True)
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that take a shard at a time; 0: this one"
     )
@@ -157,13 +135,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"
     )
     parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
-    given = parser.parse_args(arguments)
-    if given.tile and not given.tokens_per_tile:
-        parser.error("--tile needs --tokens-per-tile")
-    if given.video and not given.patch:
-        parser.error("--video needs --patch")
-    if given.patch and not 0 < given.pixel_shuffle**2 <= given.min_patches <= given.max_patches:
-        parser.error("--pixel-shuffle squared, --min-patches and --max-patches must ascend")
+    add_own_options(parser)
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser.parse_args(with_config(words, parser))
+    given.surveys = given.surveys and Path(given.surveys)
     return given
 
 

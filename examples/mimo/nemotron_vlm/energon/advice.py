@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence lengths and bounds of images to train with, and what each of them leaves out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from examples.mimo.common.layout import table
@@ -19,26 +17,24 @@ PERCENTILES = (50, 90, 99, 100)
 KEPT = 0.99
 """Share of samples that the recommended length keeps, and of images that keep their size."""
 
-PACKING = Packing(window=1024, multiple=16)
-"""The training program's defaults."""
-
 WINDOWS = 16
 """Windows of samples that are packed to see how much padding is left."""
 
 
-def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray) -> list[str]:
+def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packing) -> list[str]:
     """Return lines with a table of lengths, one of bounds of images, and a recommendation.
 
     Args:
         chosen: indices of the samples that can be used, int64 [n].
+        packing: how the training would pack them.
     """
     tokens = survey.tokens[chosen].astype(np.int64)
-    lengths = list(dict.fromkeys(map(PACKING.padded, _percentiles(tokens))))
+    lengths = list(dict.fromkeys(map(packing.padded, _percentiles(tokens))))
     rows = [["--seq-length", "samples kept", "tokens kept", "padding", "with --pack"]]
     for length in (*lengths, 2 * lengths[-1]):
         kept = tokens[tokens <= length]
         shares = len(kept) / len(tokens), kept.sum() / tokens.sum()
-        paddings = 1 - kept.mean() / length, _packed_padding(kept, length)
+        paddings = 1 - kept.mean() / length, _packed_padding(kept, length, packing)
         rows.append([str(length), *(f"{share:.1%}" for share in (*shares, *paddings))])
     best = next(length for length in lengths if (tokens <= length).mean() >= KEPT)
     tables, advice = [table(rows)], f"--seq-length {best}"
@@ -53,7 +49,8 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray) -> list[str]:
         if isinstance(pixels, Tiling):
             option, inputs = "--max-tiles", sizes - (pixels.thumbnail & (sizes > 1))
         else:
-            option, grids = "--max-patches", pixels.grids  # grids are rounded, also beyond bounds
+            option, grids = "--dynamic-resolution-max-patches", pixels.grids
+            # Grids are rounded, also beyond bounds.
             inputs = np.minimum(sizes * grids.pixel_shuffle**2, grids.max_patches)
         rows = [[option, "images of full size", "99 % of samples have at most"]]
         for bound in dict.fromkeys(_percentiles(inputs)):
@@ -73,9 +70,9 @@ def _percentiles(values: np.ndarray) -> list[int]:
     return np.percentile(values, PERCENTILES, method="higher").astype(np.int64).tolist()
 
 
-def _packed_padding(tokens: np.ndarray, length: int) -> float:
+def _packed_padding(tokens: np.ndarray, length: int, packing: Packing) -> float:
     """Return the share of padding in packed rows, as the first windows have it."""
-    windows = [tokens[i : i + PACKING.window] for i in range(0, len(tokens), PACKING.window)]
-    windows = windows[:WINDOWS]
-    padded = (best_fit([PACKING.padded(int(n)) for n in each], length) for each in windows)
+    size = packing.window
+    windows = [tokens[i : i + size] for i in range(0, len(tokens), size)][:WINDOWS]
+    padded = (best_fit([packing.padded(int(n)) for n in each], length) for each in windows)
     return 1 - sum(each.sum() for each in windows) / (sum(map(len, padded)) * length)

@@ -7,8 +7,6 @@ tokens: an image is between ``<img>`` and ``</img>`` then, a sound between ``<so
 ``<so_end>``. A clip becomes an image for each tubelet, after a label of its frames.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -142,11 +140,6 @@ class Chat:
         pad = tokenizer.pad_token_id
         self.pad_token: int = tokenizer.eos_token_id if pad is None else pad
         self.vocab_size: int = max(vocabulary.values()) + 1
-
-    @property
-    def image_token(self) -> int:
-        """Id of the image token."""
-        return self.ids[IMAGES]
 
     @property
     def fingerprint(self) -> str:

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoding of a conversation as tokens, and of its images, sounds and clips as encoders' inputs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

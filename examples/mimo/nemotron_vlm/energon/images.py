@@ -10,8 +10,6 @@ largest of which the image's own pixels fill more than half. The number of tiles
 image's size alone.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@
 No state is kept, so any rank, worker or resumed run finds the same sample under the same number.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Literal
 

@@ -12,8 +12,6 @@ Two kinds of energon's samples are read:
   an ``mp4``, or images ``video.0.jpg``, ``video.1.jpg`` …, of which the json may give ``fps``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

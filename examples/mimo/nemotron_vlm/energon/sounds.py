@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sound files as mono waveforms of the encoder's sampling rate."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ FLAC = b"fLaC"
 
 @dataclass(frozen=True)
 class Listening:
-    """Settings of how sounds become clips.
+    """Settings of how files become sounds.
 
     subsampling: log-mel frames that become a row.
     """
@@ -52,20 +50,20 @@ class Listening:
             BadSound, MissingPackage: as for `size_of`.
         """
         samples, rate = _read(data)
-        clip = samples.mean(axis=1)
+        sound = samples.mean(axis=1)
         if rate != SAMPLING_RATE:
             common = gcd(rate, SAMPLING_RATE)
-            clip = resample_poly(clip, SAMPLING_RATE // common, rate // common)
-        return torch.from_numpy(clip.astype(np.float32))
+            sound = resample_poly(sound, SAMPLING_RATE // common, rate // common)
+        return torch.from_numpy(sound.astype(np.float32))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the rows that clips become, each of which is a token."""
+        """Return the rows that sounds become, each of which is a token."""
         return rows_of(sizes, self.subsampling)
 
 
-def picture_of(clip: torch.Tensor) -> torch.Tensor:
-    """Return the spectrogram of a clip, uint8 [3, 64, W], dark where and when it is loud."""
-    spectrum = torch.stft(clip, 126, 160, window=torch.hann_window(126), return_complex=True)
+def picture_of(sound: torch.Tensor) -> torch.Tensor:
+    """Return the spectrogram of a sound, uint8 [3, 64, W], dark where and when it is loud."""
+    spectrum = torch.stft(sound, 126, 160, window=torch.hann_window(126), return_complex=True)
     loud = spectrum.abs().clamp(1e-2, 10).log10()
     return ((1 - loud) * (255 / 3)).byte().flip(0).expand(3, -1, -1)
 

@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of energon's data sets, each a function of (data, seed, split, number)."""
 
-from __future__ import annotations
-
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,11 +21,11 @@ from examples.mimo.nemotron_vlm.energon.stream import Stream
 from examples.mimo.nemotron_vlm.energon.survey import (
     STATES,
     TOO_LONG,
+    NoSurvey,
     Survey,
     bad_samples,
     load_survey,
 )
-from examples.mimo.nemotron_vlm.energon.videos import Watching
 
 NAMED = 3
 """Number of bad samples that a refusal names."""
@@ -42,7 +39,7 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and tiles or whole images, and clips of sound.
+        encoder: makes tokens of samples, and inputs of their images, sounds and clips.
         seq_length: tokens that a sample may have.
         seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
@@ -51,11 +48,11 @@ class EnergonSource(SampleSource):
         surveys: directory of the surveys; by default that of energon's metadata.
 
     Raises:
-        ValueError: the data or its survey is missing or unfit; or it has samples that are to be
-            refused. The message is one line.
+        NoSurvey: there is no survey of the data with these settings.
+        ValueError: the data is missing or unfit; or it has samples that are to be refused. The
+            message is one line.
 
     Attributes:
-        tiles_per_sample: mean over the training split; a whole image counts as one.
         fingerprint: hash of the training split's samples, their tokens and images, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
@@ -76,25 +73,17 @@ class EnergonSource(SampleSource):
         self._surveys = Path(surveys) if surveys else None
         self._bad_samples, self._long_samples = bad_samples, long_samples
         self._streams: dict[str, Stream] = {}
-        self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
+        self.token_ids, self.pad_token = encoder.chat.ids, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
-        train = self._stream("train")
-        self.tiles_per_sample = train.mean_inputs
-        self.fingerprint = train.fingerprint
+        self.fingerprint = self._stream("train").fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """See `SampleSource`."""
-        return self._encoder.chat.ids
-
     def inputs_per_sample(self, encoder: str) -> float:
-        """See `SampleSource`."""
-        if encoder == IMAGES:
-            return self.tiles_per_sample
-        return self._stream("train").mean_of(encoder)
+        """See `SampleSource`; of the training split, and a whole image counts as one."""
+        train = self._stream("train")
+        return train.mean_inputs if encoder == IMAGES else train.mean_of(encoder)
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -129,14 +118,6 @@ class EnergonSource(SampleSource):
             if found != surveyed:
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
         return Text(*(part[: self._seq_length] for part in text))
-
-    def tiles(self, split: str, number: int) -> torch.Tensor:
-        """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
-        return self.inputs(split, number, IMAGES)
 
     def pictures(self, split: str, number: int) -> list[torch.Tensor]:
         """See `SampleSource`.
@@ -221,9 +202,9 @@ class EnergonSource(SampleSource):
                 surveys.append(load_survey(dataset, self._encoder, self._surveys))
                 if surveys[-1] is None:
                     kind = type(self._encoder.images).__name__.lower()
-                    raise ValueError(
+                    raise NoSurvey(
                         f"{dataset.path}: no survey of {split} with this tokenizer, template and "
-                        f"{kind}; make one: {self._survey_command()}"
+                        f"{kind}"
                     )
             pairs = list(zip(opened.datasets, surveys, strict=True))
             cut = self._long_samples == "cut"
@@ -252,30 +233,3 @@ class EnergonSource(SampleSource):
                 f"{self._path}: {count} {kind} samples in {split}: {'; '.join(named)}; leave them "
                 f"out with --{kind}-samples skip"
             )
-
-    def _survey_command(self) -> str:
-        encoder, images, switches = self._encoder, self._encoder.images, []
-        if isinstance(images, Tiling):
-            sizes = {"tile": images.tile, "tokens-per-tile": encoder.tokens_per_tile}
-            sizes["max-tiles"] = images.max_tiles
-            switches = [] if images.thumbnail else ["--no-thumbnail"]
-        else:
-            sizes = {name.replace("_", "-"): value for name, value in vars(images.grids).items()}
-        options = {
-            "tokenizer": encoder.chat.path,
-            **sizes,
-            "prompt": encoder.prompt,
-            "image-token": encoder.chat.image_text,
-            **({"sound": encoder.sound.subsampling} if encoder.sound else {}),
-            **(_video_options(encoder.video) if encoder.video else {}),
-            **({"surveys": self._surveys} if self._surveys else {}),
-        }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += switches
-        return shlex.join(["python", "-m", __package__, str(self._path), *words])
-
-
-def _video_options(video: Watching) -> dict[str, object]:
-    options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
-    options |= {"video-frames": video.frames, "video-fps": video.fps}
-    return {name: value for name, value in options.items() if value is not None}

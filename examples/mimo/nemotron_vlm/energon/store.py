@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random access to energon's data sets: the samples of a split by index."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

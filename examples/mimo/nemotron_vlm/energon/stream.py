@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of a split that can be used, in the order in which training numbers them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -13,8 +13,6 @@ on the sequence length. Each data set has, beside energon's own metadata or in a
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -40,6 +38,10 @@ STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 KINDS = tuple(PLACEHOLDERS)
 MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
+
+
+class NoSurvey(ValueError):
+    """A data set that has not been surveyed with these settings."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clips of video: numbered images, or an MP4 file, as frames; and what names them in a text."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that asks the model just trained about a held-out sample."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from argparse import Namespace
@@ -20,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.data import PREPARATION
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -30,16 +28,12 @@ from megatron.core.models.mimo.bridge.batch_plan import BatchPlan
 from megatron.core.models.mimo.bridge.plan import AtomRows
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import Call, Caller
 from megatron.training import checkpointing, training
 
-STREAM = (
-    *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
-    *("tokenizer_model", "image_token", "prompt", "max_tiles", "thumbnail", "dynamic_resolution"),
-    *("video_frames", "video_fps"),
-    *("dynamic_resolution_min_patches", "dynamic_resolution_max_patches"),
-)
+STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
 """Arguments that may change which sample has which number, for the refusal's text; whether it has
 changed is decided by the fingerprint of the data."""
 

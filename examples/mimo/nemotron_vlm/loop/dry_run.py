@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers about a run without starting it: parameters, memory, and the fastest layouts."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace
@@ -16,7 +14,7 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHAS
 from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, inputs_of_sample
-from examples.mimo.nemotron_vlm.planner.machine import find_machine
+from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.parameters import (
     EXPERT,
@@ -74,8 +72,7 @@ def plan(argv: list[str], own: Namespace) -> str:
     _check_alone()
     if own.language or own.encoder:
         raise UserError("--plan finds the layouts: leave out --language and --encoder")
-    if own.plan_gpus_per_node < 1:
-        raise UserError("--plan-gpus-per-node must be 1 or more")
+    machine = machine_of(own)
     # The plans decide these; read as one rank, the command line must not ask for more.
     alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
     alone += ["--micro-batch-size", "1"]
@@ -90,7 +87,7 @@ def plan(argv: list[str], own: Namespace) -> str:
     task = Task(
         preset=preset,
         world=own.plan,
-        machine=replace(find_machine(own.plan_gpu), gpus_per_node=own.plan_gpus_per_node),
+        machine=machine,
         seq_length=args.seq_length,
         global_batch=args.global_batch_size,
         images=tiles,
@@ -106,6 +103,17 @@ def plan(argv: list[str], own: Namespace) -> str:
         except OSError as error:
             raise UserError(f"--plan-json {own.plan_json}: {error.strerror}") from error
     return describe(task, found, own.model)
+
+
+def machine_of(own: Namespace) -> Machine:
+    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe.
+
+    Raises:
+        UserError: there is none.
+    """
+    if own.plan_gpus_per_node < 1:
+        raise UserError("--plan-gpus-per-node must be 1 or more")
+    return replace(find_machine(own.plan_gpu), gpus_per_node=own.plan_gpus_per_node)
 
 
 def _check_alone() -> None:

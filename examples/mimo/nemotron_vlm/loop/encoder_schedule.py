@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of the colocated encoder: around the language model's pipeline, or in its bubbles."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 

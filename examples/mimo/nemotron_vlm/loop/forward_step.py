@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward step: losses in training, the model's answers in evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's metrics beside Megatron's log: a JSON line per step, and progress; from the last rank."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
@@ -22,7 +20,7 @@ from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
-from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture at the end of a run: curves of loss and accuracy, and answers on test samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

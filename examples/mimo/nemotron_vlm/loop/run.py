@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run says on the terminal where it stands as it begins and ends; progress is in metrics.py."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from argparse import Namespace

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model builder that ``pretrain`` calls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

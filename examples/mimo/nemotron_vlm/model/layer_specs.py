@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer implementations that each part of the model is built of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 

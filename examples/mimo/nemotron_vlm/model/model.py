@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Nemotron VLM as a MimoModel: its configurations from Megatron's arguments, and its parts."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
-from examples.mimo.nemotron_vlm.model.part_settings import Part, parts_named
+from examples.mimo.nemotron_vlm.model.part_settings import ModelPart, parts_named
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
@@ -96,7 +94,7 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
     return VLMConfigs(tuple(encoders), language)
 
 
-def parts_in_fp8(args: Namespace, preset: VLMPreset) -> frozenset[Part]:
+def parts_in_fp8(args: Namespace, preset: VLMPreset) -> frozenset[ModelPart]:
     """Return the parts whose matrix products are in FP8, with ``--fp8-format``.
 
     Raises:

@@ -6,8 +6,6 @@ Options name them ``encoder``, ``projector`` and ``language``; the first two are
 encoders, or with ``NAME:`` before them of one.
 """
 
-from __future__ import annotations
-
 import itertools
 from argparse import Namespace
 from collections.abc import Collection, Sequence
@@ -22,10 +20,10 @@ from megatron.core.transformer.moe.frozen_routers import freeze_routers
 NAMES = {"encoder": "*encoders.*", "projector": "*input_projections.*"}
 """Parameter name patterns of an encoder's parts."""
 
-Part = tuple[str, str]
+ModelPart = tuple[str, str]
 """Name of an encoder's module, and a part of it; the language model's is ``LANGUAGE``."""
 
-LANGUAGE: Part = ("", "language")
+LANGUAGE: ModelPart = ("", "language")
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class PartSettings:
     module, for Megatron's optimizer.
     """
 
-    frozen: frozenset[Part]
+    frozen: frozenset[ModelPart]
     overrides: dict[str, dict[ParamKey, ParamGroupOverride]] = field(default_factory=dict)
 
 
@@ -70,7 +68,7 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
     return settings
 
 
-def _frozen(freeze: str, names: list[str]) -> frozenset[Part]:
+def _frozen(freeze: str, names: list[str]) -> frozenset[ModelPart]:
     every = [*itertools.product(names, NAMES), LANGUAGE]
     frozen = parts_named("--freeze", freeze, every)
     if frozen == {*every}:
@@ -78,13 +76,13 @@ def _frozen(freeze: str, names: list[str]) -> frozenset[Part]:
     return frozen
 
 
-def parts_named(option: str, text: str, every: Sequence[Part]) -> frozenset[Part]:
+def parts_named(option: str, text: str, every: Sequence[ModelPart]) -> frozenset[ModelPart]:
     """Return the parts that an option's comma-separated words name, each with ``NAME:`` or without.
 
     Raises:
         UserError: a word is none of ``every`` part.
     """
-    found: set[Part] = set()
+    found: set[ModelPart] = set()
     for word in text.split(",") if text else ():
         module, _, part = word.rpartition(":")
         named = {each for each in every if each[1] == part and module in ("", each[0])}
@@ -128,14 +126,14 @@ def by_encoder(option: str, given: Sequence[str] | None, names: Sequence[str]) -
     return common | found
 
 
-def part_of(name: str) -> Part:
+def part_of(name: str) -> ModelPart:
     """Return the part that a parameter of the bare model belongs to."""
     if not name.startswith("modality_submodules."):
         return LANGUAGE
     return name.split(".")[1], "projector" if ".input_projections." in name else "encoder"
 
 
-def freeze(stages: list[MimoModel], parts: Collection[Part]) -> None:
+def freeze(stages: list[MimoModel], parts: Collection[ModelPart]) -> None:
     """Freeze the parameters of ``parts``; call it before DDP wraps the modules.
 
     Args:

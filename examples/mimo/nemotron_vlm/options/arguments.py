@@ -5,8 +5,6 @@
 Bad input is refused here, before any process group is made, with the same message on every rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -38,12 +36,12 @@ from examples.mimo.nemotron_vlm.model.part_settings import (
     by_encoder,
     part_settings,
 )
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
 from examples.mimo.nemotron_vlm.options.defaults import defaults
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
-from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
+from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
@@ -51,7 +49,6 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 AT_LEAST_1 = "micro_batch_size global_batch_size seq_length "
 AT_LEAST_1 += "encoder_macro_batch sample_multiple pack_window"
 LEAST = dict.fromkeys(AT_LEAST_1.split(), 1) | {"num_workers": 0}
-ANY_SIZE = "--dynamic-resolution"
 
 
 @dataclass(frozen=True)
@@ -74,14 +71,14 @@ def parse(
     Args:
         argv: the command line without the program's name.
         world_size: ranks of the run; torchrun's by default.
-        preset: the model; that of ``--model`` by default.
+        preset: the model; that of the options by default.
 
     Raises:
         UserError: the options cannot work; the message names the fact and the fix.
     """
     os.environ.update(at_start(argv))  # where the program has not, before imports
     own = own_options(argv)
-    preset = preset or find_preset(own.model)
+    preset = preset or preset_of(own)
     config = ""
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,7 +102,6 @@ def parse(
     args.world_size = world_size or args.world_size
     sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
     preset = replace(preset, language=replace(preset.language, **sizes))
-    preset = _of_any_size(args, preset)
     parts = part_settings(args, preset.names)
     _check_own(args)
     _complete(args, preset)
@@ -117,23 +113,6 @@ def parse(
         _check_evaluation(args, preset, layouts)
         configs = make_configs(args, preset, layouts)
     return Options(args, preset, layouts, configs, parts, config)
-
-
-def _of_any_size(args: argparse.Namespace, preset: VLMPreset) -> VLMPreset:
-    """Return the preset with the encoder of images that ``--dynamic-resolution`` asks for."""
-    given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-    if not args.dynamic_resolution:
-        if given != (None, None):
-            raise UserError(f"{ANY_SIZE}-min-patches and -max-patches need {ANY_SIZE}")
-        return preset
-    preset = preset.with_images_of_any_size(*given)
-    images = preset.images
-    if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
-        raise UserError(
-            f"{ANY_SIZE}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "
-            f"to {ANY_SIZE}-max-patches, {images.max_patches}"
-        )
-    return preset
 
 
 def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, packs: bool) -> None:

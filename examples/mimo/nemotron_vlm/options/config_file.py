@@ -5,8 +5,6 @@
 A file becomes words of the command line, in front of the given ones, so that one parser reads both.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

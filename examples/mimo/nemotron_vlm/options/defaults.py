@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This program's defaults of Megatron's options: the model's, and those that a first run needs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from importlib.util import find_spec
 

@@ -5,8 +5,6 @@
 This module imports none of them, so the program can set the environment before they start.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

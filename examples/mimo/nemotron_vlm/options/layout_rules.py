@@ -5,8 +5,6 @@
 Pure arithmetic: no process, no device. Every rank reaches the same verdict from the same text.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

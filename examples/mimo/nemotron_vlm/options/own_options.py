@@ -9,7 +9,7 @@ from typing import Literal
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
-from examples.mimo.nemotron_vlm.model.presets import PRESETS
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
 from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -194,3 +194,25 @@ def own_options(argv: list[str]) -> argparse.Namespace:
     found = parser.parse_known_args(words)[0]
     found.given = {word.partition("=")[0] for word in words}
     return found
+
+
+def preset_of(args: argparse.Namespace) -> VLMPreset:
+    """Return the model that ``--model`` names, with the encoder of images that options ask for.
+
+    Raises:
+        UserError: there is no such model, or its images cannot have these sizes.
+    """
+    preset, option = find_preset(args.model), "--dynamic-resolution"
+    given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    if not args.dynamic_resolution:
+        if given != (None, None):
+            raise UserError(f"{option}-min-patches and -max-patches need {option}")
+        return preset
+    preset = preset.with_images_of_any_size(*given)
+    images = preset.images
+    if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
+        raise UserError(
+            f"{option}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "
+            f"to {option}-max-patches, {images.max_patches}"
+        )
+    return preset

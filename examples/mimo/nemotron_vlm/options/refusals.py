@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that ``pretrain_nemotron_vlm.py`` alone refuses, and the reasons."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from examples.mimo.common.layout import COLOCATED, asked_layout

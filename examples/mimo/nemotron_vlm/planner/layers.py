@@ -10,8 +10,6 @@ are Megatron's own with the PyTorch reference ops, which keep more. Norms, atten
 MLPs are counted tensor by tensor. The residual, which two layers share, is counted once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
 

@@ -10,8 +10,6 @@ rank sends its bytes at the bandwidth of the slowest link: NVLink within a node,
 the network adapters of all ranks of the group that share a node.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib
@@ -123,13 +121,13 @@ class Machine:
         return math.hypot(seconds, host)
 
     def ring(self, group: Group, size: float) -> float:
-        """Time of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
+        """Return the time of a ring all-gather or reduce-scatter of ``size`` bytes in all."""
         hops = (group.size - group.nodes) * self.node_latency
         hops += (group.nodes - 1) * self.network_latency
         return hops + self._ring_bytes(group, size)
 
     def all_reduce(self, group: Group, size: float = 0.0) -> float:
-        """Time of an all-reduce of ``size`` bytes.
+        """Return the time of an all-reduce of ``size`` bytes.
 
         Latency is that of a reduction up a tree and a broadcast down it, which libraries use for
         few bytes; transfer time is that of a ring's reduce-scatter and all-gather.
@@ -139,7 +137,7 @@ class Machine:
         return 2 * (hops + self._ring_bytes(group, size))
 
     def all_to_all(self, group: Group, size: float) -> float:
-        """Time of an all-to-all, in which each rank sends equal parts of its ``size`` bytes to all.
+        """Return the time of an all-to-all; each rank sends equal parts of its ``size`` bytes.
 
         Messages within the node follow one another, each with its latency. Those to other nodes are
         under way at the same time, with one latency in all.
@@ -151,7 +149,7 @@ class Machine:
         return latency + max(inside, outside)
 
     def send(self, group: Group, size: float) -> float:
-        """Time of sending ``size`` bytes from one rank of a group to the next."""
+        """Return the time of sending ``size`` bytes from one rank of a group to the next."""
         leaves = group.nodes > 1
         return self.latency(leaves) + size / self.bandwidth(leaves)
 

@@ -6,8 +6,6 @@ The peak is at the beginning of a backward, when all activations are kept; layer
 are freed before.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from examples.mimo.common.layout import Layout, Layouts
@@ -19,11 +17,11 @@ from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import Stage, stages_of_pipeline
 from megatron.core.pipeline_parallel.stage_order import order_of_stage
 
-Parts = dict[str, float]
+Memory = dict[str, float]
 """Bytes of a rank, by part."""
 
 
-def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
+def memory_of(plan: Plan, machine: Machine) -> list[Memory]:
     """Return the bytes of a rank of each pipeline stage, by part."""
     parts = []
     for stage in stages_of_pipeline(plan.layouts):
@@ -33,12 +31,12 @@ def memory_of(plan: Plan, machine: Machine) -> list[Parts]:
     return parts
 
 
-def peak(parts: list[Parts]) -> float:
+def peak(parts: list[Memory]) -> float:
     """Return the bytes of the rank that needs most."""
     return max(sum(part.values()) for part in parts)
 
 
-def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Parts:
+def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Memory:
     """Return parameters, fp32 gradients, and Adam's shard: moments, and fp32 weights with bf16."""
     lay = layouts.language
     replicas = *(each.dp for each in layouts.encoders), lay.dp * lay.cp, lay.expt_dp
@@ -54,14 +52,14 @@ def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Parts
     }
 
 
-def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
+def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     (encoder, lay), n = plan.encoders[stage.encoder], stage.number
     in_flight = min(lay.pp + plan.layouts.language.pp - n, plan.layouts.num_microbatches)
     kept = plan.most_inputs(encoder, lay) * encoder.kept(lay, n == 0, n == lay.pp - 1)
     return {"encoder activations": in_flight * machine.precision * kept}
 
 
-def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
+def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     """Return a language stage's bytes; colocated, encoder activations and bridge included."""
     batch, width = plan.rank_batch(machine), machine.precision
     number = plan.layouts.num_microbatches
@@ -82,7 +80,7 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Parts:
 
 
 @cache
-def _language_kept(batch: RankBatch, again: str, number: int, width: int, stage: int) -> Parts:
+def _language_kept(batch: RankBatch, again: str, number: int, width: int, stage: int) -> Memory:
     lay, chunks = batch.lay, chunks_of_stage(batch.p.hybrid_layer_pattern, batch.lay, stage)
     kinds = set("".join(chunks))
     of_layer = {kind: layers.kept_with_recompute(kind, batch, again) for kind in kinds}

@@ -7,8 +7,6 @@ for each set of sizes, in less than a tenth of a second; its parameters say whet
 parallelism divides them, so what a rank of any layout holds follows from them.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -24,13 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from examples.mimo.common.layout import Layout, Layouts
 from examples.mimo.common.layout_rules import staged_pattern
 from examples.mimo.nemotron_vlm.encoders import Encoder
-from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.model.model import build_vlm, placed
 from examples.mimo.nemotron_vlm.model.part_settings import part_of
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
 from examples.mimo.nemotron_vlm.planner.schedule import Stage
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.training.global_vars import set_global_variables, unset_global_variables

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as a table and as data, with the command that runs the best of them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from operator import attrgetter
 

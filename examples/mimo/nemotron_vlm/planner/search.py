@@ -7,8 +7,6 @@ left out. If a layout needs recompute to fit, the cheapest setting that suffices
 are priced by a formula, and the best of them by simulating their schedule.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
-from examples.mimo.nemotron_vlm.planner.memory import Parts, memory_of, peak
+from examples.mimo.nemotron_vlm.planner.memory import Memory, memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
 from examples.mimo.nemotron_vlm.planner.step_time import StepTime, estimate, step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
@@ -69,7 +67,7 @@ class Priced(NamedTuple):
 
     plan: Plan
     step: StepTime
-    memory: list[Parts]
+    memory: list[Memory]
 
 
 class Found(NamedTuple):

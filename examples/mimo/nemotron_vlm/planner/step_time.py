@@ -7,8 +7,6 @@ communication overlaps with compute, neither the layers' nor the optimizer's, as
 default.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -123,7 +121,7 @@ def encoder_cost(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) ->
 
 
 def bridge_seconds(plan: Plan, machine: Machine) -> float:
-    """Seconds of the bridges in a step, both ways, on the rank that receives most.
+    """Return the seconds of the bridges in a step, both ways, on the rank that receives most.
 
     See docs/reviewer/pipeline.md.
     """

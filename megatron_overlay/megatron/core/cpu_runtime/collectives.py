@@ -16,13 +16,13 @@ from megatron.core.cpu_runtime.replacement import Replacement, refusal
 
 
 def gloo_for(backend: Any) -> Any:
-    """`"gloo"` for any backend string with NCCL in it (also `"cpu:gloo,cuda:nccl"`)."""
+    """Return `"gloo"` for any backend string with NCCL in it (also `"cpu:gloo,cuda:nccl"`)."""
     return "gloo" if backend is not None and "nccl" in str(backend).lower() else backend
 
 
 @functools.cache
 def _device_of(process: int) -> dist.ProcessGroupGloo.Device:
-    """The gloo device of a process; keyed by process, as a fork does not inherit its thread."""
+    """Return the gloo device of a process; a fork has another, without the parent's thread."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
@@ -156,7 +156,7 @@ def _all_gather(original: Callable) -> Callable:
 
 
 def replacements() -> list[Replacement]:
-    """The replacements in `torch.distributed`, and in the module that defines its functions."""
+    """Return the replacements in `torch.distributed` and in the module that defines its names."""
     wrappers = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,

@@ -28,7 +28,7 @@ _device_index = 0
 
 
 def _index(device: Any) -> int:
-    """The index that `device` names, or the current one."""
+    """Return the index that `device` names, or the current one."""
     if isinstance(device, int):
         return device if device >= 0 else _device_index
     index = None if device is None else torch.device(device).index
@@ -36,7 +36,7 @@ def _index(device: Any) -> int:
 
 
 def current_device() -> int:
-    """The index last passed to `set_device`; initially 0."""
+    """Return the index last passed to `set_device`; initially 0."""
     return _device_index
 
 
@@ -47,7 +47,7 @@ def set_device(device) -> None:
 
 
 def device_count() -> int:
-    """Number of ranks on this host, each of which has one device."""
+    """Return the number of ranks on this host, each of which has one device."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -77,19 +77,19 @@ class DeviceProperties(NamedTuple):
 
 
 def get_device_properties(device=None) -> DeviceProperties:
-    """The host's properties; capability 0.0 is below every requirement, so none is met."""
+    """Return the host's properties; capability 0.0 is below every requirement, so none is met."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceProperties("cpu", 0, 0, memory, os.cpu_count() or 1)
 
 
 def memory_allocated(device=None) -> int:
-    """Resident memory of this process now, in bytes."""
+    """Return the resident memory of this process now, in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def max_memory_allocated(device=None) -> int:
-    """Peak resident memory of this process so far, in bytes."""
+    """Return the peak resident memory of this process so far, in bytes."""
     # The kernel updates its peak with a delay.
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, memory_allocated())
 
@@ -100,7 +100,7 @@ class _MemoryStats(dict):
 
 
 def memory_stats(device=None) -> dict[str, int]:
-    """Resident bytes of this process under the CUDA allocator's names; other names raise."""
+    """Return this process's resident bytes by the CUDA allocator's names; other names raise."""
     now, peak = memory_allocated(), max_memory_allocated()
     return _MemoryStats(
         (f"{kind}_bytes.all.{when}", value)
@@ -154,7 +154,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def _refuse(name: str, original: Any) -> Any:
-    """A stand-in for `torch.cuda.<name>` that raises when it is called or instantiated."""
+    """Return a stand-in for `torch.cuda.<name>` that raises when it is called or instantiated."""
 
     def refuse(*args, **kwargs):
         raise refusal(f"torch.cuda.{name}")

@@ -23,7 +23,7 @@ _FACTORY_MODULES = (torch, torch.fft, torch.nested)
 
 
 def to_cpu(device: Any) -> Any:
-    """The CPU for a CUDA device (`"cuda:1"`, `torch.device("cuda")`, an index), else `device`."""
+    """Return the CPU for a CUDA device (`"cuda:1"`, `torch.device("cuda")`, 1), else `device`."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -69,7 +69,7 @@ def _with_cpu_device(factory: Callable) -> Callable:
 
 
 def _factories() -> Iterator[tuple[Any, str]]:
-    """`(owner, name)` of every function that creates a tensor and takes a keyword `device`."""
+    """Yield `(owner, name)` of each function that makes a tensor and takes a keyword `device`."""
     # PyTorch keeps the constructors that `with torch.device(…)` redirects in a cached set. The set
     # must be filled before they are wrapped, as PyTorch looks up the unwrapped functions in it.
     constructors = _device_constructors()
@@ -120,7 +120,7 @@ def _map_to_cpu(map_location: Any) -> Any:
 
 
 def replacements() -> list[Replacement]:
-    """All replacements of functions, methods and contexts that take a device."""
+    """Return all replacements of functions, methods and contexts that take a device."""
     plan = [
         Replacement(owner, name, _with_cpu_device(getattr(owner, name)))
         for owner, name in _factories()

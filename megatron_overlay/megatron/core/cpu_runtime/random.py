@@ -26,7 +26,7 @@ _GENERATOR = torch.default_generator
 
 
 def get_rng_state(device="cuda") -> torch.Tensor:
-    """A copy of the generator's state."""
+    """Return a copy of the generator's state."""
     return _GENERATOR.get_state()
 
 
@@ -41,7 +41,7 @@ def manual_seed(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """The seed that the generator was last given."""
+    """Return the seed that the generator was last given."""
     return _GENERATOR.initial_seed()
 
 
@@ -56,7 +56,7 @@ class Generators(Sequence):
 
 
 def _data_loading_stream() -> Callable[[], contextlib.AbstractContextManager]:
-    """Contexts that draw from one stream, seeded from the generator's own seed at the first."""
+    """Return contexts that draw from one stream, seeded at the first from the generator's seed."""
     state = None
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ def silence_tracker_warning() -> None:
 
 
 def replacements() -> list[Replacement]:
-    """The replacements that keep data loading away from the device's state."""
+    """Return the replacements that keep data loading away from the device's state."""
     active = _data_loading_stream()
     return [
         Replacement(owner, name, active()(getattr(owner, name)))

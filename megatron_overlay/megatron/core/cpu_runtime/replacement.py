@@ -14,7 +14,7 @@ class Replacement(NamedTuple):
 
 
 def refusal(name: str) -> NotImplementedError:
-    """The error for a CUDA call that has no true answer on a CPU."""
+    """Return the error for a CUDA call that has no true answer on a CPU."""
     return NotImplementedError(
         f"{name} has no equivalent in the CPU runtime: run this on a GPU, switch off the option "
         f"that needs it, or add it to megatron/core/cpu_runtime/cuda_api.py"

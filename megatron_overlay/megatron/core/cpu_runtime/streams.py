@@ -26,7 +26,7 @@ class Stream(torch.cpu.Stream):
         return event
 
     def query(self) -> bool:
-        """True: nothing is ever pending."""
+        """Return True: nothing is ever pending."""
         return True
 
     def synchronize(self) -> None:
@@ -44,7 +44,7 @@ class Event(torch.cpu.Event):
         self.time_s = time.perf_counter()
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds from this event to `end_event`; RuntimeError unless both are recorded."""
+        """Return milliseconds until `end_event`; raise RuntimeError unless both are recorded."""
         if self.time_s is None or end_event.time_s is None:
             raise RuntimeError("both events must be recorded before the time between them is read")
         return (end_event.time_s - self.time_s) * 1e3
@@ -55,12 +55,12 @@ _current = _DEFAULT
 
 
 def default_stream(device=None) -> Stream:
-    """The stream that is current until another one is set."""
+    """Return the stream that is current until another one is set."""
     return _DEFAULT
 
 
 def current_stream(device=None) -> Stream:
-    """The stream that was set last, or the default stream."""
+    """Return the stream that was set last, or the default stream."""
     return _current
 
 

@@ -6,8 +6,6 @@ Each Transformer Engine layer has an extra state beside its weights, for resumin
 other implementations have none, and a converted checkpoint has only weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace

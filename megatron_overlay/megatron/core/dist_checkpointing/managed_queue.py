@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of an asynchronous save, which end with their rank, and the queue of its results."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -52,7 +50,7 @@ def start_deaf(process: Process) -> None:
 
 
 def managed_queue(context: BaseContext) -> Queue:
-    """A queue whose manager process ends when this process does, even if this one is killed.
+    """Return a queue whose manager process ends when this process does, even if this one is killed.
 
     Args:
         context: multiprocessing context that starts the process.

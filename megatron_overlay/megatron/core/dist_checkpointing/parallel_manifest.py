@@ -8,8 +8,6 @@ S/n of a checkpoint of S bytes on n ranks. An asynchronous save is hashed in the
 the process that writes it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -114,7 +112,7 @@ def verify_manifest(checkpoint_dir: str) -> None:
 
 
 def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
-    """Hash by file name, or a message that says why the manifest cannot be read."""
+    """Return the hashes by file name, or a message that says why the manifest cannot be read."""
     path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)
     try:
         with open(path) as file:
@@ -129,7 +127,7 @@ def _read_manifest(checkpoint_dir: str) -> dict[str, str] | str:
 
 
 def _digests(checkpoint_dir: str, names: list[str]) -> dict[str, str | None]:
-    """Hashes of all named files, on every rank; None for a file that cannot be read."""
+    """Return hashes of all named files, on every rank; None for a file that cannot be read."""
     share = names[dist.get_rank() :: dist.get_world_size()]
     return _on_all_ranks({name: _digest(checkpoint_dir, name) for name in share})
 

@@ -7,8 +7,6 @@ can name any function to call. Here the metadata may only name its own classes, 
 what ``torch.load`` accepts with ``weights_only``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

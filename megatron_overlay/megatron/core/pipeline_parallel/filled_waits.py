@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline communicator that runs other work before a rank waits for its neighbours."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number of rows that each source sent of a microbatch, kept until its gradient is split."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

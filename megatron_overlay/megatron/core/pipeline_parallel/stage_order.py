@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order in which a pipeline stage runs forwards and backwards; needs no process group."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron.core.pipeline_parallel.schedules import (
@@ -15,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import (
 def order_of_stage(
     stage: int, size: int, microbatches: int, vpp: int, group: int | None = None
 ) -> list[tuple[str, int, int]]:
-    """Operations of a stage in Megatron's 1F1B, in order.
+    """Return the operations of a stage in Megatron's 1F1B, in order.
 
     Args:
         stage, size: index and number of pipeline stages.

@@ -9,8 +9,6 @@ Raises:
     ImportError: neither is installed.
 """
 
-from __future__ import annotations
-
 import inspect
 
 from torch import Tensor

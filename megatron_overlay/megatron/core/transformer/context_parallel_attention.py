@@ -8,8 +8,6 @@ gives every rank the same work. The kernels are the fused ones of ``scaled_dot_p
 so a GPU stores no score matrix.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -216,7 +214,7 @@ class ContextParallelAttention(MegatronModule):
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    """Whether PyTorch's flash kernel takes tensors like ``query``."""
+    """Return whether PyTorch's flash kernel takes tensors like ``query``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -8,8 +8,6 @@ tubelets, are one packed sequence, in which each image and each tubelet attends 
 host knows every grid, so that nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry of images: RADIO ViT, pixel shuffle and projector, on square tiles of one size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

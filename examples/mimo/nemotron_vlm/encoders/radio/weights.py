@@ -62,13 +62,12 @@ MEAN, STD = "input_conditioner.norm_mean", "input_conditioner.norm_std"
 SCALES = "model.blocks.*.layer_scale?.lambda1"
 """Pattern of scaling factors that our model does not have: they must all be 1."""
 
-NOT_HELD = (MEAN, STD, SCALES, "summary_idxs")
-"""Patterns of tensors that our model does not have: pixels are normalized by values in the preset,
-and there is no summary."""
-
 
 class RadioPart(Part):
     """The ViT, with timm's names of blocks, as C-RADIO is published."""
+
+    # Pixels are normalized by values in the preset, and there is no summary.
+    unneeded = (MEAN, STD, SCALES, "summary_idxs")
 
     def outer(self, files: Files, prefix: str) -> str:
         if not files.shapes:
@@ -123,8 +122,7 @@ class RadioPart(Part):
 
     def not_held(self, files: Files, outer: str) -> list[str]:
         """See `Part`; scaling factors must all be 1."""
-        patterns = [outer + pattern for pattern in NOT_HELD]
-        names = [n for n in files.shapes if any(fnmatch.fnmatchcase(n, each) for each in patterns)]
+        names = super().not_held(files, outer)
         scales = fnmatch.filter(names, outer + SCALES)
         if wrong := [name for name in scales if not torch.all(files.read(name) == 1)]:
             raise UserError("the encoder has factors that ours lacks: " + ", ".join(wrong))

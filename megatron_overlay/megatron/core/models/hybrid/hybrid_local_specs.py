@@ -42,8 +42,9 @@ FUSED_NORMS = {
 
 
 def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
-    """Spec of a stack of layers `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-` (MLP)
-    and `E` (experts).
+    """Return the spec of a hybrid stack.
+
+    Its layers are `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-` (MLP), `E` (experts).
 
     Args:
         core_attention: the module between the attention projections.
@@ -103,7 +104,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
 
 
 def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
-    """Spec of a vision transformer's layer: attention over all tokens of a row, then an MLP."""
+    """Return the spec of a vision transformer's layer: attention to all tokens, then an MLP."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

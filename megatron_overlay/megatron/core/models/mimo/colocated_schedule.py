@@ -17,8 +17,6 @@ Where gradient reductions overlap the backward, the language model's start in it
 continue during the last third phase, in which the encoders' start. Gradients are final after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 
@@ -32,6 +30,7 @@ from megatron.core.models.mimo.forward.macro_batches import Microbatch
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.encoder_work import EncoderWork, loads_kernels
 from megatron.core.models.mimo.schedule.graph_capture import capture_deferred, nothing_recorded
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.filled_waits import FilledWaits
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -112,7 +111,8 @@ def colocated_forward_backward(
         iterators = [encoders.microbatches(chunk) for chunk in range(len(stages))]
         if fills_bubbles:
             communicator = FilledWaits(pg_collection.pp, config, encoders.work)
-        with _grad_finalization_deferred(config) as counted, capture_deferred():
+        counted: list[torch.Tensor | None] = []
+        with _grad_finalization_deferred(config, counted), capture_deferred():
             reports = schedule(
                 forward_step_func=forward_step_func,
                 data_iterator=iterators,
@@ -199,24 +199,14 @@ def _forward_step(microbatches: Iterator[Microbatch], model: MimoModel) -> tuple
     return output, loss
 
 
-@contextlib.contextmanager
-def _grad_finalization_deferred(config: ModelParallelConfig) -> Iterator[list[torch.Tensor | None]]:
+def _grad_finalization_deferred(
+    config: ModelParallelConfig, counted: list[torch.Tensor | None]
+) -> contextlib.AbstractContextManager[None]:
     """Inside, the schedule appends its token count to a list instead of finalizing gradients."""
-    counted = []
 
     def note(model, num_tokens=None, **_):
         counted.append(num_tokens)
 
-    changed = {
-        "finalize_model_grads_func": note,
-        "grad_sync_func": None,
-        "param_sync_func": None,
-    }
-    before = {name: getattr(config, name) for name in changed}
-    for name, value in changed.items():
-        setattr(config, name, value)
-    try:
-        yield counted
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+    return replaced(
+        config, finalize_model_grads_func=note, grad_sync_func=None, param_sync_func=None
+    )

@@ -8,8 +8,6 @@ where k experts take it. All tokens of the expert ranks are gathered; rows that 
 other ranks are a tail that the grouped GEMMs leave out.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

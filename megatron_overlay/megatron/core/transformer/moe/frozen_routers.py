@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop load balancing in the routers of a frozen model."""
 
-from __future__ import annotations
-
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 

@@ -5,8 +5,6 @@
 These read the experts' token counts on the device, so nothing here waits for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -134,14 +132,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _weights(layer: torch.nn.Module) -> list[Tensor]:
-    """A layer's weights after its forward pre-hooks, which wait for DDP's parameter gather."""
+    """Return a layer's weights; its forward pre-hooks wait for DDP's parameter gather."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
     return list(layer.parameters(recurse=False))
 
 
 def with_grouped_experts(moe: partial) -> partial:
-    """The MoE layer builder of upstream's specs, with experts and dispatchers of ours."""
+    """Return the MoE layer builder of upstream's specs, with experts and dispatchers of ours."""
     submodules = moe.keywords["submodules"]
     kind = {SequentialMLP: GroupedExperts, TEGroupedMLP: TEGroupedExperts}[submodules.experts.func]
     experts = partial(kind, **submodules.experts.keywords)

@@ -6,8 +6,6 @@ One exception remains: the mean load in ``global_aux_loss`` depends on how many 
 process at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +64,6 @@ class LayoutFreeRouter(TopKRouter):
 
 
 def with_layout_free_router(moe: partial) -> partial:
-    """The MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
+    """Return the MoE layer builder of upstream's specs, with :class:`LayoutFreeRouter`."""
     submodules = replace(moe.keywords["submodules"], router=LayoutFreeRouter)
     return partial(moe, submodules=submodules)

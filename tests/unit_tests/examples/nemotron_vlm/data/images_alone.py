@@ -36,5 +36,5 @@ def reader(
 ) -> Reader:
     """The reader of a rank that has labels, of two CP ranks."""
     flags = {"packing": packing, "reads_labels": True, "cp": 2, "sp": 1}
-    tokens = {IMAGES: source.image_token}
+    tokens = source.token_ids
     return Reader(source, preset.encoders, tokens, seq_length=seq_length, **flags)

@@ -42,8 +42,8 @@ def surveyed(copied, capsys):
     from examples.mimo.nemotron_vlm.energon.__main__ import main
 
     def survey_and_print(*options: str) -> str:
-        sizes = ["--tile", "16", "--tokens-per-tile", "4", "--names", "50", *options]
-        assert main([str(copied), "--tokenizer", str(copied / "tokenizer"), *sizes]) == 0
+        more = ["--tokenizer-model", str(copied / "tokenizer"), "--names", "50", *options]
+        assert main([str(copied), *more]) == 0
         return capsys.readouterr().out
 
     return survey_and_print

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CRUDE,
@@ -54,8 +55,7 @@ class TestBadSamples:
             {"json": json.dumps({"caption": "3", "fps": {"a": "b"}}).encode()},
         ]
         make_shard(tmp_path, samples, CRUDE)
-        options = ["--tokenizer", str(digits / "tokenizer"), "--tile", "16"]
-        assert main([str(tmp_path), *options, "--tokens-per-tile", "4"]) == 0
+        assert main([str(tmp_path), "--tokenizer-model", str(digits / "tokenizer")]) == 0
         printed = capsys.readouterr().out
         for line in (
             f"{tmp_path} train: 4 samples in 1 shards, 1 good, 0 of them text only",
@@ -113,13 +113,13 @@ class TestBadSamples:
         survey(tmp_path, tokenizer, splits=["train"])
         plain = source(tmp_path, tokenizer, seq_length=99)
         texts = {plain.name("train", n): plain.text("train", n) for n in range(3)}
-        counts, prints = set(), [plain.fingerprint]
+        counts, prints, image_token = set(), [plain.fingerprint], plain.token_ids[IMAGES]
         for length in range(9, 32):
             opened = source(tmp_path, tokenizer, seq_length=length, long_samples="cut")
             fitting = {
                 name
                 for name, text in texts.items()
-                if text.loss_mask[:length].any() and plain.image_token not in text[0][length:]
+                if text.loss_mask[:length].any() and image_token not in text[0][length:]
             }
             numbers = range(opened.epoch_size("train"))
             assert {opened.name("train", number) for number in numbers} == fitting

@@ -111,7 +111,7 @@ class TestImages:
         assert encoder.extents(files) == [Extent(1), Extent(3)]
         chat = encoder.chat
         assert len(tiles) == 1 + 3
-        places = (text.input_ids == chat.image_token).nonzero().flatten()
+        places = (text.input_ids == chat.ids[IMAGES]).nonzero().flatten()
         assert (places[1:] - places[:-1] > 1).nonzero().flatten().tolist() == [3]
         assert len(places) == 4 * 4
         assert torch.equal(text.input_ids[1:], text.labels[:-1])
@@ -120,7 +120,7 @@ class TestImages:
     def test_have_the_tokenizers_own_token(self, tokenizer):
         chat = Chat(tokenizer(CHATML, "<|image_pad|>"), "<|image_pad|>")
         ids, _ = chat.encode(place_media(ASKED, {IMAGES: 1})[0])
-        assert (ids == chat.image_token).sum() == 1
+        assert (ids == chat.ids[IMAGES]).sum() == 1
         with pytest.raises(BadConversation, match="has the token <|image_pad|>"):
             chat.encode([Turn("user", "say it"), Turn("assistant", "<|image_pad|>")])
 

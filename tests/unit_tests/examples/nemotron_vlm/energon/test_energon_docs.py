@@ -79,9 +79,9 @@ def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     assert "--max-tiles 6" in survey and "--max-tiles 6" in block("bash", "energon:../photos")
     printed = run(survey)
     assert "train: 58 samples in 1 shards, 58 good, 19 of them text only" in printed
-    printed = run(block("bash", "digits/tokenizer --patch 4"))
+    printed = run(block("bash", "digits/tokenizer --dynamic-resolution"))
     assert "39 with 1 · mean 0.67" in printed
-    assert "recommended: --seq-length 32 --max-patches 96, " in printed
+    assert "recommended: --seq-length 32 --dynamic-resolution-max-patches 96, " in printed
     tokenizer = Path("build/digits/tokenizer")
     assert source(Path("build/photos"), tokenizer, encoder=whole(tokenizer))
     Path("build/blend.yaml").write_text(block("yaml", "MetadatasetV2"))
@@ -100,7 +100,7 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     make_omni(made, samples=16, seed=1)
     assert "train: 14 samples in 1 shards, 14 good" in run(asked)
     assert source(made, encoder=omni(made / "tokenizer"), seq_length=48)
-    assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "tiny-omni")
+    assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "--encoder sound")
 
     files = {f"video.{number}.png": image(32, 24) for number in range(3)}
     files |= {"wav": wav(tone(4000)), "json": block("json", '"messages"').encode()}

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import examples.mimo.nemotron_vlm.energon as package
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     make_webdataset,
@@ -34,5 +35,5 @@ def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
     assert digit_ids == [11, 12]
     for number in range(opened.epoch_size("train")):
         ids = opened.text("train", number).input_ids
-        if images := (ids == opened.image_token).nonzero().flatten().tolist():
+        if images := (ids == opened.token_ids[IMAGES]).nonzero().flatten().tolist():
             assert ids[images[-1] + 1] == asked

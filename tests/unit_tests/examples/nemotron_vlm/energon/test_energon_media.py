@@ -137,8 +137,8 @@ class TestSamplesWithSound:
         turns = [{"from": "human", "value": "hear"}, {"from": "gpt", "value": "low"}]
         talk = json.dumps({"conversations": turns}).encode()
         make_shard(tmp_path, [{"json": talk, "wav": file} for file in files], CRUDE)
-        arguments = [str(tmp_path), "--tokenizer", str(shards / "tokenizer"), "--sound"]
-        assert main([*arguments, "--tile", "16", "--tokens-per-tile", "4"]) == 0
+        arguments = ["--tokenizer-model", str(shards / "tokenizer"), "--model", "tiny-omni"]
+        assert main([str(tmp_path), *arguments]) == 0
         printed = capsys.readouterr().out
         assert "1 good, 0 of them text only" in printed and "sound   1" in printed
         assert "bad sound: 5" in printed and "a.tar/1: sound 1: " in printed
@@ -150,10 +150,9 @@ class TestSamplesWithSound:
         monkeypatch.syspath_prepend(tmp_path)
         talk = json.dumps({"caption": "low", "prompt": "hear"}).encode()
         make_shard(tmp_path, [{"json": talk, "flac": b"fLaC"}], CRUDE)
-        arguments = [str(tmp_path), "--tokenizer", str(shards / "tokenizer"), "--sound"]
-        sizes = ["--tile", "16", "--tokens-per-tile", "4", "--workers"]
+        arguments = ["--tokenizer-model", str(shards / "tokenizer"), "--model", "tiny-omni"]
         for workers in "01":
-            assert main([*arguments, *sizes, workers]) == 2
+            assert main([str(tmp_path), *arguments, "--workers", workers]) == 2
             refused = capsys.readouterr().err.splitlines()[-1]
             assert refused == "error: FLAC needs soundfile: pip install '.[flac]'"
 
@@ -257,7 +256,9 @@ def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
     sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
     image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
     assert image_rows != tubelet_rows
-    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.image_token, 1))))[::2]
+    runs = np.diff(np.flatnonzero(np.diff(np.pad(text.input_ids == opened.token_ids[IMAGES], 1))))[
+        ::2
+    ]
     assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
     pictures = opened.pictures("train", numbers[3])
     assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)

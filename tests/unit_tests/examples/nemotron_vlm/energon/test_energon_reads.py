@@ -98,7 +98,7 @@ def test_a_text_has_each_images_own_tokens_without_reading_one(digits, tmp_path,
     counts = ShardReads(monkeypatch)
     for number in range(6):
         ids = opened.text("train", number).input_ids
-        places = np.flatnonzero(ids == opened.image_token)
+        places = np.flatnonzero(ids == opened.token_ids[IMAGES])
         runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
         tokens, inputs = opened.costs("train", number, 1)[0]
         (sizes,) = opened.sizes("train", number, 1, IMAGES)
@@ -124,39 +124,45 @@ def shard(digits, tmp_path):
     return copied / Path(source(copied).name("train", SAMPLE)).parent.name
 
 
-@pytest.mark.parametrize("part", ["text", "tiles"])
+READS = {
+    "text": lambda opened: opened.text("train", SAMPLE),
+    "tiles": lambda opened: opened.inputs("train", SAMPLE, IMAGES),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
 class TestReadsThatFail:
     """Reads of a sample with an image: of its text, as all ranks do, or of its tiles."""
 
-    def test_are_tried_again_after_growing_pauses(self, shard, part, monkeypatch, slept, caplog):
+    def test_are_tried_again_after_growing_pauses(self, shard, read, monkeypatch, slept, caplog):
         opened = source(shard.parent)
-        wanted = getattr(source(shard.parent), part)("train", SAMPLE)
+        wanted = read(source(shard.parent))
         ShardReads(monkeypatch).failing[shard.name] = 2
-        found = getattr(opened, part)("train", SAMPLE)
+        found = read(opened)
         assert slept == PAUSES_S[:2]
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
         assert f"{shard}: [Errno 5] Input/output error; next try in 2 s" in caplog.text
 
-    def test_for_good_name_the_shard_and_blame_no_data(self, shard, part, monkeypatch, slept):
+    def test_for_good_name_the_shard_and_blame_no_data(self, shard, read, monkeypatch, slept):
         opened = source(shard.parent)
         reads = ShardReads(monkeypatch)
         reads.failing[shard.name] = ALWAYS
         text = f"^{shard} cannot be read, also after 63 s: .Errno 5. Input/output error$"
         with pytest.raises(OSError, match=text):
-            getattr(opened, part)("train", SAMPLE)
+            read(opened)
         assert slept == PAUSES_S
         reads.failing.clear()
-        assert len(getattr(opened, part)("train", SAMPLE))
+        assert len(read(opened))
 
-    def test_are_not_awaited_where_the_shard_has_changed(self, shard, part, slept):
+    def test_are_not_awaited_where_the_shard_has_changed(self, shard, read, slept):
         opened = source(shard.parent)
         text = f"{shard}/train-.* has changed since the survey: "
         shard.write_bytes((shard.parent / "val-0000.tar").read_bytes()[:5000])
         with pytest.raises(ValueError, match=text):
-            getattr(opened, part)("train", SAMPLE)
+            read(opened)
         shard.unlink()
         with pytest.raises(ValueError, match=text):
-            getattr(source(shard.parent), part)("train", SAMPLE)
+            read(source(shard.parent))
         assert not slept
 
 

@@ -8,7 +8,6 @@ import pickle
 import re
 import shlex
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,11 @@ import torch
 import yaml
 from PIL import Image
 
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.patch_grids import grids_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SampleSource
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.encoding import File
 from examples.mimo.nemotron_vlm.energon.errors import BadImage
@@ -29,13 +30,13 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     GRIDS,
     TOKENS_PER_TILE,
     damage_image,
-    encoder,
     image,
     make_shard,
     source,
     survey,
     whole,
 )
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of
 
 TRAIN = 84
 
@@ -82,14 +83,14 @@ class TestSurvey:
             assert costs.shape == (count, 2) and costs.dtype == np.int64
             assert costs[:, 1].min() == 0  # a text alone
             for number in range(count):
-                text, tiles = opened.text(split, number), opened.tiles(split, number)
+                text, tiles = opened.text(split, number), opened.inputs(split, number, IMAGES)
                 assert costs[number].tolist() == [len(text.input_ids), len(tiles)]
-                images = int((text.input_ids == opened.image_token).sum())
+                images = int((text.input_ids == opened.token_ids[IMAGES]).sum())
                 assert images == len(tiles) * TOKENS_PER_TILE
                 assert text.input_ids.max() < opened.vocab_size <= 64
                 assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
                 assert tiles.dtype == torch.uint8 and tiles.shape[1:] == (3, 16, 16)
-        assert opened.tiles_per_sample == opened.costs("train", 0, TRAIN)[:, 1].mean()
+        assert opened.inputs_per_sample(IMAGES) == opened.costs("train", 0, TRAIN)[:, 1].mean()
 
     def test_of_any_size_is_what_the_images_are(self, digits):
         opened, seen = source(digits, encoder=whole(digits / "tokenizer")), set()
@@ -100,7 +101,7 @@ class TestSurvey:
             assert [image.shape[:2] for image in images] == list(
                 map(tuple, grids_of(sizes[number]))
             )
-            rows = int((text.input_ids == opened.image_token).sum())
+            rows = int((text.input_ids == opened.token_ids[IMAGES]).sum())
             assert rows == GRIDS.rows(sizes[number]).sum()
             assert len(opened.pictures("train", number)) == len(images)
             seen.update(sizes[number].tolist())
@@ -118,33 +119,39 @@ class TestSurvey:
             )
 
     @pytest.mark.parametrize(
-        ("make", "settings"),
+        "more",
         [
-            (encoder, {"max_tiles": 3, "thumbnail": False}),
-            (whole, {}),
-            (whole, {"max_patches": 64}),
+            "--max-tiles 3 --disable-thumbnail",
+            "--dynamic-resolution",
+            "--dynamic-resolution --dynamic-resolution-max-patches 64 --surveys {}",
         ],
     )
     def test_that_is_missing_is_refused_with_the_command_that_makes_it(
-        self, digits, copied, make, settings
+        self, digits, copied, tmp_path, more
     ):
-        asked = replace(make(copied / "tokenizer", **settings), prompt="What is it?")
-        with pytest.raises(ValueError, match="no survey of train") as refusal:
-            source(copied, encoder=asked)
+        line = ["--data", f"energon:{copied}", "--tokenizer-model", str(copied / "tokenizer")]
+        line += more.format(tmp_path / "surveys").split()
+
+        def opened(prompt: str) -> SampleSource:
+            options = options_of(*line, "--prompt", prompt)
+            return make_source(options.args, options.preset)
+
+        with pytest.raises(UserError, match="no survey of train") as refusal:
+            opened("What is it?")
         command = shlex.split(str(refusal.value).partition("make one: ")[2])
         assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
-        assert source(copied, encoder=asked).fingerprint != source(digits).fingerprint
-        with pytest.raises(ValueError, match="no survey of train"):
-            source(copied, encoder=replace(asked, prompt="Why?"))
+        assert opened("What is it?").fingerprint != source(digits).fingerprint
+        with pytest.raises(UserError, match="no survey of train"):
+            opened("Why?")
 
     def test_of_tiles_or_of_other_bounds_is_not_of_any_size(self, digits, copied, surveyed):
         surveyed()
         tokenizer = copied / "tokenizer"
         assert source(copied).fingerprint == source(digits).fingerprint
-        with pytest.raises(ValueError, match="and resizing; make one: .* --max-patches 96 "):
+        with pytest.raises(ValueError, match="and resizing"):
             source(copied, encoder=whole(tokenizer))
         for bounds in ({"min_patches": 8}, {"max_patches": 64}):
-            with pytest.raises(ValueError, match="and resizing; make one: ") as refusal:
+            with pytest.raises(ValueError, match="and resizing") as refusal:
                 source(digits, encoder=whole(tokenizer, **bounds))
             assert "\n" not in str(refusal.value)
         both = [source(digits, encoder=make(tokenizer)).fingerprint for make in ENCODERS.values()]
@@ -176,7 +183,9 @@ class TestSurvey:
         assert re.search(rf"{long}\d+ tokens, 26 fit\n/", printed)
         assert f"{copied} test: 12 samples in 1 shards, 12 good" in printed
 
-    def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(self, digits, surveyed):
+    def test_recommends_a_length_and_tiles_and_says_what_others_leave_out(
+        self, digits, surveyed, tmp_path
+    ):
         """No sample has more than 27 tokens."""
         printed, opened = surveyed(), source(digits)
         tokens = opened.costs("train", 0, TRAIN)[:, 0]
@@ -188,7 +197,9 @@ class TestSurvey:
         assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
         assert "recommended: --seq-length 32 --max-tiles 3, " in printed
         most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]
-        assert f"99 %: {most} " in surveyed("--max-tiles", "2")
+        config = tmp_path / "run.yaml"
+        config.write_text("max-tiles: 2\ntrain-iters: 10\n")
+        assert f"99 %: {most} " in surveyed("--config", str(config))
 
 
 def test_blends_keep_proportions_or_have_an_epoch(digits, extra, tmp_path):
@@ -230,7 +241,7 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     for number in range(3):
         text = opened.text("train", number)
         answers.append(text.labels[text.loss_mask == 1].tolist())
-        assert opened.tiles("train", number).shape == (1, 3, 16, 16)
+        assert opened.inputs("train", number, IMAGES).shape == (1, 3, 16, 16)
     assert sorted(answers) == [[10 + n, 10 + n, 2] for n in range(3)]
     with pytest.raises(ValueError, match="has no samples for val or test"):
         opened.costs("test", 0, 1)
@@ -239,8 +250,10 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
 def test_a_pickle_reads_the_same(digits):
     """Loading processes that are forked are in rows.py."""
     opened = source(digits)
-    opened.tiles("train", 0)  # files are open when it is pickled
+    opened.inputs("train", 0, IMAGES)  # files are open when it is pickled
     again = pickle.loads(pickle.dumps(opened))
     assert again.fingerprint == opened.fingerprint
     for number in range(TRAIN):
-        assert torch.equal(again.tiles("train", number), opened.tiles("train", number))
+        assert torch.equal(
+            again.inputs("train", number, IMAGES), opened.inputs("train", number, IMAGES)
+        )

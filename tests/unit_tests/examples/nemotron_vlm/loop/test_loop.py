@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.optimizer import MimoOptimizer
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory

@@ -85,7 +85,7 @@ class TestOptions:
             parsed("")
 
     def test_a_clip_may_be_too_short(self):
-        with pytest.raises(ValueError, match="a clip of 319 samples: give 320 or more"):
+        with pytest.raises(ValueError, match="a sound of 319 samples: give 320 or more"):
             SOUND.log_mel(torch.zeros(319))
 
 

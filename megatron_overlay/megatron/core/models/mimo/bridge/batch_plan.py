@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's rows of a batch, in host memory: the loader plans them, the bridge routes by them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

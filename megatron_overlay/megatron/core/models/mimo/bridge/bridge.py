@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bridge between two colocated modules that have different layouts."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -139,7 +137,7 @@ class Bridge:
         return forward.to(device), backward.to(device)
 
     def equal_rows(self, num_rows: int) -> tuple[AtomRows, AtomRows]:
-        """Rows that this rank encodes and consumes if all atoms have equally many.
+        """Return the rows that this rank encodes and consumes if all atoms have equally many.
 
         Raises:
             ValueError: ``num_rows``, which this rank encodes, is not divisible by its atoms.

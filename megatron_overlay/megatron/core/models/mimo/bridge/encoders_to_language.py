@@ -6,8 +6,6 @@ The pipelines of an encoder and of the language model form one pipeline; a bridg
 encoder's last stage to the language model's first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch.distributed as dist

@@ -9,8 +9,6 @@ backward it is the other way round. A row's gradient is non-zero only on the des
 that owns the row's token; the destination's TP ranks have replicas of it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +102,7 @@ class Crossing:
         )
 
     def _sent(self, member: int, before: AtomRows) -> list[np.ndarray]:
-        """Places of the rows that each member takes from ``member``, ascending."""
+        """Return the places of the rows that each member takes from ``member``, ascending."""
         atom = _atom_of_rows(self.before[member], before.counts)
         mine = np.ones(len(atom), dtype=bool)
         if self.owners > 1 and before.owners is not None:
@@ -123,7 +121,7 @@ class BlockPlan(NamedTuple):
     backward: Crossing
 
     def routes(self, member: int, encoded: AtomRows, consumed: AtomRows) -> tuple[Route, Route]:
-        """A member's forward and backward route over the bridge.
+        """Return a member's forward and backward route over the bridge.
 
         Args:
             member: index of the rank within the block.
@@ -165,12 +163,12 @@ def plan_block(topology: BridgeTopology, members: Sequence[int]) -> BlockPlan:
 
 
 def _membership(runs: Sequence[range], atoms: int) -> np.ndarray:
-    """Whether each run holds each atom, bool [runs, atoms]."""
+    """Return whether each run holds each atom, bool [runs, atoms]."""
     starts, stops = (np.array([getattr(run, end) for run in runs]) for end in ("start", "stop"))
     atom = np.arange(atoms)
     return (atom >= starts[:, None]) & (atom < stops[:, None])
 
 
 def _atom_of_rows(run: range, counts: Sequence[int]) -> np.ndarray:
-    """Atom of each row of a run of atoms, int64 [rows]."""
+    """Return the atom of each row of a run of atoms, int64 [rows]."""
     return np.repeat(np.arange(run.start, run.stop), np.array(counts, dtype=np.int64))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def assign_parts(
     src_dp: int, dest_dp: int, ranks: Sequence[tuple[int, int, bool]]
 ) -> tuple[int, ...]:
-    """Part that each source DP index encodes, such that the ranks receive the fewest rows in total.
+    """Return each source DP index's part, such that the ranks receive the fewest rows in total.
 
     Among such assignments, one is preferred in which later stages encode what their own DP index
     consumes, as that keeps exchanges among few ranks. If the parts in order are as good, they win.
@@ -57,7 +57,7 @@ def assign_parts(
 
 
 def _overlap(src_dp: int, dest_dp: int) -> csr_array:
-    """Overlap of each part with each destination index's run, int [src_dp, dest_dp].
+    """Return the overlap of each part with each destination index's run, int [src_dp, dest_dp].
 
     The unit is 1/(src_dp · dest_dp) of the batch.
     """

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position of every rank on both sides of a bridge; plain data, no processes, any world size."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -67,11 +65,11 @@ class BridgeTopology:
         return 1 + max(at.pp for at in self.dest.values())
 
     def encodes(self, rank: int) -> range:
-        """Atoms that a rank encodes."""
+        """Return the atoms that a rank encodes."""
         return atoms_of(self.parts[self.src[rank].dp], self.src_dp, self.dest_dp)
 
     def consumes(self, rank: int) -> range:
-        """Atoms that the destination DP index of a rank consumes, on the first pipeline stage."""
+        """Return the atoms that a rank's destination DP index consumes, on the first stage."""
         return atoms_of(self.dest[rank].dp, self.dest_dp, self.src_dp)
 
     @cached_property
@@ -144,7 +142,7 @@ def _topology(src_axes: Axes, dest_axes: Axes, rank_offset: int) -> BridgeTopolo
 
 
 def atoms_of(index: int, dp: int, other_dp: int) -> range:
-    """Atoms of the ``index``-th of ``dp`` equal runs of the batch; the other side has ``other_dp``.
+    """Return the atoms of the ``index``-th of ``dp`` equal runs; the other side has ``other_dp``.
 
     There are lcm(dp, other_dp) atoms in all.
     """

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's interface of the bridge between colocated modules, over our plan and exchange."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
@@ -59,15 +57,15 @@ class ColocatedBridgeCommunicator(Bridge):
         self.gather_pg = self._new_group(self.gather_group_ranks)
 
     def is_fan_in(self) -> bool:
-        """Whether the source has more DP ranks."""
+        """Return whether the source has more DP ranks."""
         return self.direction is BridgeDirection.FAN_IN
 
     def is_fan_out(self) -> bool:
-        """Whether the destination has more DP ranks."""
+        """Return whether the destination has more DP ranks."""
         return self.direction is BridgeDirection.FAN_OUT
 
     def get_slice_info(self, batch_size: int) -> SliceInfo:
-        """This rank's slot in the batch, of ``batch_size`` equal entries, of a coarser DP index.
+        """Return this rank's slot in a coarser DP index's batch of ``batch_size`` equal entries.
 
         Fan-out: the entries of the source's batch that the rank consumes. Fan-in: the entries of
         the destination's batch that the rank produced. Equal: all entries. The slot is the same on
@@ -100,7 +98,7 @@ class ColocatedBridgeCommunicator(Bridge):
 
 
 def direction_of(topology: BridgeTopology) -> BridgeDirection:
-    """The side that has more DP ranks."""
+    """Return the side that has more DP ranks."""
     if topology.src_dp == topology.dest_dp:
         return BridgeDirection.EQUAL
     fan_in = topology.src_dp > topology.dest_dp
@@ -108,12 +106,12 @@ def direction_of(topology: BridgeTopology) -> BridgeDirection:
 
 
 def divides(topology: BridgeTopology) -> bool:
-    """Whether one DP size divides the other, so that each finer DP index has one atom."""
+    """Return whether one DP size divides the other, so that each finer DP index has one atom."""
     return topology.atoms == max(topology.src_dp, topology.dest_dp)
 
 
 def gather_groups(topology: BridgeTopology) -> list[list[int]]:
-    """Groups that have one rank for every slot of a coarser DP index, in slot order.
+    """Return the groups that have one rank for every slot of a coarser DP index, in slot order.
 
     Fan-in: one group per (dest_dp, src_tp). Fan-out: one per (src_dp, dest_tp, cp, pp). Every rank
     lies in exactly one. There are no groups if the DP sizes are equal, or if neither divides the

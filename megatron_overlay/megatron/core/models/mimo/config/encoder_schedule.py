@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When colocated encoders run, and what they keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -27,7 +25,7 @@ class EncoderSchedule:
     share: float = 0.5
 
     def at_once(self, pp: int, microbatches: int) -> int:
-        """Number of microbatches that are encoded at once.
+        """Return the number of microbatches that are encoded at once.
 
         Args:
             pp: stages of the language model's pipeline.
@@ -36,5 +34,5 @@ class EncoderSchedule:
         return microbatches if self.encodes_all(pp) else self.macro_batch
 
     def encodes_all(self, pp: int) -> bool:
-        """Whether all microbatches of a step are encoded at its beginning, before the pipeline."""
+        """Return whether all microbatches of a step are encoded before its pipeline."""
         return pp > 1 and not self.in_bubbles

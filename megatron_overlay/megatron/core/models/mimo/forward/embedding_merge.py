@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge text embeddings and modality rows into the language model's input, and their gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +20,7 @@ def embed_tokens(
     position_ids: Tensor | None,
     modality_embeddings: Mapping[str, Tensor],
 ) -> Tensor:
-    """Embeddings ``[S, B, H]`` of a batch, with modality rows in place of their tokens.
+    """Return the embeddings ``[S, B, H]`` of a batch, with modality rows in place of their tokens.
 
     A bridge delivers exactly as many rows as a modality has tokens, so the host need not wait for
     their count. Without a bridge, upstream's methods count them.
@@ -89,7 +87,7 @@ def place_rows(
 
 
 def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
-    """The same rows; the rank that sends their gradient back gets the sum over all CP ranks.
+    """Return the same rows; the rank that sends their gradient back gets the sum over all CP ranks.
 
     All TP and CP ranks of a stage receive the same rows, and the first of them sends the gradient
     back. A CP rank uses only the rows of its own tokens, so the gradients of all CP ranks must be

@@ -5,8 +5,6 @@
 Both steps take one or more microbatches, which the language model then consumes one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from functools import partial
@@ -101,7 +99,7 @@ def bridge_rows(
     plans: Sequence[BatchPlan | None],
     input_ids: Sequence[Tensor],
 ) -> BridgeRows:
-    """Rows of modality ``name`` by which its bridge routes.
+    """Return the rows of modality ``name`` by which its bridge routes.
 
     Args:
         model: the MimoModel.
@@ -145,7 +143,7 @@ def run_microbatch(
 
 
 def _own_random_states(model: MegatronModule, name: str) -> contextlib.AbstractContextManager:
-    """Context in which a modality with a bridge draws from random states of its own.
+    """Return the context in which a modality with a bridge draws from random states of its own.
 
     Without a bridge, or without a seeded RNG tracker, it changes nothing.
     """
@@ -170,7 +168,7 @@ def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
 
 
 def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
-    """Inputs of all shares joined into one; shares without a modality add nothing to it."""
+    """Join the inputs of all shares; those without a modality add nothing to it."""
     found: dict[str, list] = {}
     for share in shares:
         for name, inputs in (share or {}).items():

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Share out batches of equal samples that both modules' ranks of a DP index have been given."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -59,7 +57,7 @@ def shared_out(
 
 
 def _cut(batch: Microbatch, own: int, pieces: int) -> Microbatch:
-    """Piece ``own`` of the batch's text; position ids may have a dim of rotary axes in front."""
+    """Return piece ``own`` of a batch's text; position ids may have rotary axes in front."""
     names = ("input_ids", "labels", "loss_mask", "position_ids")
     cut = {
         name: batch[name].chunk(pieces, dim=batch[name].dim() - 2)[own]

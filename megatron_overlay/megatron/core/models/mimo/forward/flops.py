@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of encoders, to add to Megatron's count for the language model."""
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Callable
@@ -23,7 +21,7 @@ def with_modality_flops(count: Callable[..., float]) -> Callable[..., float]:
 def vit_flops(
     patches: int, tokens: int, layers: int, hidden: int, ffn: int, patch_features: int
 ) -> float:
-    """Operations of a ViT's forward and backward on one image (3 × the forward, as in Megatron).
+    """Count the operations of a ViT's forward and backward (3 × the forward, as in Megatron).
 
     Args:
         patches: patches that are embedded.
@@ -35,5 +33,5 @@ def vit_flops(
 
 
 def mlp_flops(tokens: int, sizes: tuple[int, ...]) -> float:
-    """Operations of the forward and backward of linear layers between widths ``sizes``."""
+    """Count the operations of forward and backward of linear layers between widths ``sizes``."""
     return 3.0 * sum(2 * tokens * a * b for a, b in zip(sizes, sizes[1:], strict=False))

@@ -9,8 +9,6 @@ the gradients of the whole macro-batch, it crosses the bridge back and the encod
 backward.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -71,7 +71,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
         self._agree_on_loss_scale()
 
     def get_loss_scale(self) -> torch.Tensor:
-        """The loss scale, fp32 ``[1]`` on the device, also on ranks where nothing is trained."""
+        """Return the loss scale, fp32 ``[1]`` on the device, also where nothing is trained."""
         # Filled on the device: the loop asks after each microbatch, and a copy would make it wait.
         return torch.full((1,), self._loss_scale, device=torch.cuda.current_device())
 
@@ -115,7 +115,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """L2 norm of all gradients, each counted once, the same on every rank. Collective.
+        """Return the L2 norm of all gradients, each counted once, alike on all ranks. Collective.
 
         Every rank of a module knows the module's norm; a maximum over ranks gives it to the others.
         The sum is rounded as in upstream's class, so that runs of both clip alike to the last bit.
@@ -161,7 +161,7 @@ class MimoOptimizer(upstream.MimoOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, **kwargs
     ) -> dict[str, dict]:
-        """Optimizer states of this rank's modules by name, for a distributed checkpoint.
+        """Return the optimizer states of this rank's modules by name, for a distributed checkpoint.
 
         State that a module's ranks share is saved as sharded objects of the module. Rank 0 writes
         the common part of a checkpoint, and does not hold every module.
@@ -255,7 +255,7 @@ def _module_optimizer(
     groups: ProcessGroupCollection,
     config_overrides: dict[ParamKey, ParamGroupOverride] | None,
 ) -> MegatronOptimizer | None:
-    """The optimizer of one module on its ranks; None if all of them have it frozen.
+    """Return the optimizer of one module on its ranks; None if all of them have it frozen.
 
     A fully frozen module need not be wrapped in DDP.
     """
@@ -301,7 +301,7 @@ def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def _max_over_ranks(values: list[float]) -> list[float]:
-    """Elementwise maximum over all ranks; NaN counts as inf, as a maximum may drop a NaN."""
+    """Return elementwise maxima over all ranks; NaN counts as inf, as a maximum may drop it."""
     known = [math.inf if math.isnan(value) else float(value) for value in values]
     largest = torch.tensor(known, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

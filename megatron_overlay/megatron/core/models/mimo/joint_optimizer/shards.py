@@ -9,8 +9,6 @@ first row, whole rows, the start of its last row. So each rank saves, and later 
 it holds, for any layout, and the files have the same format.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -46,7 +44,7 @@ Placed = tuple[ShardedTensor, Box, slice | Tensor]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
+    """Yield the boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
 
     A tensor of n dims needs at most 2n - 1 boxes.
     """
@@ -103,7 +101,7 @@ def _param_state(
     is_loading: bool = False,
     _metadata: dict | None = None,
 ) -> dict[int, dict[str, ShardedTensorFactory]]:
-    """Sharded state of each parameter of which this rank has a part, numbered in buffer order.
+    """Return the sharded state of each parameter that this rank has a part of, in buffer order.
 
     Loading reads into new tensors, so the state stays unchanged until everything is read.
     """
@@ -141,7 +139,7 @@ def _factory(
     replica: ReplicaId,
     is_loading: bool,
 ) -> ShardedTensorFactory:
-    """Factory that stores a range as boxes in the checkpoint, and as one tensor in the optimizer.
+    """Make the factory of a range: boxes in the checkpoint, and one tensor in the optimizer.
 
     Args:
         placed: the boxes of the range.
@@ -191,7 +189,7 @@ def _placed(
     stop: int,
     device: torch.device,
 ) -> Iterator[Placed]:
-    """The boxes of the elements ``start`` to ``stop`` of this rank's (model-parallel) parameter.
+    """Yield the boxes of elements ``start`` to ``stop`` of this rank's (model-parallel) parameter.
 
     Index tensors are on ``device``, where the optimizer has its state.
 

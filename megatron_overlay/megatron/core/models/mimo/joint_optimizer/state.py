@@ -8,8 +8,6 @@ the module's first rank. There is one set for the module instead of one each for
 expert optimizers, as the layout decides whether experts have an optimizer of their own.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import torch
@@ -45,7 +43,7 @@ def sharded_optimizer_state(
     is_loading: bool,
     **kwargs,
 ) -> dict:
-    """Optimizer state of module ``name``, with its common part as sharded objects.
+    """Return the optimizer state of module ``name``, with its common part as sharded objects.
 
     Args:
         optimizer, groups: optimizer and groups of the module, which this rank trains.
@@ -73,7 +71,7 @@ def sharded_optimizer_state(
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain, or ``optimizer`` itself if it is not a chain."""
+    """Return the optimizers of a chain, or ``optimizer`` itself if it is not a chain."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -145,7 +143,7 @@ def restore_common_state(
 def _parts(
     state: dict | list, optimizer: MegatronOptimizer
 ) -> list[tuple[dict, MegatronOptimizer]]:
-    """State and optimizer of each member of a chain; a single member's state is bare."""
+    """Return the state and optimizer of each member of a chain; a single member's state is bare."""
     chain = leaves(optimizer)
     if len(chain) == 1:
         return [(state, chain[0])]
@@ -167,7 +165,7 @@ def _take_common(part: dict) -> dict:
 
 
 def _identities(groups: list[Group]) -> list[tuple]:
-    """Keys that identify each group, independent of the layout and of the run's rates.
+    """Return the keys that identify each group, independent of the layout and of the run's rates.
 
     Groups that differ only in their rates are numbered in the order of their rates.
     """
@@ -183,7 +181,7 @@ def _identities(groups: list[Group]) -> list[tuple]:
 
 
 def _distinct(chain: list[list[Group]]) -> list[Group]:
-    """Settings of the distinct groups of a chain, in an order independent of the layout."""
+    """Return the settings of a chain's distinct groups, in an order that no layout changes."""
     merged: dict[tuple, Group] = {}
     for groups in chain:
         for identity, group in zip(_identities(groups), groups, strict=True):
@@ -197,7 +195,7 @@ def _distinct(chain: list[list[Group]]) -> list[Group]:
 def _restored(
     name: str, saved: list[Group], current: list[Group], kept: tuple[str, ...]
 ) -> list[Group]:
-    """The optimizer's current groups with the saved settings, except for the keys in ``kept``."""
+    """Return the current groups with the saved settings, except for the keys in ``kept``."""
     known = dict(zip(_identities(saved), saved, strict=True))
     own = _identities(current)
     missing = [identity for identity in own if identity not in known]

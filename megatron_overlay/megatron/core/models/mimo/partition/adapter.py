@@ -8,8 +8,6 @@ CP rank over its tensor-parallel (TP) ranks. Labels and masks follow CP alone: t
 gathers the sequence over TP before the loss.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron.core.models.mimo.partition import utils
@@ -55,7 +53,7 @@ class PartitionAdapter(utils.PartitionAdapter):
     def lengths(
         self, seq_length: int, packed_seq_params: PackedSeqParams | None = None
     ) -> PaddedLengths:
-        """Real and padded sample lengths along the sequence dimension.
+        """Return real and padded sample lengths along the sequence dimension.
 
         Packed boundaries are read back to the host once per batch. If the loader has padded the
         samples already (``cu_seqlens_q_padded``), its padding counts as tokens.
@@ -79,13 +77,13 @@ class PartitionAdapter(utils.PartitionAdapter):
         return pad_lengths(samples, self.cfg.cp_size, self.cfg.sp_size)
 
     def token_layout(self, lengths: PaddedLengths) -> TokenLayout:
-        """Zigzag layout of the padded tokens over the CP ranks."""
+        """Return the zigzag layout of the padded tokens over the CP ranks."""
         return zigzag_layout(lengths, self.cfg.cp_size)
 
     def shard_tokens(
         self, tensor: torch.Tensor, lengths: PaddedLengths, dim: int = 1, pad: float = 0
     ) -> torch.Tensor:
-        """This CP rank's tokens of ``tensor``: ``[B, S, ...]`` to ``[B, padded/cp, ...]``."""
+        """Cut ``tensor`` to this CP rank's tokens: ``[B, S, ...]`` to ``[B, padded/cp, ...]``."""
         if lengths.real != lengths.padded:
             tensor = lengths.pad(tensor, dim, pad)
         if not self.cfg.use_cp:

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +17,7 @@ from megatron.core.token_layout import PaddedLengths
 def partition_groups(
     config: MimoModelConfig, cp_group: ProcessGroup | None, tp_group: ProcessGroup | None
 ) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """CP and TP group of the language model; its grid supplies a group that is None.
+    """Return the CP and TP group of the language model; its grid supplies a group that is None.
 
     Args:
         config: configuration of the model. Without grids, None stays None and means the global
@@ -36,7 +34,7 @@ def partition_groups(
 def packed_parameters(
     packing: dict | PackedSeqParams | None, lengths: Iterable[int] | None = None
 ) -> PackedSeqParams | None:
-    """Packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
+    """Return the packed parameters from a batch's ``packing_kwargs``; the boundaries become int32.
 
     Args:
         packing: keyword arguments of ``PackedSeqParams``, or a finished ``PackedSeqParams``.
@@ -61,7 +59,7 @@ def padding_arguments(
     adapter: PartitionAdapter | None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Keyword arguments that mark the tokens that ``adapter`` has added as padding, for experts.
+    """Return keyword arguments that tell experts which tokens ``adapter`` has added as padding.
 
     Padding is routed to experts, but counts neither in balancing losses nor in the expert bias.
 

@@ -61,7 +61,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def of_share(cls, share: float, vpp: int = 1) -> Costs:
-        """Costs from the encoders' share of the work; a backward costs two forwards.
+        """Return costs by the encoders' share of the work; a backward costs two forwards.
 
         Args:
             share: the encoders' share of the time of a step in which no rank waits.
@@ -88,7 +88,7 @@ class BubblePlan(NamedTuple):
 
 
 def most_kept(stages: int, macro_batch: int) -> int:
-    """Most macro-batches whose encoder activations a rank keeps.
+    """Return the most macro-batches whose encoder activations a rank keeps.
 
     With costs other than :data:`EQUAL_SHARES` a rank may keep one more.
     """
@@ -105,7 +105,7 @@ def bubble_plan(
     costs: Costs = EQUAL_SHARES,
     group: int | None = None,
 ) -> BubblePlan:
-    """The plan with the shortest simulated step among those for all :data:`LEADS` and :data:`FITS`.
+    """Return the plan with the shortest simulated step of all :data:`LEADS` and :data:`FITS`.
 
     A rank keeps activations of :func:`most_kept` macro-batches, however many a step has: as many as
     the pipeline has in flight, and as many again that are encoded ahead.
@@ -129,7 +129,7 @@ def bubble_plan(
 
 
 def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: bool) -> StagePieces:
-    """A stage's pieces if none runs between pipeline operations.
+    """Return a stage's pieces if none runs between pipeline operations.
 
     Args:
         operations: number of pipeline operations of the stage.
@@ -144,7 +144,7 @@ def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: boo
 
 
 def pieces_in_turn(microbatches: int, macro_batch: int, trained: bool) -> StagePieces:
-    """The only stage's pieces without a pipeline.
+    """Return the only stage's pieces without a pipeline.
 
     A macro-batch is encoded before its first forward, and goes back after its last backward.
 
@@ -228,7 +228,7 @@ class _Simulation:
         return self._backward(stage, time, gap, fit)
 
     def _arrival(self, stage: int) -> float:
-        """Time at which the next operation's inputs arrive; ``inf`` if not known yet."""
+        """Return the time at which the next operation's inputs arrive; ``inf`` if not known yet."""
         way, chunk, number = self.orders[stage][self.place[stage]]
         virtual = chunk * self.size + stage
         if way == "forward" and virtual == 0:
@@ -284,7 +284,7 @@ class _Simulation:
         return k
 
     def _kept(self, stage: int) -> int:
-        """Number of macro-batches whose activations (or rows, if untrained) the stage holds."""
+        """Count the macro-batches whose activations (or rows, if untrained) the stage holds."""
         freed = self.next[stage][BACKWARD]
         if not self.trained:
             steps = self.orders[stage][: self.place[stage]]

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a step's encoder pieces where a plan puts them among the language model's operations."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Iterator
@@ -62,7 +60,7 @@ def prepare_bubbles(stages: list[MimoModel]) -> None:
 
 
 def loads_kernels(model: MimoModel) -> bool:
-    """Whether a step in bubbles is the model's first, on a GPU.
+    """Return whether a step in bubbles is the model's first, on a GPU.
 
     It runs all pieces before and after the pipeline: loading a kernel may make CUDA wait for all
     work on the device, and so for another rank that waits for this one.

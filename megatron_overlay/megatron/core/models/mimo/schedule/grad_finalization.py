@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finalize the gradients of all modules of a MimoModel, scaled by one token count."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -66,7 +64,7 @@ def no_encoder_grad_sync(model: Sequence[MimoModel]) -> Iterator[None]:
 
 
 def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection) -> torch.Tensor:
-    """Number of tokens with a loss in the whole global batch.
+    """Return the number of tokens with a loss in the whole global batch.
 
     Args:
         num_tokens: scalar, this rank's count; only the last pipeline stage's is read.
@@ -86,7 +84,7 @@ def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection)
 def language_total(
     values: torch.Tensor, model: MimoModel, groups: ProcessGroupCollection | None
 ) -> torch.Tensor:
-    """Sum of ``values`` over the language model's last-stage ranks, on every rank. Collective.
+    """Sum ``values`` over the language model's last-stage ranks, on every rank. Collective.
 
     Args:
         values: any shape; read on all DP and CP ranks of the last stage.

@@ -2,36 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control when Megatron's CUDA graphs of colocated modules are recorded and captured."""
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import MegatronModule
 
 
-@contextlib.contextmanager
-def capture_deferred() -> Iterator[None]:
+def capture_deferred() -> AbstractContextManager[None]:
     """Inside, Megatron's schedule captures no graphs, as the encoders' backward comes after it."""
-    capture, schedules.create_cudagraphs = schedules.create_cudagraphs, lambda: None
-    try:
-        yield
-    finally:
-        schedules.create_cudagraphs = capture
+    return replaced(schedules, create_cudagraphs=lambda: None)
 
 
-@contextlib.contextmanager
-def nothing_recorded() -> Iterator[None]:
+def nothing_recorded() -> AbstractContextManager[None]:
     """Inside, modules run without graphs: for a step in another order than later steps."""
-    call, CudaGraphManager.__call__ = CudaGraphManager.__call__, _run_module
-    try:
-        yield
-    finally:
-        CudaGraphManager.__call__ = call
+    return replaced(CudaGraphManager, __call__=_run_module)
 
 
 def _run_module(

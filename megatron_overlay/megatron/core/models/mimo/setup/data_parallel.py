@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism of a MimoModel, in which each module has its own process groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -11,8 +11,6 @@ as a GPU's generator draws other numbers. Distributions: matrices N(0, 1/fan in)
 (GPT-2); Mamba-2's own parameters as in its paper (arXiv 2405.21060).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -72,7 +70,7 @@ def _normal(std: float) -> Draw:
 
 
 def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
-    """Name patterns and their draws; the first match decides.
+    """Return the name patterns and their draws; the first match decides.
 
     Args:
         layers: depth of the module's own stack.
@@ -144,7 +142,7 @@ def initialize_weights(
 def initial_weights(
     model: MimoModel, part: ShardedTensor, seed: int, own: Mapping[str, Draw] | None = None
 ) -> torch.Tensor:
-    """Values of one shard as ``initialize_weights`` draws them with ``std=None``, in fp32.
+    """Draw one shard in fp32, as ``initialize_weights`` does with ``std=None``.
 
     The model may be on the meta device.
 

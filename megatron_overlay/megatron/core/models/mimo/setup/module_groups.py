@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grids and process groups of a MIMO model's modules; no global ``parallel_state``."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -57,7 +55,7 @@ MIMO_LANGUAGE_MODULE_KEY."""
 
 
 def make_grid(layout: AxisSizes, backend: str, rank_offset: int = 0) -> HyperCommGrid:
-    """The grid of one module on ranks from ``rank_offset`` on, with a view for its experts."""
+    """Make the grid of one module from ``rank_offset`` on, with a view for its experts."""
     grid = HyperCommGrid([getattr(layout, dim) for dim in DIMS], DIMS, rank_offset, backend)
     grid.register_view(
         "expert",
@@ -87,7 +85,7 @@ def make_modules(
 
 
 def schedule_collection(modules: Modules) -> MultiModuleProcessGroupCollection:
-    """Groups of the modules that this rank holds, for ``pretrain`` and the schedules.
+    """Return the groups of the modules that this rank holds, for ``pretrain`` and the schedules.
 
     A collection of several modules means that they are colocated.
     """
@@ -97,7 +95,7 @@ def schedule_collection(modules: Modules) -> MultiModuleProcessGroupCollection:
 
 
 def own_groups(modules: Modules) -> ProcessGroupCollection:
-    """Groups of the language model, or of the only module that a rank without it holds."""
+    """Return the language model's groups, or those of the only module on a rank without it."""
     collection = schedule_collection(modules)
     if collection.has_language_model():
         return collection.get_language_model_collection()
@@ -105,7 +103,7 @@ def own_groups(modules: Modules) -> ProcessGroupCollection:
 
 
 def encoder_part(modules: Modules, name: str) -> int | None:
-    """Index of the part of a batch, of the encoder's dp equal ones, that this rank encodes.
+    """Return which of the encoder's dp equal parts of a batch this rank encodes.
 
     The bridge of colocated modules assigns the parts; without one it is the encoder's DP rank.
     None on a rank without the encoder.

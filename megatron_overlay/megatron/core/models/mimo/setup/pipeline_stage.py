@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position of a colocated MimoModel's rank in the language model's pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.core.models.mimo.config import MimoModelConfig

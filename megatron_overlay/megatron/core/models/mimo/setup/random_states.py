@@ -8,8 +8,6 @@ different parts, could get the same dropout mask, and the language model's TP ra
 step where they encode different images.
 """
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free a MimoModel and its process groups, so that another can be built in the same process."""
 
-from __future__ import annotations
-
 import gc
 
 import torch.distributed as dist

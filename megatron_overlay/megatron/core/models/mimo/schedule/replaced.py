@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temporary replacement of attributes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
