@@ -8,12 +8,10 @@ losses and gradient norms must be those of the same model on one rank (trajector
 each group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from examples.mimo.common.layout import parse_layout
-from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
+from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL, MODELS
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 
 
@@ -69,8 +67,6 @@ CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous
 ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
 HEADS = ("--linear-cp-mode", "headwise")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-FULL += ("--recompute-num-layers", "1")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
