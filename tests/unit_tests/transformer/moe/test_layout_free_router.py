@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balancing losses with per-token loss: in layouts of four ranks as on one rank, and frozen."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,22 +30,24 @@ def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return hidden.to(Utils.device), mask.to(Utils.device)
 
 
+config_of = partial(
+    TransformerConfig,
+    num_layers=1,
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    num_moe_experts=EXPERTS,
+    moe_router_topk=2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_dtype="fp32",
+    calculate_per_token_loss=True,
+    perform_initialization=False,
+    add_bias_linear=False,
+)
+
+
 def router_of(groups: ProcessGroupCollection, balancing: str) -> LayoutFreeRouter:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_router_load_balancing_type=balancing,
-        moe_aux_loss_coeff=1.0,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_dtype="fp32",
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        add_bias_linear=False,
-    )
+    config = config_of(moe_router_load_balancing_type=balancing, moe_aux_loss_coeff=1.0)
     router = LayoutFreeRouter(config, pg_collection=groups)
     router.set_layer_number(1)
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(6))
