@@ -76,6 +76,8 @@ WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
 
+EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
+
 FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
 
 PIPELINE, FLAT = "cp=2,pp=2,dp=1,ep=2", "tp=2,dp=2,ep=4,etp=1"
@@ -222,7 +224,7 @@ ON_CPUS = {
         for common, language in (
             (
                 ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
-                + ("--moe-router-load-balancing-type", "aux_loss"),
+                + ("--moe-router-load-balancing-type", "aux_loss", *EVALUATION),
                 PIPELINE,
             ),
             (
@@ -233,7 +235,7 @@ ON_CPUS = {
                 ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
                 + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
                 + ("--weight-decay-incr-style", "linear")
-                + ("--moe-router-load-balancing-type", "global_aux_loss"),
+                + ("--moe-router-load-balancing-type", "global_aux_loss", *EVALUATION),
                 FLAT,
             ),
             (

@@ -8,9 +8,10 @@ import json
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.loop.run import train
@@ -87,6 +88,16 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
     saved = str(tmp_path)
     trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
     assert trajectory("--load", saved, "--skip-train", steps=1) == []
+
+
+@requires_world_size(2)
+def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
+    """The first rank counts the samples, and those that have an answer."""
+    Utils.initialize_distributed()
+    right, places = (([True, False], [0, 1]), ([True, True], [1, 2]))[Utils.rank]
+    given = torch.tensor(right, device=Utils.device), torch.tensor(places, device=Utils.device)
+    found = count_exact(*given, samples=4, cp_group=dist.group.WORLD)
+    assert found.tolist() == ([2, 3], [0, 0])[Utils.rank]
 
 
 class TestMetrics:

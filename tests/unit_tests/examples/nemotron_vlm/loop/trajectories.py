@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import SampleSource
@@ -32,6 +33,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 FIGURES = ("loss", "grad_norm")
+EVALUATED = ("eval_loss", "eval_accuracy", "eval_exact_match")
 
 MOST = 1e-2
 """The largest tolerance of a 16-bit run on GPUs, relative."""
@@ -223,6 +225,11 @@ def judged(model: Model, records: list[dict], reference: list[dict]) -> dict[str
     """
     for name in ("step", "num_tokens", "skipped"):
         assert [r[name] for r in records] == [r[name] for r in reference], name
+    of_evaluations, expected = (
+        [record[name] for record in run for name in EVALUATED if name in record]
+        for run in (records, reference)
+    )
+    assert of_evaluations == pytest.approx(expected, rel=model.tolerance or MOST)
     allowed, found = tolerance(model), apart(records, reference)
     if not model.tolerance:
         parts = differences(records, reference)
