@@ -6,8 +6,6 @@ Under torchrun itself, each rank takes seconds to import Megatron. This is for C
 that has CUDA in use cannot be forked.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import signal

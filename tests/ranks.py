@@ -7,8 +7,6 @@
 The tests are collected once for all worlds, before the forks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

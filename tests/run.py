@@ -10,8 +10,6 @@ long. Ranks see the checkout in build/ and this repository's tests/; the tempora
 shared by the worlds holds the one-rank runs that they are compared with.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

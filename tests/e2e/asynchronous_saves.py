@@ -9,8 +9,6 @@ written. Here nothing is trained after the last save. The file HASHED gets a lin
 is hashed: the process and the name.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.git_checkout import put_applied, put_pristine
-from tests.e2e.upstream_world import UpstreamWorld
+from tests.e2e.upstream_world import UpstreamWorld, put_applied, put_pristine
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@
 FAULT is JSON: rank, at (PLACES), iteration, kind.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

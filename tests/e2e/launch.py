@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the training program as N processes and see how each of them ends."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -41,7 +39,7 @@ class Ended:
     errors: str
 
     @classmethod
-    def read(cls, folder: Path) -> Ended:
+    def read(cls, folder: Path) -> "Ended":
         """Read what a rank has written."""
         code, output, errors = (folder / name for name in ("code", "output", "errors"))
         ended = int(code.read_text()) if code.exists() else None

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's own ``pretrain_mimo.py`` on an applied tree: the same in every layout.
 
-The program is in git checkouts only: see ``git_checkout.py``. Its model is the Nemotron VLM: RADIO,
-pixel shuffle, MLP projector, and Mamba-2, attention and experts.
+The program is in git checkouts only: see ``upstream_world.py``. Its model is the Nemotron VLM:
+RADIO, pixel shuffle, MLP projector, and Mamba-2, attention and experts.
 """
 
 from pathlib import Path

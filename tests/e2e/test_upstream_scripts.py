@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's scripts record the same numbers on an applied tree as on a pristine one, bit for bit.
 
-The scripts are in git checkouts only: see ``git_checkout.py``.
+The scripts are in git checkouts only: see ``upstream_world.py``.
 """
 
 import tomllib

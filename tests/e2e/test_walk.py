@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/user/walk.md, read from the page, at small sizes."""
+"""The commands of docs/user/walk.md, read from the page, at small sizes; with them the recipes."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 from tests.e2e.launch import CHECKOUT, REPOSITORY
-from tests.unit_tests.checkpoint.conversions import tensors_of
+from tests.unit_tests.checkpoint.conversions import convert, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import make_omni
 
@@ -51,7 +52,16 @@ def small(command: str, **values: object) -> str:
     return command
 
 
+def changed(directory: Path, other: Path) -> set[str]:
+    """Return the parts of a VLM whose tensors differ."""
+    ours, theirs = tensors_of(directory), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    names = {name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)}
+    return {name.split(".")[0] for name in names}
+
+
 def test_published_weights_are_aligned_trained_and_exported(tmp_path):
+    """The first stage leaves frozen parts as they were, bit for bit; the second moves all parts."""
     data = tmp_path / "data"
     save(whole_vlm(sound=True), data / "published")
     for name, seed in (("captions", 1), ("talks", 2)):
@@ -81,4 +91,11 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
         assert len(records) == 4 and "eval_loss" in json.loads(records[-1])
         kept = sorted(path.name for path in (data / name / "checkpoints").glob("iter_*"))
         assert kept == ["iter_0000004"], "the second step's is deleted"
-    assert tensors_of(data / "mine").keys() == tensors_of(data / "published").keys()
+    written = (data / "aligned/config.yaml").read_text()
+    assert "\nfreeze: encoder,language\n" in written and "\ntrain-iters: 4\n" in written
+    given = data / "aligned/checkpoints", "--like", data / "published", "--out", data / "back"
+    convert("megatron-to-hf", *given)
+    assert changed(data / "back", data / "published") == {"mlp1", "sound_projection"}
+    assert changed(data / "mine", data / "published") == {
+        *("mlp1", "sound_projection", "language_model", "vision_model", "sound_encoder")
+    }

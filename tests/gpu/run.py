@@ -8,8 +8,6 @@ Lanes run at the same time, the stages of a lane one after the other. The exit c
 case of every stage has passed; a case that failed, was skipped or never ended is named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

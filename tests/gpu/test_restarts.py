@@ -5,8 +5,6 @@
 Each run is the program under torchrun, as a job starts it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -5,8 +5,6 @@
 The scripts are in git checkouts only: set ``MEGATRON_GIT_CHECKOUT`` to one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.git_checkout import put_applied, put_pristine
 from tests.e2e.test_pretrain_mimo import APART, BF16_TOLERANCE, ONE_RANK, OPTIONS, PROGRAM
-from tests.e2e.upstream_world import scalars_of
+from tests.e2e.upstream_world import put_applied, put_pristine, scalars_of
 
 TOLERANCE = 1e-4
 LIMIT_S = 400

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Slurm of two virtual nodes on this host: munged, slurmctld and two slurmd, as root."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration measures, fits and compares; docs/reviewer/planner.md has the tables."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import weakref

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--plan``: what it searches, takes, refuses, prints and writes."""
 
-from __future__ import annotations
-
 import json
 import random
 import shlex

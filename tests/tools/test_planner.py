@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's pieces: against Megatron's counts, models, groups and orders, and closed forms."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import asdict, replace
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of tools/show_layout.py, against brute force and numbers found by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 import show_layout

@@ -15,7 +15,7 @@ from tests.slurm import rows_on_nodes
 from tests.slurm.rows_on_nodes import Allocation, Batch, rows
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, Row
-from tests.unit_tests.examples.nemotron_vlm.loop.rows_at_scale import COMPARED_WITH
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import COMPARED_WITH
 
 SRUN = """#!/bin/sh
 echo "$@" >> "{calls}"
@@ -59,7 +59,7 @@ class Job:
         monkeypatch.setenv("PYTHON", str(directory / "python"))
         monkeypatch.setattr(rows_on_nodes, "LIMIT_S", {"cpu": 3, "cuda": 3})
 
-    def compare(self, row: Row, gpus: int = 0) -> dict:
+    def compare(self, row: Row, *_, gpus: int = 0) -> dict:
         """Compare a row in a job that has just started, or was requeued."""
         return Batch(Allocation("7", 2, gpus), self.out).compare(row)
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A guard within which nothing may make the host wait for a tensor's values."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch

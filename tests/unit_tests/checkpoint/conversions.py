@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running the converter, and comparing what it wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from examples.mimo.pretrain_nemotron_vlm import ALONE
+from tests.unit_tests.checkpoint.hugging_face import save
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "checkpoint"))
@@ -49,6 +49,17 @@ def convert(*arguments: str | Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert run_converter(*arguments) == 0
     return said.getvalue()
+
+
+def convert_once(
+    path: Path, model: Callable[[], torch.nn.Module], *arguments: str, option: str = "--vlm"
+) -> Path:
+    """Convert a model on the first rank alone; return the folder, beside which `theirs` lies."""
+    with Utils.first_rank_first() as first:
+        if first:
+            theirs = save(model(), path / "theirs")
+            convert("hf-to-megatron", option, theirs, *arguments, "--out", path / "ours")
+    return path / "ours"
 
 
 def assert_back_again(checkpoint: Path, theirs: Path) -> str:

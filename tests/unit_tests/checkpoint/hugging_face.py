@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random Hugging Face models, of transformers' own classes, written as they are published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of the program, with a checkpoint that it has loaded, in any layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -34,14 +32,12 @@ class RandomText(SampleSource):
         self._tiles, self._tokens = tiles, tokens
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         rng = torch.Generator().manual_seed(number)
         ids = torch.randint(4, 64, (LENGTH,), generator=rng)
         ids[2 : 2 + self._tiles * self._tokens] = IMAGE
         return Text(ids, ids.roll(-1), torch.ones(LENGTH))
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        """See `SampleSource`."""
         rng, shape = torch.Generator().manual_seed(number), (self._tiles, 3, TILE, TILE)
         return torch.randint(256, shape, generator=rng, dtype=torch.uint8)
 

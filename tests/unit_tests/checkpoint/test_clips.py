@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames and patches of clips, as Hugging Face's Nemotron 3 Nano Omni has them."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals of the converter: in words, by name, and before anything is written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from examples.mimo.nemotron_vlm.encoders.radio.weights import EMBEDDER
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from tests.unit_tests.checkpoint.conversions import program, run_converter, tensors_of
 from tests.unit_tests.checkpoint.hugging_face import encoder, language_model, save
@@ -84,6 +83,13 @@ def test_all_that_does_not_fit_is_listed(
     assert len(said.splitlines()) == (1 if SCALE in tensors else 1 + len(reasons))
     for reason in reasons:
         assert reason in said
+
+
+def test_an_encoder_that_is_not_there_is_named(models, refusal, tmp_path):
+    names = [name for name in tensors_of(models["--vision"]) if name.endswith(".embedder.weight")]
+    source = changed(models["--vision"], tmp_path / "none", dict.fromkeys(names))
+    said = refusal("hf-to-megatron", "--vision", source, "--model", "tiny")
+    assert said == f"error: {source}: no encoder: no tensor …{EMBEDDER}\n"
 
 
 def test_surplus_tensors_may_be_left_out_but_no_others(models, refusal, tmp_path, capsys):

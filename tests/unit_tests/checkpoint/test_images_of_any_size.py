@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole images of any size, as Hugging Face's Nemotron 3 Nano Omni encodes them."""
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Callable
@@ -18,8 +16,8 @@ import torch
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b, tiny
 from megatron.core.utils import unwrap_model
-from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert
-from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
+from tests.unit_tests.checkpoint.conversions import TOLERANCE, convert_once
+from tests.unit_tests.checkpoint.hugging_face import whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, RandomText, loading
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -76,11 +74,8 @@ def test_an_image_is_cut_into_their_patches():
     ],
 )
 def test_rows_are_theirs(layout, shared_path):
-    model, directory = whole_vlm(), shared_path / "ours"
-    with Utils.first_rank_first() as first:
-        if first:
-            given = save(model, shared_path / "theirs")
-            convert("hf-to-megatron", "--vlm", given, "--out", directory)
+    model = whole_vlm()
+    directory = convert_once(shared_path, lambda: model)
     rng = torch.Generator().manual_seed(1)
     shapes = [(rows, columns, 3 * PATCH**2) for rows, columns in GRIDS]
     images = [torch.rand(shape, generator=rng) * 300 - 20 for shape in shapes]  # overshoot

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron 3 Nano Omni of transformers in the program: images of any size, video, sound, text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -27,11 +25,11 @@ from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     assert_back_again,
     config_of,
-    convert,
+    convert_once,
     preset_of,
     sources_of,
 )
-from tests.unit_tests.checkpoint.hugging_face import released_config, save, whole_vlm
+from tests.unit_tests.checkpoint.hugging_face import released_config, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import SAMPLES, loading, program_logits
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
@@ -60,7 +58,6 @@ class Conversations(SampleSource):
     token_ids: Mapping[str, int] = {IMAGES: IMAGE, Sound.name: Sound.token}
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        """See `SampleSource`."""
         sizes = CLIPS
         if encoder == IMAGES:
             grids = {2: PICTURES.grids, 3: PICTURES.clips}
@@ -68,7 +65,6 @@ class Conversations(SampleSource):
         return [np.array(each, dtype=np.int64) for each in sizes[first : first + count]]
 
     def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
-        """See `SampleSource`."""
         if encoder == Sound.name:
             rng = torch.Generator().manual_seed(number)
             return [torch.randn(samples, generator=rng) for samples in CLIPS[number]]
@@ -76,7 +72,6 @@ class Conversations(SampleSource):
         return [grids[each.ndim].cut(each) for each in pictures(number)]
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         ids = torch.randint(6, 64, (LENGTH,), generator=torch.Generator().manual_seed(number))
         start = 3
         for entry in (HEARD, PICTURES):
@@ -88,7 +83,6 @@ class Conversations(SampleSource):
         return Text(ids, ids.roll(-1), torch.ones(LENGTH))
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         return np.array([(LENGTH, len(shapes)) for shapes in SHAPES[first : first + count]])
 
 
@@ -143,14 +137,10 @@ LAYOUT = "--encoder images:tp=2 --encoder sound:dp={0} --language tp={1},cp=2,pp
 )
 def test_logits_of_conversations_are_theirs(layout, shared_path):
     """In root mean square: of 12 288 logits, the worst of theirs is 9e-6 from theirs in fp64."""
-    model, directory = whole_vlm(sound=True), shared_path / "ours"
-    saved = shared_path / "theirs"
-    with Utils.first_rank_first() as first:
-        if first:
-            save(model, saved)
-            convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
-            if not layout:
-                assert "video" not in assert_back_again(directory, saved)  # what was only copied
+    model = whole_vlm(sound=True)
+    directory = convert_once(shared_path, lambda: model, "--model", "tiny-omni")
+    if not layout:  # what was only copied is not listed
+        assert "video" not in assert_back_again(directory, directory.with_name("theirs"))
     any_size = ("--dynamic-resolution", "--dynamic-resolution-min-patches", "4")
     options = (*loading(directory), "--seq-length", str(LENGTH), *any_size, *layout.split())
     ours, theirs = program_logits(*options, source=Conversations()), their_logits(model)

@@ -16,7 +16,7 @@ from conversion.sources import Source, check_sources, matching, parts_of, preset
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, write_preset
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 MODEL = "model.json"
@@ -107,7 +107,8 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
         checkpoint: directory of the program's checkpoint.
         like: the directory of a model of the same sizes, with or without its tensors. Its
             configuration and other files are copied, and so are tensors that our model lacks.
-        base: preset with the sizes of the parts that ``like`` does not have.
+        base: preset with the sizes of the parts that ``like`` does not have; another preset takes
+            its place if the checkpoint has other encoders.
         out: the new directory.
 
     Returns:
@@ -117,6 +118,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
         UserError: nothing is written then.
     """
     saved = Checkpoint(checkpoint)
+    base = _with_encoders_of(saved, base)
     sources = sources_of(like, base, may_lack_tensors=True)
     preset = preset_of(sources, base, None)
     if base.images.tubelet == 1 and not any(VIDEO_EMBEDDER in key for key in saved.tensors):
@@ -154,6 +156,15 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
             if not name.endswith(".safetensors.index.json"):
                 shutil.copyfile(like / name, directory / name)
     return copied
+
+
+def _with_encoders_of(saved: Checkpoint, base: VLMPreset) -> VLMPreset:
+    """Return ``base``, or the first preset that has the checkpoint's encoders if it has others."""
+    held = {key.split(".")[1] for key in saved.tensors if key.startswith("modality_submodules.")}
+    for preset in (base, *(make() for make in PRESETS.values())):
+        if {encoder.name for encoder in preset.encoders} == held:
+            return preset
+    raise UserError(f"{saved.directory}: encoders of {', '.join(sorted(held))}: give their --model")
 
 
 def _check_saved(

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short training runs in this process, on all its ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

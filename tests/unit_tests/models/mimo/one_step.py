@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of the program's tiny model, compared with the same step in another layout."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

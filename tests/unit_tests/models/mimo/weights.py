@@ -6,8 +6,6 @@ The distributed checkpoint's view of a model says which part of which parameter 
 tensor, expert and pipeline sharding need no rules here.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

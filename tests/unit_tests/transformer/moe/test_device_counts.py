@@ -30,8 +30,9 @@ from megatron.core.transformer.moe.layout_free_router import with_layout_free_ro
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.transformer.moe import test_layout_free_router
 
-HIDDEN, INNER, EXPERTS, LENGTH, BATCH = 16, 24, 4, 12, 2
+HIDDEN, INNER, EXPERTS, LENGTH, BATCH = test_layout_free_router.HIDDEN, 24, 4, 12, 2
 TOLERANCE = dict(rtol=1e-5, atol=5e-6)
 """Gradients are sums of a hundred values of order 1 in another order, in fp32."""
 
@@ -39,24 +40,14 @@ MOE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["moe"])
 ON_DEVICE = dict(moe_token_dispatcher_type="allgather", moe_grouped_gemm=True)
 
 config_of = partial(
-    TransformerConfig,
-    num_layers=1,
-    hidden_size=HIDDEN,
-    num_attention_heads=4,
+    test_layout_free_router.config_of,
     num_moe_experts=EXPERTS,
     moe_ffn_hidden_size=INNER,
     moe_shared_expert_intermediate_size=INNER,
-    moe_router_topk=2,
     moe_router_load_balancing_type="seq_aux_loss",
     moe_aux_loss_coeff=1e-2,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_dtype="fp32",
-    calculate_per_token_loss=True,
     moe_token_dispatcher_type="alltoall",
     activation_func=squared_relu,
-    add_bias_linear=False,
-    perform_initialization=False,
 )
 
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balancing losses with per-token loss: in layouts of four ranks as on one rank, and frozen."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,22 +30,24 @@ def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return hidden.to(Utils.device), mask.to(Utils.device)
 
 
+config_of = partial(
+    TransformerConfig,
+    num_layers=1,
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    num_moe_experts=EXPERTS,
+    moe_router_topk=2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_dtype="fp32",
+    calculate_per_token_loss=True,
+    perform_initialization=False,
+    add_bias_linear=False,
+)
+
+
 def router_of(groups: ProcessGroupCollection, balancing: str) -> LayoutFreeRouter:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=2,
-        moe_router_load_balancing_type=balancing,
-        moe_aux_loss_coeff=1.0,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_dtype="fp32",
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        add_bias_linear=False,
-    )
+    config = config_of(moe_router_load_balancing_type=balancing, moe_aux_loss_coeff=1.0)
     router = LayoutFreeRouter(config, pg_collection=groups)
     router.set_layer_number(1)
     weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(6))
@@ -107,7 +111,9 @@ def test_inputs_get_gradients_of_balancing_losses_from_trained_routers_only(alon
 class TestBalancingLosses:
     @pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
     @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4), (1, 2), (2, 1), (1, 1)])
-    def test_are_those_of_one_rank(self, balancing, tp, cp):
+    @pytest.mark.parametrize("padded", [True, False])
+    def test_are_those_of_one_rank(self, balancing, tp, cp, padded):
+        """Where no token is padding, there is no mask, and the router gets counts as integers."""
         Utils.initialize_distributed()
         dp = WORLD // (tp * cp)
         grid = HyperCommGrid([tp, cp, dp, 1], ["tp", "cp", "dp", "pp"])
@@ -117,6 +123,7 @@ class TestBalancingLosses:
         )
 
         hidden, mask = whole_batch()
+        mask &= padded
         samples = hidden.chunk(dp, dim=1)[groups.dp.rank()].contiguous()
         padding = mask.chunk(dp, dim=1)[groups.dp.rank()]
         found = balance(

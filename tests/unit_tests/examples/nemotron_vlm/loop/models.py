@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models and data of the rows, on CPU ranks and on GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,6 +78,8 @@ TWO_DIGITS = ("--data", "digits:2")
 CALM = ("--lr", "1e-5")  # otherwise Adam takes full steps of rounding: one-GPU runs differ by 3 %
 BF16 = ("--bf16", *CALM)
 PACK = ("--pack", "--seq-length", "64", "--pack-window", "24", "--sample-multiple", "16")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+FULL += ("--recompute-num-layers", "1")
 SIX_LAYERS = ("--hybrid-layer-pattern", "ME*E*M")  # language pp=2, 3 and 6 divide it
 FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage has none
 SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
@@ -151,4 +151,23 @@ ON_GPUS = {
         (*ENGINE, "--fp16", *CALM, "--initial-loss-scale", "1024", "--hysteresis", "1")
     ),
 }
-MODELS |= ON_GPUS
+NANO = (*ENGINE, "--bf16", "--model", "nano-vl-30b-a3b", "--data", "mock")
+NANO += ("--seq-length", "4096", "--distributed-timeout-minutes", "8")
+SMALL = ("--num-layers", "8", "--num-experts", "16", "--vocab-size", "32768")
+PUBLISHED = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+at_scale = partial(Model, samples=16, packed=True, steps=4, tolerance=5e-2)
+"""In bf16 another layout rounds differently: losses have three digits, gradient norms two."""
+
+AT_SCALE = {
+    "nano": at_scale((*NANO, *SMALL, "--hybrid-layer-pattern", "MEMEM*EM")),
+    "nano-gdn": at_scale(
+        (*NANO, *SMALL, "--model", "nano-vl-30b-a3b-gdn", "--hybrid-layer-pattern", "GEGEG*EG")
+    ),
+    "published": at_scale(
+        (*NANO, *FULL, "--num-layers", "52", "--hybrid-layer-pattern", PUBLISHED)
+    ),
+}
+"""The published widths: few layers and experts let one GPU hold the model."""
+
+MODELS |= ON_GPUS | AT_SCALE

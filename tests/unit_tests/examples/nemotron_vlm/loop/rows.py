@@ -8,12 +8,10 @@ losses and gradient norms must be those of the same model on one rank (trajector
 each group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from examples.mimo.common.layout import parse_layout
-from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
+from tests.unit_tests.examples.nemotron_vlm.loop.models import FULL, MODELS
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 
 
@@ -69,8 +67,6 @@ CONTIGUOUS = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "contiguous
 ZIGZAG = ("--linear-cp-mode", "chunkwise", "--linear-cp-layout", "zigzag")
 HEADS = ("--linear-cp-mode", "headwise")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "2000")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-FULL += ("--recompute-num-layers", "1")
 RECOMPUTE = (*FULL, "--recompute-encoder", "1")
 BUBBLES = ("--encoder-schedule", "bubbles")
 GRAPHS = ("--cuda-graph-impl", "local")
@@ -79,6 +75,8 @@ MACRO_BATCH = ("--encoder-macro-batch", "2")
 WORKERS = ("--num-workers", "4")
 ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 BY_PART = ("--encoder-lr", "4e-4", "--projector-lr", "6e-3", "--encoder-weight-decay", "0.3")
+
+EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
 
 FREEZE_SOUND = ("--freeze", "sound:encoder,sound:projector")
 
@@ -229,7 +227,7 @@ ON_CPUS = {
         for common, language in (
             (
                 ("--no-untie-embeddings-and-output-weights", "--moe-z-loss-coeff", "1e-3")
-                + ("--moe-router-load-balancing-type", "aux_loss"),
+                + ("--moe-router-load-balancing-type", "aux_loss", *EVALUATION),
                 PIPELINE,
             ),
             (
@@ -240,7 +238,7 @@ ON_CPUS = {
                 ("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "1")
                 + ("--start-weight-decay", "0", "--end-weight-decay", "0.1")
                 + ("--weight-decay-incr-style", "linear")
-                + ("--moe-router-load-balancing-type", "global_aux_loss"),
+                + ("--moe-router-load-balancing-type", "global_aux_loss", *EVALUATION),
                 FLAT,
             ),
             (

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of images, of sound, of both and of neither; whole microbatches lack one or both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,7 +49,6 @@ class SoundAndImages(DigitTask):
 
     @property
     def token_ids(self) -> Mapping[str, int]:
-        """See `SampleSource`."""
         return {IMAGES: IMAGE, SOUND.name: SOUND.token}
 
     def _clips(self, number: int) -> np.ndarray:
@@ -63,14 +60,12 @@ class SoundAndImages(DigitTask):
         return 1 + number % 3 if number % STEP < STEP // 2 else 0
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        """See `SampleSource`."""
         numbers = range(first, first + count)
         if encoder == SOUND.name:
             return [self._clips(number) for number in numbers]
         return [np.ones(self._tiles(number), dtype=np.int64) for number in numbers]
 
     def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
-        """See `SampleSource`."""
         draw = np.random.default_rng([number, 2])
         if encoder == SOUND.name:
             return [tone(samples, draw) for samples in self._clips(number)]
@@ -78,7 +73,6 @@ class SoundAndImages(DigitTask):
         return torch.from_numpy(draw.integers(256, size=shape, dtype=np.uint8))
 
     def inputs_per_sample(self, encoder: str) -> float:
-        """See `SampleSource`."""
         return 1.0
 
     def text(self, split: str, number: int) -> Text:
@@ -93,7 +87,6 @@ class SoundAndImages(DigitTask):
         return Text(ids[:-1], ids[1:], mask)
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         numbers = range(first, first + count)
         return np.array([(len(self.text(split, n).labels), self._tiles(n)) for n in numbers])
 
@@ -106,12 +99,10 @@ class SoundAndVideo(SoundAndImages):
     whole = WholeImages(SoundAndImages(), PICTURES, 64, 0)
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        """See `SampleSource`."""
         source = self.whole if encoder == IMAGES else super()
         return source.sizes(split, first, count, encoder)
 
     def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
-        """See `SampleSource`."""
         source = self.whole if encoder == IMAGES else super()
         return source.inputs(split, number, encoder)
 

@@ -36,6 +36,18 @@ def test_every_kind_of_layer_has_a_line(alone):
         assert f"\nlanguage: {kind}" in printed
 
 
+def test_each_encoder_has_its_parameters(alone):
+    line = ["--model", "tiny-omni", "--data", "mock"]
+    printed = dry_run(line, 1)
+    assert "\nsound encoder" in printed and "\nimages projector" in printed
+    layouts = ("--encoder", "images:dp=8", "--encoder", "sound:dp=8", "--language", "pp=2")
+    heads = dry_run([*line, *layouts], 8).splitlines()[0]
+    assert heads.split("  ")[1:] == [
+        *("images encoder", "images projector", "sound encoder", "sound projector"),
+        *("language", "sum"),
+    ]
+
+
 def test_the_stages_of_a_layout_hold_the_published_model_between_them(alone):
     """31.6 B in total and 3.6 B active (Nemotron-3-Nano-30B-A3B's model card). No GPU is needed for
     the 16; ep=8 divides 29.84 B of experts, no shared ones or routers."""

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses and gradient norms of runs: in this process on all its ranks, on one rank, and apart."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -13,10 +11,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data import SampleSource
@@ -34,6 +33,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import (
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils
 
 FIGURES = ("loss", "grad_norm")
+EVALUATED = ("eval_loss", "eval_accuracy", "eval_exact_match")
 
 MOST = 1e-2
 """The largest tolerance of a 16-bit run on GPUs, relative."""
@@ -197,25 +197,39 @@ def tolerance(model: Model) -> dict[str, float]:
     return {name: min(2 * max(step[name] for step in steps), MOST) for name in FIGURES}
 
 
+def steps_of(row: Row) -> int:
+    """Return the number of steps of a row; each layout takes two at least."""
+    return max(MODELS[row.model].steps, 2 * len(row.layouts) if row.then else 0)
+
+
 def compare(row: Row, shards: Path | None = None, saved: Path | None = None) -> dict[str, object]:
     """Run a row on this world's ranks, and compare it with the run on one rank.
+
+    Args:
+        shards: a data set, for models that read it. saved: holds checkpoints of a row that goes on.
+    """
+    model = MODELS[row.model]
+    arguments = [option.format(shards=shards) for option in model.options]
+    reference = reference_of(model, (*arguments, *row.common), steps_of(row))
+    return judged(model, _run(row, shards, steps_of(row), saved), reference)
+
+
+def judged(model: Model, records: list[dict], reference: list[dict]) -> dict[str, object]:
+    """Compare a run of a model with another in which it is the same.
 
     Found is the largest difference of a step; of a 16-bit run on GPUs the root mean square over the
     steps.
 
-    Args:
-        shards: a data set, for models that read it. saved: holds checkpoints of a row that goes on.
-
     Returns:
         Found and allowed differences by name of the figure; `skipped` counts skipped steps.
     """
-    model, count = MODELS[row.model], len(row.layouts)
-    steps = max(model.steps, 2 * count if row.then else 0)
-    arguments = [option.format(shards=shards) for option in model.options]
-    reference = reference_of(model, (*arguments, *row.common), steps)
-    records = _run(row, shards, steps, saved)
     for name in ("step", "num_tokens", "skipped"):
         assert [r[name] for r in records] == [r[name] for r in reference], name
+    of_evaluations, expected = (
+        [record[name] for record in run for name in EVALUATED if name in record]
+        for run in (records, reference)
+    )
+    assert of_evaluations == pytest.approx(expected, rel=model.tolerance or MOST)
     allowed, found = tolerance(model), apart(records, reference)
     if not model.tolerance:
         parts = differences(records, reference)
@@ -224,7 +238,13 @@ def compare(row: Row, shards: Path | None = None, saved: Path | None = None) -> 
     return {"found": found, "allowed": allowed, "skipped": skipped}
 
 
-def check(row: Row, record_property, shards: Path | None = None, saved: Path | None = None) -> None:
+def check(
+    row: Row,
+    record_property,
+    shards: Path | None = None,
+    saved: Path | None = None,
+    compare: Callable[..., dict] = compare,
+) -> None:
     """Compare a row with one rank, note the figures, and assert that they are within tolerance."""
     result = compare(row, shards, saved)
     for name, value in result.items():

@@ -15,12 +15,11 @@ import torch
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
 from examples.mimo.nemotron_vlm.encoders import sound
-from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import requires_world_size
 
 MODEL = ("--model", "tiny-omni")
 
@@ -115,20 +114,6 @@ def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
             moved[".".join(name.split(".")[:2])] += not weight.equal(before[name])
     assert {part for part in moved if not moved[part]} == still
     assert len(moved) == 4
-
-
-@pytest.mark.skipif(HAVE_CUDA, reason="a dry run's process has no GPU")
-def test_a_dry_run_has_the_parameters_of_each_encoder(monkeypatch):
-    Utils.destroy()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    alone = dry_run([*MODEL, "--data", "mock"], 1)
-    assert "\nsound encoder" in alone and "\nimages projector" in alone
-    layouts = ("--encoder", "images:dp=8", "--encoder", "sound:dp=8", "--language", "pp=2")
-    heads = dry_run([*MODEL, "--data", "mock", *layouts], 8).splitlines()[0]
-    assert heads.split("  ")[1:] == [
-        *("images encoder", "images projector", "sound encoder", "sound projector"),
-        *("language", "sum"),
-    ]
 
 
 class TestModelFile:

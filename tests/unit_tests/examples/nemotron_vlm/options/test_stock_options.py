@@ -317,11 +317,3 @@ class TestRefused:
         parse([*layout, *sizes], world_size=8)
         with pytest.raises(UserError, match="^--eval-global-batch-size 4.*the 1 samples"):
             parse([*layout, *sizes, "--eval-iters", "1"], world_size=8)
-
-
-def test_help_shows_own_and_stock_options(capsys):
-    """Megatron's own help would fail: one of its texts has a sign that argparse expands."""
-    with pytest.raises(SystemExit) as end:
-        parse(["--help"], world_size=1)
-    said = capsys.readouterr().out
-    assert not end.value.code and "--encoder-lr" in said and "--recompute-granularity" in said

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Modalities' rows at their tokens' places: as MimoModel puts them, and without waiting for it."""
+"""Rows of modalities at their tokens' places, without waiting; what comes of it: test_omni.py."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ BATCH, TOKENS, HIDDEN = 3, 17, 4
 
 
 def model_of() -> SimpleNamespace:
-    """Stand in for the MimoModel that both ways read; its vocabulary ends before special tokens."""
+    """Stand in for a MimoModel; its vocabulary ends before special tokens."""
     torch.manual_seed(0)
     words = torch.nn.Embedding(30, HIDDEN).to(Utils.device)
     places = torch.nn.Embedding(TOKENS, HIDDEN).to(Utils.device)
@@ -31,7 +31,7 @@ def model_of() -> SimpleNamespace:
     def embedding(input_ids, position_ids):
         return (words(input_ids) + places(position_ids)).transpose(0, 1)
 
-    language = SimpleNamespace(embedding=embedding, weights=(words.weight, places.weight))
+    language = SimpleNamespace(embedding=embedding)
     bridges = {("images", "language"): None}
     return SimpleNamespace(
         language_model=language,
@@ -55,87 +55,66 @@ def batch(request):
     return ids.to(Utils.device), positions.to(Utils.device), rows
 
 
-def by_mimo_model(model, ids, positions, rows):
-    text = MimoModel.get_text_embeddings(model, ids, positions, SPECIAL)
-    embeddings = {**rows, "text": text}
-    return MimoModel.align_embeddings_by_token_positions(model, embeddings, ids, SPECIAL)
+def test_nothing_waits_for_the_device_backward_included(batch):
+    """Rows take the dtype of the text."""
+    ids, positions, rows = batch
+    half = {name: tensor.bfloat16() for name, tensor in rows.items()}
+    whole = {name: tensor.float() for name, tensor in half.items()}
+    with no_host_sync():
+        found = embed_tokens(model_of(), ids, positions, half)
+        found.sum().backward()
+    assert torch.equal(found, embed_tokens(model_of(), ids, positions, whole))
 
 
-class TestEmbedTokens:
-    def test_embeddings_and_gradients_equal_those_of_mimo_model(self, batch):
-        ids, positions, rows = batch
-        found = []
-        for way in (embed_tokens, by_mimo_model):
-            model = model_of()
-            leaves = {name: tensor.clone().requires_grad_() for name, tensor in rows.items()}
-            out = way(model, ids, positions, leaves)
-            (out * torch.arange(out.numel(), device=out.device).view_as(out)).sum().backward()
-            weights = model.language_model.weights
-            found.append([out, *(t.grad for t in (*leaves.values(), *weights))])
-        for ours, theirs in zip(*found, strict=True):
-            assert torch.equal(ours, theirs)
+@requires_world_size(2)
+@pytest.mark.parametrize("colocated", [True, False])
+def test_gradients_come_through_the_mask_that_each_token_had(batch, colocated):
+    """Sequence parallelism is on, which cuts the embeddings after they are made."""
+    Utils.initialize_distributed()
+    grid = HyperCommGrid([2], ["tp"])
+    group = grid.create_pg("tp")
+    model_parallel_cuda_manual_seed(
+        7, tp_rank=group.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
+    )
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        hidden_dropout=0.5,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    embedding = LanguageModelEmbedding(
+        config, 32, TOKENS, "none", scatter_to_sequence_parallel=False, tp_group=group
+    ).to(Utils.device)
+    torch.nn.init.ones_(embedding.word_embeddings.weight)
+    cut = PartitionConfig(True, False, False, TOKENS, tp_group=group)
+    model = SimpleNamespace(
+        language_model=SimpleNamespace(embedding=embedding),
+        special_token_ids=SPECIAL,
+        colocated_comms=model_of().colocated_comms if colocated else {},
+        partition_adapter=PartitionAdapter(cut),
+        mimo_config=SimpleNamespace(module_to_grid_map={"language": grid}),
+    )
+    for method in ("get_text_embeddings", "align_embeddings_by_token_positions"):
+        setattr(model, method, getattr(MimoModel, method).__get__(model))
 
-    def test_nothing_waits_for_the_device_backward_included(self, batch):
-        """Rows take the dtype of the text."""
-        ids, positions, rows = batch
-        half = {name: tensor.bfloat16() for name, tensor in rows.items()}
-        whole = {name: tensor.float() for name, tensor in half.items()}
-        with no_host_sync():
-            found = embed_tokens(model_of(), ids, positions, half)
-            found.sum().backward()
-        assert torch.equal(found, embed_tokens(model_of(), ids, positions, whole))
+    ids, positions, rows = batch
+    rows = {name: torch.zeros_like(tensor) for name, tensor in rows.items()}
+    adapter = model.partition_adapter
+    embedded = embed_tokens(model, ids, positions, rows)
+    own = adapter.shard_embeddings(embedded, adapter.lengths(TOKENS))
+    factors = torch.randn(2, *own.shape, generator=torch.Generator().manual_seed(2))
+    factors = factors.to(Utils.device)
+    (own * factors[group.rank()]).sum().backward()
 
-
-class TestDropout:
-    @requires_world_size(2)
-    @pytest.mark.parametrize("colocated", [True, False])
-    def test_gradients_come_through_the_mask_that_each_token_had(self, batch, colocated):
-        """Sequence parallelism is on, which cuts the embeddings after they are made."""
-        Utils.initialize_distributed()
-        grid = HyperCommGrid([2], ["tp"])
-        group = grid.create_pg("tp")
-        model_parallel_cuda_manual_seed(
-            7, tp_rank=group.rank(), ep_rank=0, etp_rank=0, force_reset_rng=True
-        )
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=2,
-            hidden_dropout=0.5,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-        )
-        embedding = LanguageModelEmbedding(
-            config, 32, TOKENS, "none", scatter_to_sequence_parallel=False, tp_group=group
-        ).to(Utils.device)
-        torch.nn.init.ones_(embedding.word_embeddings.weight)
-        cut = PartitionConfig(True, False, False, TOKENS, tp_group=group)
-        model = SimpleNamespace(
-            language_model=SimpleNamespace(embedding=embedding),
-            special_token_ids=SPECIAL,
-            colocated_comms=model_of().colocated_comms if colocated else {},
-            partition_adapter=PartitionAdapter(cut),
-            mimo_config=SimpleNamespace(module_to_grid_map={"language": grid}),
-        )
-        for method in ("get_text_embeddings", "align_embeddings_by_token_positions"):
-            setattr(model, method, getattr(MimoModel, method).__get__(model))
-
-        ids, positions, rows = batch
-        rows = {name: torch.zeros_like(tensor) for name, tensor in rows.items()}
-        adapter = model.partition_adapter
-        embedded = embed_tokens(model, ids, positions, rows)
-        own = adapter.shard_embeddings(embedded, adapter.lengths(TOKENS))
-        factors = torch.randn(2, *own.shape, generator=torch.Generator().manual_seed(2))
-        factors = factors.to(Utils.device)
-        (own * factors[group.rank()]).sum().backward()
-
-        # All words' embeddings are ones, so the output is the mask; that of images is zero.
-        shards = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(shards, own.detach(), group)
-        masked = (torch.stack(shards) * factors).flatten(0, 1)[:TOKENS].transpose(0, 1)
-        expected = torch.zeros(32, HIDDEN, device=Utils.device)
-        expected.index_add_(0, ids.flatten(), masked.flatten(0, 1))
-        part = expected.chunk(2)[group.rank()]
-        torch.testing.assert_close(embedding.word_embeddings.weight.grad, part)
-        assert set(own.unique().tolist()) == {0, 2}
-        grid.destroy()
+    # All words' embeddings are ones, so the output is the mask; that of images is zero.
+    shards = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(shards, own.detach(), group)
+    masked = (torch.stack(shards) * factors).flatten(0, 1)[:TOKENS].transpose(0, 1)
+    expected = torch.zeros(32, HIDDEN, device=Utils.device)
+    expected.index_add_(0, ids.flatten(), masked.flatten(0, 1))
+    part = expected.chunk(2)[group.rank()]
+    torch.testing.assert_close(embedding.word_embeddings.weight.grad, part)
+    assert set(own.unique().tolist()) == {0, 2}
+    grid.destroy()

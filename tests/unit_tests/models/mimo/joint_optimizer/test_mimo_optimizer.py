@@ -87,6 +87,7 @@ class TestBadGradients:
         """Weights and expert biases stay, and the next good step is taken by all."""
         with run_of(layout, *options) as run:
             before, prepare = gather_weights(run.stages), run.optimizer.prepare_grads
+            assert any(key.endswith("expert_bias") for key in before)
             (scale,) = scales(run)
 
             def prepare_bad():
@@ -117,12 +118,14 @@ class TestBadGradients:
 
 
 def test_norm_and_zeros_are_counted_once_wherever_parameters_are():
-    results = []
+    """The step has clipped the gradients of all modules by their common norm."""
+    results, clip = [], ("--clip-grad", "0.1")
     for layout in (COLOCATED, NON_COLOCATED):  # of one TP size, with which the vocabulary is padded
-        with run_of(layout, "--log-num-zeros-in-grad") as run:
+        with run_of(layout, "--log-num-zeros-in-grad", *clip) as run:
             results += step(run)
+            assert run.optimizer.get_grad_norm() == pytest.approx(0.1, rel=1e-4)
     _, norm, zeros = results[0]
-    assert zeros > 0
+    assert zeros > 0 and norm > 0.2
     assert results == [(True, pytest.approx(norm, rel=1e-4), zeros)] * 8
 
 

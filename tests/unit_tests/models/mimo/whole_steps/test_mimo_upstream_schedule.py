@@ -8,9 +8,11 @@ import torch
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS
 from examples.mimo.nemotron_vlm.model import builder
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward_with_pp
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.forward.equal_samples import shared_out
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from tests.unit_tests.examples.nemotron_vlm import runs
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import CONTIGUOUS
@@ -110,3 +112,12 @@ def test_a_step_is_that_of_one_rank(encoder, language, length, model, per_token,
     # Megatron divides the total in place, also the reported one, where the loss is a mean.
     for name in ("loss", "grad_norm") if per_token else ("grad_norm",):
         assert found[name] == pytest.approx(expected[0][name], rel=1e-5)
+
+
+@requires_world_size(1)
+def test_microbatches_with_and_without_images_are_refused():
+    Utils.initialize_distributed()
+    one, other = (HyperCommGrid([1, 1], ["tp", "dp"]) for _ in range(2))
+    microbatches = [{"modality_inputs": {IMAGES: torch.ones(1)}}, {"modality_inputs": None}]
+    with pytest.raises(ValueError, match="must have inputs of images, or none"):
+        shared_out(microbatches, bridge_topology(one, other), IMAGES)
