@@ -14,7 +14,7 @@ TRAIN_RANKS ?= 8
 ifeq ($(DATA),omni)
 MODEL := --model tiny-omni --dynamic-resolution --encoder images:tp=2,dp=4 --encoder sound:dp=8 \
 	--seq-length 48 --train-iters 400
-SURVEY := --patch 4 --min-patches 4 --max-patches 96 --video 16 --sound
+SURVEY := --patch 4 --min-patches 4 --max-patches 96 --sound --video --video-target-num-patches 16
 else
 MODEL := --model tiny --encoder tp=2,dp=4 --seq-length 32 --train-iters 350
 SURVEY := --tile 16 --tokens-per-tile 4

@@ -73,11 +73,12 @@ def view_of(options: argparse.Namespace, program: list[str]):
     from examples.mimo.nemotron_vlm.options.arguments import parse
     from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules
     from examples.mimo.nemotron_vlm.options.own_options import own_options
+    from examples.mimo.nemotron_vlm.planner.inputs import Inputs, check
     from examples.mimo.nemotron_vlm.planner.machine import find_machine
-    from examples.mimo.nemotron_vlm.planner.plan import Tiles, plan_of
+    from examples.mimo.nemotron_vlm.planner.plan import plan_of
     from layout_view.view import View
 
-    own, tiles = own_options(program), Tiles(options.tiles)
+    own, inputs = own_options(program), (Inputs(options.tiles),)
     if len(names := find_preset(own.model).names) > 1:
         names = " and ".join(names)
         raise UserError(f"--model {own.model}: models of one encoder are shown, not of {names}")
@@ -89,9 +90,9 @@ def view_of(options: argparse.Namespace, program: list[str]):
     batch = ["--global-batch-size", samples, "--micro-batch-size", options.micro_batch_size]
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse([*program, *map(str, batch)], options.world))
-    tiles.check(plan.preset, plan.layouts.batch.seq_length)
+    check(plan.preset, inputs, plan.layouts.batch.seq_length)
     machine = replace(find_machine(options.gpu), gpus_per_node=options.gpus_per_node)
-    return View(replace(plan, images=tiles, recompute=options.recompute), machine)
+    return View(replace(plan, inputs=inputs, recompute=options.recompute), machine)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ PAGE = (REPOSITORY / "docs/user/walk.md").read_text()
 
 SMALL = {
     "source .venv/bin/activate; ": "",
-    "--patch 16 --sound --video --workers 16": "--patch 4 --sound --video 16 {bounds}",
+    "--patch 16 --sound --video --workers 16": "--patch 4 --sound --video {bounds}",
     "nano-omni-30b-a3b": "tiny-omni",
     "--plan-tiles 1:0.2,7:0.5,13:0.3": "--plan-tiles 1",
     "--global-batch-size 128": "--global-batch-size 4",
@@ -69,7 +69,7 @@ def test_published_weights_are_aligned_trained_and_exported(tmp_path):
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     for block in blocks:  # trainings add the commands that they print
         ranks = 8 if "--dry-run" in block else 2
-        bounds = "--min-patches 4 --max-patches 96"
+        bounds = "--min-patches 4 --max-patches 96 --video-target-num-patches 16"
         command = small(block, ranks=ranks, bounds=bounds)
         command = re.sub(r"(?<!\w)/data/", f"{data}/", command)
         given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}

@@ -22,8 +22,9 @@ from examples.mimo.common.layout import COLOCATED, Batch, Layout
 from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
+from examples.mimo.nemotron_vlm.planner.inputs import most_that_fit
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
-from examples.mimo.nemotron_vlm.planner.plan import Plan, most_that_fit
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
@@ -71,8 +72,8 @@ class Case:
         """Return the case as a plan, for the planner's prediction."""
         preset, batch = self.preset(base), Batch(self.samples, self.micro, self.seq_length)
         layouts = resolve([Layout()], Layout(), batch, 1, preset, COLOCATED, CHUNKWISE)
-        tiles = most_that_fit(preset, self.seq_length)
-        return Plan(preset, layouts, tiles, schedule=EncoderSchedule(self.macro_batch))
+        inputs = most_that_fit(preset, self.seq_length)
+        return Plan(preset, layouts, inputs, schedule=EncoderSchedule(self.macro_batch))
 
     def line(self, base: VLMPreset, model: Path) -> list[str]:
         """Write the model to a file, and return the program's command line."""

@@ -19,7 +19,7 @@ from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.test_utilities import requires_world_size
 
-RELEASED = nano_omni_30b_a3b().with_images_of_any_size(None, None).images.clips
+RELEASED = nano_omni_30b_a3b().with_images_of_any_size().images.clips
 SMALL = ClipGrids(4, 2, 3, 50)
 
 pytestmark = requires_world_size(1)

@@ -51,7 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
         per_tile = 1 if given.patch else given.tokens_per_tile
         video = None
         if given.video:
-            clips = ClipGrids(given.patch, given.pixel_shuffle, given.tubelet, given.video)
+            patches = given.video_target_num_patches
+            clips = ClipGrids(given.patch, given.pixel_shuffle, given.tubelet, patches)
             video = Watching(clips, given.video_frames, given.video_fps)
         encoder = Encoder(chat, images, per_tile, given.prompt, sound, video)
         for split in PARTS:
@@ -131,13 +132,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FRAMES",
         help="survey sounds, so many log-mel frames of which become a token (8)",
     )
+    parser.add_argument("--video", action="store_true", help="survey clips, with --patch")
     parser.add_argument(
-        "--video",
-        type=int,
-        nargs="?",
-        const=1024,
-        metavar="PATCHES",
-        help="survey clips with --patch, whose frames have about so many patches (1024)",
+        "--video-target-num-patches", type=int, default=1024, help="of a frame of a clip, about"
     )
     parser.add_argument("--tubelet", type=int, default=2, help="frames that become rows together")
     parser.add_argument("--video-frames", type=int, help="of a clip")

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +54,6 @@ class EnergonSource(SampleSource):
             refused. The message is one line.
 
     Attributes:
-        tiles_per_sample: mean over the training split; a whole image counts as one.
         fingerprint: hash of the training split's samples, their tokens and images, and their order;
             the same wherever the data lies, and for every sequence length that leaves out the same
             samples.
@@ -78,9 +76,7 @@ class EnergonSource(SampleSource):
         self._streams: dict[str, Stream] = {}
         self.image_token, self.pad_token = encoder.chat.image_token, encoder.chat.pad_token
         self.vocab_size = encoder.chat.vocab_size
-        train = self._stream("train")
-        self.tiles_per_sample = train.mean_inputs
-        self.fingerprint = train.fingerprint
+        self.fingerprint = self._stream("train").fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
@@ -89,12 +85,6 @@ class EnergonSource(SampleSource):
     def token_ids(self) -> Mapping[str, int]:
         """See `SampleSource`."""
         return self._encoder.chat.ids
-
-    def inputs_per_sample(self, encoder: str) -> float:
-        """See `SampleSource`."""
-        if encoder == IMAGES:
-            return self.tiles_per_sample
-        return self._stream("train").mean_of(encoder)
 
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
@@ -144,7 +134,8 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._media(split, number, None, self._encoder.pictures)
+        with self._sample(split, number) as (dataset, index, _):
+            return self._encoder.pictures(self._files(dataset, index, PLACEHOLDERS))
 
     def inputs(
         self, split: str, number: int, encoder: str
@@ -154,24 +145,17 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._media(split, number, encoder, partial(self._encoder.inputs, encoder=encoder))
-
-    def _media(
-        self, split: str, number: int, encoder: str | None, make: Callable[[list[File]], Any]
-    ) -> Any:
-        """Return what is made of a sample's media for an encoder, which alone are read.
-
-        Args:
-            encoder: None for all media.
-        """
-        kinds = KINDS_OF[encoder] if encoder else PLACEHOLDERS
         with self._sample(split, number) as (dataset, index, survey):
-            raw = dataset.raw(index, kinds)
-            media = dataset.record(raw, self._encoder.prompt).media
-            files = read_files(raw, [each for each in media if each.kind in kinds])
-            if self._encoder.extents(files) != survey.extents(index, encoder):
-                raise ValueError(f"its {encoder or 'media'} have other sizes than in the survey")
-            return make(files)
+            media = self._encoder.read(self._files(dataset, index, KINDS_OF[encoder]))
+            if [each.extent for each in media] != survey.extents(index, encoder):
+                raise ValueError(f"its {encoder} have other sizes than in the survey")
+            return self._encoder.inputs(media, encoder)
+
+    def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[File]:
+        """Read the media of some kinds, and no others."""
+        raw = dataset.raw(index, kinds)
+        media = dataset.record(raw, self._encoder.prompt).media
+        return read_files(raw, [each for each in media if each.kind in kinds])
 
     def question(self, split: str, number: int) -> Question | None:
         """See `SampleSource`.
@@ -271,11 +255,11 @@ class EnergonSource(SampleSource):
             **({"surveys": self._surveys} if self._surveys else {}),
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += switches
+        words += switches + ["--video"] * bool(encoder.video)
         return shlex.join(["python", "-m", __package__, str(self._path), *words])
 
 
 def _video_options(video: Watching) -> dict[str, object]:
-    options = {"video": video.grids.patches, "tubelet": video.grids.tubelet}
+    options = {"video-target-num-patches": video.grids.patches, "tubelet": video.grids.tubelet}
     options |= {"video-frames": video.frames, "video-fps": video.fps}
     return {name: value for name, value in options.items() if value is not None}

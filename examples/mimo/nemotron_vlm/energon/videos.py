@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.energon.errors import (
@@ -52,61 +51,43 @@ class Watching:
     frames: int | None = None
     fps: float | None = None
 
-    def extent_of(self, files: Sequence[bytes], fps: float) -> Extent:
-        """Return the extent of a clip.
+    def read(self, files: Sequence[bytes], fps: float) -> tuple[Extent, torch.Tensor]:
+        """Return the extent of a clip, and its tubelets as `ClipGrids.cut` returns them.
 
         Args:
             files: its frames as JPEG or PNG, or one MP4 file.
             fps: frames of images in a second; 0 if not known.
 
         Raises:
-            BadMedium: a header is damaged, or frames in a second are asked for and not known.
+            BadMedium: a frame is damaged, or frames in a second are asked for and not known.
             MissingPackage: it is MP4, and PyAV is not installed.
         """
-        if _is_mp4(files):
-            with _opened(files[0]) as (container, stream):
-                count, fps = stream.frames, float(stream.average_rate or 0)
-                count = count or sum(1 for _ in container.decode(stream))
-                width, height = stream.width, stream.height
-        else:
-            count, (width, height) = len(files), _image(files, 0).size
-        if self.fps and not self.frames and not fps:
+        extent, frames = self.frames_of(files, fps)
+        return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
+
+    def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
+        """Return the extent of a clip, and the frames that are taken, uint8 [H, W, 3] each.
+
+        Args, Raises: as for `read`.
+        """
+        with _opened(files, fps) as clip:
+            extent = self._extent(clip)
+            chosen = self._chosen(clip.count, clip.fps).tolist()
+            frames = clip.decode(chosen)
+        shapes = {frame.shape for frame in frames}
+        if len(frames) != len(chosen) or len(shapes) != 1:
+            raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
+        return extent, frames
+
+    def _extent(self, clip: _Clip) -> Extent:
+        if self.fps and not self.frames and not clip.fps:
             raise BadClip('needs "fps" in its json, as frames in a second are asked for')
-        chosen = len(self._chosen(count, fps))
+        chosen, (width, height) = len(self._chosen(clip.count, clip.fps)), clip.size
         if not chosen:
             raise BadClip("has no frames")
         if max(-(-chosen // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
             raise BadClip(f"{chosen} frames of {width} × {height} pixels are too many or too long")
-        return Extent(self.grids.size_of(chosen, height, width), count, fps)
-
-    def cut(self, files: Sequence[bytes], fps: float) -> torch.Tensor:
-        """Return the tubelets of a clip, as `ClipGrids.cut` does.
-
-        Raises:
-            BadMedium, MissingPackage: as for `extent_of`, or a frame cannot be decoded.
-        """
-        frames = torch.from_numpy(np.stack(self.frames_of(files, fps)))
-        return self.grids.cut(frames.permute(0, 3, 1, 2))
-
-    def frames_of(self, files: Sequence[bytes], fps: float) -> list[np.ndarray]:
-        """Return the frames that are taken, uint8 [H, W, 3] each.
-
-        Raises:
-            BadMedium, MissingPackage: as for `cut`.
-        """
-        _, *found = self.extent_of(files, fps)
-        chosen = self._chosen(*found).tolist()
-        if _is_mp4(files):
-            with _opened(files[0]) as (container, stream):
-                numbered = enumerate(container.decode(stream))
-                wanted = set(chosen)
-                frames = [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
-        else:
-            frames = [np.array(_image(files, number)) for number in chosen]
-        shapes = {frame.shape for frame in frames}
-        if len(frames) != len(chosen) or len(shapes) != 1:
-            raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
-        return frames
+        return Extent(self.grids.size_of(chosen, height, width), clip.count, clip.fps)
 
     def labels(self, extent: Extent) -> list[str]:
         """Return what the released processor writes before each tubelet of a clip."""
@@ -125,27 +106,61 @@ class Watching:
         return sampled_frames(total, fps or None, self.frames, self.fps)
 
 
-def _is_mp4(files: Sequence[bytes]) -> bool:
-    return files[0][4:8] == MP4
+class _Clip(NamedTuple):
+    """An open clip: its frames, those of a second or 0, width and height in pixels, and a function
+    that decodes frames by their ascending numbers.
+    """
+
+    count: int
+    fps: float
+    size: tuple[int, int]
+    decode: Callable[[Sequence[int]], list[np.ndarray]]
 
 
-def _image(files: Sequence[bytes], number: int) -> Image.Image:
+def _opened(files: Sequence[bytes], fps: float) -> AbstractContextManager[_Clip]:
+    if files[0][4:8] == MP4:
+        return _opened_mp4(files[0])
+    with _named(0):
+        first = open_image(files[0])
+
+    def decode(chosen: Sequence[int]) -> list[np.ndarray]:
+        return [image(number) for number in chosen]
+
+    def image(number: int) -> np.ndarray:
+        with _named(number):
+            return np.array(decoded(open_image(files[number]) if number else first))
+
+    return nullcontext(_Clip(len(files), fps, first.size, decode))
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
     try:
-        return decoded(open_image(files[number]))
+        yield
     except BadImage as error:
         raise BadClip(f"frame {number + 1}: {error}") from error
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """Open an MP4 file; yields PyAV's container, and the stream of video."""
+def _opened_mp4(data: bytes) -> Iterator[_Clip]:
     try:
         import av
     except ModuleNotFoundError as error:
         raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
     try:
         with av.open(io.BytesIO(data)) as container:
-            yield container, container.streams.video[0]
+            stream = container.streams.video[0]
+            count = stream.frames
+            if not count:  # its header does not say
+                count = sum(packet.size > 0 for packet in container.demux(stream))
+                container.seek(0)
+
+            def decode(chosen: Sequence[int]) -> list[np.ndarray]:
+                wanted, numbered = set(chosen), enumerate(container.decode(stream))
+                return [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
+
+            rate = float(stream.average_rate or 0)
+            yield _Clip(count, rate, (stream.width, stream.height), decode)
     except BadMedium:
         raise
     except Exception as error:  # of all kinds, for damaged files

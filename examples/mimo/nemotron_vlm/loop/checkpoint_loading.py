@@ -37,7 +37,7 @@ from megatron.training import checkpointing, training
 STREAM = (
     *("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple"),
     *("tokenizer_model", "image_token", "prompt", "max_tiles", "thumbnail", "dynamic_resolution"),
-    *("video_frames", "video_fps"),
+    *("video_frames", "video_fps", "video_target_num_patches"),
     *("dynamic_resolution_min_patches", "dynamic_resolution_max_patches"),
 )
 """Arguments that may change which sample has which number, for the refusal's text; whether it has

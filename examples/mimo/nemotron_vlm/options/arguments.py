@@ -122,12 +122,18 @@ def parse(
 def _of_any_size(args: argparse.Namespace, preset: VLMPreset) -> VLMPreset:
     """Return the preset with the encoder of images that ``--dynamic-resolution`` asks for."""
     given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    of_clips = args.video_target_num_patches, args.video_frames, args.video_fps
+    if not args.dynamic_resolution and given != (None, None):
+        raise UserError(f"{ANY_SIZE}-min-patches and -max-patches need {ANY_SIZE}")
+    if any(of_clips) and not (args.dynamic_resolution and preset.images.tubelet > 1):
+        raise UserError(f"--video-… options need {ANY_SIZE} and a --model with video")
     if not args.dynamic_resolution:
-        if given != (None, None):
-            raise UserError(f"{ANY_SIZE}-min-patches and -max-patches need {ANY_SIZE}")
         return preset
-    preset = preset.with_images_of_any_size(*given)
+    preset = preset.with_images_of_any_size(*given, args.video_target_num_patches)
     images = preset.images
+    if images.clip_patches < images.pixel_shuffle**2:
+        least = f"{images.pixel_shuffle**2} or more, not {images.clip_patches}"
+        raise UserError(f"--video-target-num-patches must be {least}")
     if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
         raise UserError(
             f"{ANY_SIZE}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "

@@ -96,6 +96,9 @@ class OwnOptions:
     """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
     dynamic_resolution_max_patches: int | None = None
     """with --dynamic-resolution, shrink images of more patches; default: the model's"""
+    video_target_num_patches: int | None = None
+    """with --dynamic-resolution, patches of a frame of a clip of video, about; default: the
+    model's"""
     video_frames: int | None = None
     """frames of a clip of video, or all of a shorter one; default: --video-fps"""
     video_fps: float | None = None
@@ -135,8 +138,8 @@ class OwnOptions:
     plan_gpus_per_node: int = 8
     """GPUs of a node that --plan is for"""
     plan_tiles: str = ""
-    """image tiles of a sample that --plan is for, N[:CHANCE],…, as in 1:0.3,7:0.5,13:0.2; default:
-    as many as --seq-length holds"""
+    """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
+    1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
     plan_json: Path | None = None
     """write the plans of --plan to this file"""
 
@@ -169,7 +172,7 @@ speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
             --encoder-macro-batch N  --recompute-encoder N
 data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
             --disable-balance  --max-tiles N  --disable-thumbnail
-            --video-frames N  --video-fps N
+            --video-frames N  --video-fps N  --video-target-num-patches N
             --bad-samples skip|refuse  --long-samples skip|refuse|cut
             --prompt TEXT  --image-token TOKEN  --surveys DIR
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE

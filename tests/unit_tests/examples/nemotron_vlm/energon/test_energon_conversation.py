@@ -104,13 +104,11 @@ class TestImages:
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
         files = [File(IMAGES, (image(16, 16),)), File(IMAGES, (image(32, 16),))]
-        text, tiles = (
-            encoder.text(Record(turns, [Medium(IMAGES, ("",))] * 2), [Extent(1), Extent(3)]),
-            encoder.inputs(files),
-        )
-        assert encoder.extents(files) == [Extent(1), Extent(3)]
+        media = encoder.read(files)
+        assert [each.extent for each in media] == [Extent(1), Extent(3)]
+        text = encoder.text(Record(turns, [Medium(IMAGES, ("",))] * 2), [Extent(1), Extent(3)])
         chat = encoder.chat
-        assert len(tiles) == 1 + 3
+        assert len(encoder.inputs(media)) == 1 + 3
         places = (text.input_ids == chat.image_token).nonzero().flatten()
         assert (places[1:] - places[:-1] > 1).nonzero().flatten().tolist() == [3]
         assert len(places) == 4 * 4
@@ -135,7 +133,7 @@ class TestImages:
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: damaged, or not what its name says"):
-            encoder.inputs([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
+            encoder.read([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
 
 
 def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokenizer, tmp_path):

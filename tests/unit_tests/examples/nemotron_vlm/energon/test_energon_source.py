@@ -89,7 +89,6 @@ class TestSurvey:
                 assert text.input_ids.max() < opened.vocab_size <= 64
                 assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
                 assert tiles.dtype == torch.uint8 and tiles.shape[1:] == (3, 16, 16)
-        assert opened.tiles_per_sample == opened.costs("train", 0, TRAIN)[:, 1].mean()
 
     def test_of_any_size_is_what_the_images_are(self, digits):
         opened, seen = source(digits, encoder=whole(digits / "tokenizer")), set()
@@ -110,12 +109,10 @@ class TestSurvey:
         noise = np.random.default_rng(0).integers(256, size=(20, 33, 3), dtype=np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise).save(file, "PNG")
-        (found,) = whole(digits / "tokenizer").inputs([File(IMAGES, (file.getvalue(),))])
-        assert found.equal(GRIDS.cut(torch.from_numpy(noise).permute(2, 0, 1)))
+        (found,) = whole(digits / "tokenizer").read([File(IMAGES, (file.getvalue(),))])
+        assert found.made.equal(GRIDS.cut(torch.from_numpy(noise).permute(2, 0, 1)))
         with pytest.raises(BadImage, match="image 1: 4 × 200000 pixels are too long a strip"):
-            whole(digits / "tokenizer", max_patches=10**6).extents(
-                [File(IMAGES, (image(4, 200000),))]
-            )
+            whole(digits / "tokenizer", max_patches=10**6).read([File(IMAGES, (image(4, 200000),))])
 
     @pytest.mark.parametrize(
         ("make", "settings"),
@@ -183,8 +180,8 @@ class TestSurvey:
         short = tokens[tokens <= 16]
         shares = len(short) / TRAIN, short.sum() / tokens.sum(), 1 - short.mean() / 16
         assert re.search("  16 +" + " +".join(f"{share:.1%}" for share in shares), printed)
-        rows = Rows(opened, "train", 64, Packing(TRAIN, 16)).samples_a_row()
-        packed = 1 - tokens.mean() * rows / 64
+        rows = len(Rows(opened, "train", 64, Packing(TRAIN, 16)).first())
+        packed = 1 - tokens.sum() / rows / 64
         assert re.search(rf"  64 .* {packed:.1%}\n  --max-tiles", printed)
         assert "recommended: --seq-length 32 --max-tiles 3, " in printed
         most = re.search(r"\n  2 .*%  +(\d+) tokens", printed)[1]

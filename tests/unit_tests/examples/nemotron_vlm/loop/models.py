@@ -87,7 +87,7 @@ FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage h
 SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
 ANY_SIZE = ("--dynamic-resolution",)
 OMNI = tuple(option.replace("{shards}", "{shards}/../omni") for option in SHARDS)
-PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size(None, None).images, 64, 0)
+PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size().images, 64, 0)
 VIDEO = ("--model", str(Path(__file__).with_name("tiny_video.json")))  # without sound
 GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
 
