@@ -23,6 +23,7 @@ from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
@@ -182,6 +183,9 @@ def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
     """
     with trainer(*MODEL, "--micro-batch-size", "32", *options, source=SoundAndImages()) as run:
         preset = run.session.options.preset
+        stage, packed = unwrap_model(run.stages[0].modality_submodules[IMAGES]), []
+        decoder = stage.encoders[preset.images.key].radio.decoder
+        decoder.register_forward_pre_hook(lambda *each: packed.append(each[-1]), with_kwargs=True)
         pairs = [(entry, each) for entry in preset.encoders for each in SIZES[entry.name]]
         for entry, shapes in pairs:
             sizes, inputs = made(entry, shapes)
@@ -193,6 +197,12 @@ def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
                 operations += entry.layers * 4 * (tokens**2 // count).sum() * entry.hidden
                 is_packed = options and count.sum() > 1
                 kept -= entry.layers * tokens.sum() * entry.hidden if is_packed else 0
+            if entry.name == IMAGES and options:
+                # Transformer Engine attends by these; Megatron's own layers, by the host's lengths.
+                bounds, lengths = packed[-1]["packed_seq_params"], (tokens // count).repeat(count)
+                assert bounds.cu_seqlens_q.diff().tolist() == lengths.tolist()
+                assert bounds.cu_seqlens_kv.equal(bounds.cu_seqlens_q)
+                assert bounds.max_seqlen_q == bounds.max_seqlen_kv == max(lengths)
             assert rows == entry.rows(sizes).sum()
             found = entry.operations(sizes, preset.language.hidden_size).sum()
             assert found == pytest.approx(3 * operations, rel=near[0]), shapes
