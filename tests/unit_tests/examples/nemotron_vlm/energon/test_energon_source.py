@@ -75,35 +75,28 @@ class TestStore:
 
 
 class TestSurvey:
-    def test_is_what_the_samples_are(self, digits):
-        opened = source(digits)
+    @pytest.mark.parametrize("kind", ENCODERS)
+    def test_is_what_the_samples_are(self, digits, kind):
+        opened, seen = source(digits, encoder=ENCODERS[kind](digits / "tokenizer")), set()
         for split, count in (("train", TRAIN), ("test", 12)):
-            costs = opened.costs(split, 0, count)
+            costs, sizes = opened.costs(split, 0, count), opened.sizes(split, 0, count, IMAGES)
             assert costs.shape == (count, 2) and costs.dtype == np.int64
             assert costs[:, 1].min() == 0  # a text alone
-            for number in range(count):
-                text, tiles = opened.text(split, number), opened.tiles(split, number)
-                assert costs[number].tolist() == [len(text.input_ids), len(tiles)]
-                images = int((text.input_ids == opened.image_token).sum())
-                assert images == len(tiles) * TOKENS_PER_TILE
+            for number, own in enumerate(sizes):
+                text, images = opened.text(split, number), opened.inputs(split, number, IMAGES)
+                assert costs[number].tolist() == [len(text.input_ids), len(images)]
+                if kind == "tiles":
+                    rows = len(own) * TOKENS_PER_TILE
+                    assert images.dtype == torch.uint8 and images.shape[1:] == (3, 16, 16)
+                else:
+                    rows = GRIDS.rows(own).sum()
+                    assert [image.shape[:2] for image in images] == [*map(tuple, grids_of(own))]
+                assert (text.input_ids == opened.image_token).sum() == rows
                 assert text.input_ids.max() < opened.vocab_size <= 64
                 assert text.loss_mask.sum() >= 2 and text.loss_mask.dtype == torch.float32
-                assert tiles.dtype == torch.uint8 and tiles.shape[1:] == (3, 16, 16)
-
-    def test_of_any_size_is_what_the_images_are(self, digits):
-        opened, seen = source(digits, encoder=whole(digits / "tokenizer")), set()
-        costs, sizes = opened.costs("train", 0, 84), opened.sizes("train", 0, 84, IMAGES)
-        for number in range(TRAIN):
-            text, images = opened.text("train", number), opened.inputs("train", number, IMAGES)
-            assert costs[number].tolist() == [len(text.input_ids), len(images)]
-            assert [image.shape[:2] for image in images] == list(
-                map(tuple, grids_of(sizes[number]))
-            )
-            rows = int((text.input_ids == opened.image_token).sum())
-            assert rows == GRIDS.rows(sizes[number]).sum()
-            assert len(opened.pictures("train", number)) == len(images)
-            seen.update(sizes[number].tolist())
-        assert len(seen) > 8 and 0 in costs[:, 1]
+                assert len(opened.pictures(split, number)) == len(images) == len(own)
+                seen.update(own.tolist())
+        assert len(seen) > 8 or kind == "tiles"
 
     def test_of_any_size_has_the_pixels_of_the_image(self, digits, tmp_path):
         noise = np.random.default_rng(0).integers(256, size=(20, 33, 3), dtype=np.uint8)
@@ -120,32 +113,23 @@ class TestSurvey:
             (encoder, {"max_tiles": 3, "thumbnail": False}),
             (whole, {}),
             (whole, {"max_patches": 64}),
+            (whole, {"min_patches": 8}),
         ],
     )
     def test_that_is_missing_is_refused_with_the_command_that_makes_it(
         self, digits, copied, make, settings
     ):
         asked = replace(make(copied / "tokenizer", **settings), prompt="What is it?")
-        with pytest.raises(ValueError, match="no survey of train") as refusal:
+        with pytest.raises(ValueError, match="^[^\n]* no survey of train[^\n]*$") as refusal:
             source(copied, encoder=asked)
         command = shlex.split(str(refusal.value).partition("make one: ")[2])
         assert command[:2] == ["python", "-m"] and main(command[3:]) == 0
         assert source(copied, encoder=asked).fingerprint != source(digits).fingerprint
         with pytest.raises(ValueError, match="no survey of train"):
             source(copied, encoder=replace(asked, prompt="Why?"))
-
-    def test_of_tiles_or_of_other_bounds_is_not_of_any_size(self, digits, copied, surveyed):
-        surveyed()
-        tokenizer = copied / "tokenizer"
-        assert source(copied).fingerprint == source(digits).fingerprint
-        with pytest.raises(ValueError, match="and resizing; make one: .* --max-patches 96 "):
-            source(copied, encoder=whole(tokenizer))
-        for bounds in ({"min_patches": 8}, {"max_patches": 64}):
-            with pytest.raises(ValueError, match="and resizing; make one: ") as refusal:
-                source(digits, encoder=whole(tokenizer, **bounds))
-            assert "\n" not in str(refusal.value)
-        both = [source(digits, encoder=make(tokenizer)).fingerprint for make in ENCODERS.values()]
-        assert both[0] != both[1]
+        if settings:
+            with pytest.raises(ValueError, match="no survey of train"):
+                source(digits, encoder=make(digits / "tokenizer", **settings))
 
     def test_fingerprint_is_of_the_content_and_the_order(self, digits, copied, extra):
         survey(copied)
