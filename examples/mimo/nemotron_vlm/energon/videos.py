@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,24 +70,33 @@ class Watching:
 
         Args, Raises: as for `read`.
         """
-        with _opened(files, fps) as clip:
-            extent = self._extent(clip)
-            chosen = self._chosen(clip.count, clip.fps).tolist()
-            frames = clip.decode(chosen)
+        if files[0][4:8] == MP4:
+            with _opened(files[0]) as (container, stream):
+                rate, size = float(stream.average_rate or 0), (stream.width, stream.height)
+                extent, chosen = self._extent(_count(container, stream), rate, size)
+                wanted, numbered = set(chosen), enumerate(container.decode(stream))
+                frames = [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
+        else:
+            first = _frame(files, 0)  # which is always taken
+            extent, chosen = self._extent(len(files), fps, first.shape[1::-1])
+            frames = [first, *(_frame(files, number) for number in chosen[1:])]
         shapes = {frame.shape for frame in frames}
         if len(frames) != len(chosen) or len(shapes) != 1:
             raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
         return extent, frames
 
-    def _extent(self, clip: _Clip) -> Extent:
-        if self.fps and not self.frames and not clip.fps:
+    def _extent(self, count: int, fps: float, size: tuple[int, int]) -> tuple[Extent, list[int]]:
+        """Return the extent of a clip by its frames, those of a second, and their width and height;
+        and the numbers of the frames that are taken.
+        """
+        if self.fps and not self.frames and not fps:
             raise BadClip('needs "fps" in its json, as frames in a second are asked for')
-        chosen, (width, height) = len(self._chosen(clip.count, clip.fps)), clip.size
+        chosen, (width, height) = self._chosen(count, fps).tolist(), size
         if not chosen:
             raise BadClip("has no frames")
-        if max(-(-chosen // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
-            raise BadClip(f"{chosen} frames of {width} × {height} pixels are too many or too long")
-        return Extent(self.grids.size_of(chosen, height, width), clip.count, clip.fps)
+        if max(-(-len(chosen) // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
+            raise BadClip(f"{len(chosen)} frames of {width} × {height} pixels are too many or long")
+        return Extent(self.grids.size_of(len(chosen), height, width), count, fps), chosen
 
     def labels(self, extent: Extent) -> list[str]:
         """Return what the released processor writes before each tubelet of a clip."""
@@ -106,61 +115,32 @@ class Watching:
         return sampled_frames(total, fps or None, self.frames, self.fps)
 
 
-class _Clip(NamedTuple):
-    """An open clip: its frames, those of a second or 0, width and height in pixels, and a function
-    that decodes frames by their ascending numbers.
-    """
-
-    count: int
-    fps: float
-    size: tuple[int, int]
-    decode: Callable[[Sequence[int]], list[np.ndarray]]
-
-
-def _opened(files: Sequence[bytes], fps: float) -> AbstractContextManager[_Clip]:
-    if files[0][4:8] == MP4:
-        return _opened_mp4(files[0])
-    with _named(0):
-        first = open_image(files[0])
-
-    def decode(chosen: Sequence[int]) -> list[np.ndarray]:
-        return [image(number) for number in chosen]
-
-    def image(number: int) -> np.ndarray:
-        with _named(number):
-            return np.array(decoded(open_image(files[number]) if number else first))
-
-    return nullcontext(_Clip(len(files), fps, first.size, decode))
-
-
-@contextmanager
-def _named(number: int) -> Iterator[None]:
+def _frame(files: Sequence[bytes], number: int) -> np.ndarray:
     try:
-        yield
+        return np.array(decoded(open_image(files[number])))
     except BadImage as error:
         raise BadClip(f"frame {number + 1}: {error}") from error
 
 
+def _count(container: Any, stream: Any) -> int:
+    """Return the frames of a stream, also if its header does not say."""
+    if stream.frames:
+        return stream.frames
+    count = sum(packet.size > 0 for packet in container.demux(stream))
+    container.seek(0)
+    return count
+
+
 @contextmanager
-def _opened_mp4(data: bytes) -> Iterator[_Clip]:
+def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """Open an MP4 file; yields PyAV's container, and the stream of video."""
     try:
         import av
     except ModuleNotFoundError as error:
         raise MissingPackage("MP4 needs PyAV: pip install '.[mp4]'") from error
     try:
         with av.open(io.BytesIO(data)) as container:
-            stream = container.streams.video[0]
-            count = stream.frames
-            if not count:  # its header does not say
-                count = sum(packet.size > 0 for packet in container.demux(stream))
-                container.seek(0)
-
-            def decode(chosen: Sequence[int]) -> list[np.ndarray]:
-                wanted, numbered = set(chosen), enumerate(container.decode(stream))
-                return [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
-
-            rate = float(stream.average_rate or 0)
-            yield _Clip(count, rate, (stream.width, stream.height), decode)
+            yield container, container.streams.video[0]
     except BadMedium:
         raise
     except Exception as error:  # of all kinds, for damaged files
