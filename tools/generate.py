@@ -145,7 +145,7 @@ class Model:
             base = nano_omni_30b_a3b()
             preset = preset_of(sources_of(directory, base), base, None)
         if inputs["dynamic_resolution"]:
-            preset = preset.with_images_of_any_size(None, None)
+            preset = preset.with_images_of_any_size()
         try:
             self._encoder = make_encoder(Namespace(**inputs), preset)
         except ValueError as error:
@@ -158,7 +158,7 @@ class Model:
         )
         if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
             raise UserError(f"{directory} lacks {', '.join(lacking)}")
-        self._preset, self._turns, self._files = preset, [], []
+        self._preset, self._turns, self._media = preset, [], []
 
     def ask(self, question: str, files: list, max_tokens: int) -> str:
         """Return the answer to a question with media, after those asked before."""
@@ -170,9 +170,9 @@ class Model:
         turns = [Turn("user", question, True), Turn("assistant", "-")]
         placed, kinds = place_media(turns, counts)
         rest = {kind: [file for file in files if file.kind == kind] for kind in PLACEHOLDERS}
-        self._files += [rest[kind].pop(0) for kind in kinds]
+        self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
         self._turns.append(placed[0])
-        ids = torch.from_numpy(self._encoder.question(self._turns, self._files))[None]
+        ids = torch.from_numpy(self._encoder.question(self._turns, self._media))[None]
         with torch.no_grad():
             embedded = self._embedded(ids)
             made = self._model.generate(
@@ -193,16 +193,16 @@ class Model:
 
         embedded = self._model.get_input_embeddings()(ids)
         rows = {kind: [] for kind in self._encoder.chat.ids}
-        for file in self._files:
-            kind, made = self._rows(file)
+        for medium in self._media:
+            kind, made = self._rows(medium)
             rows[kind] += made
         for kind, parts in rows.items():
             if parts:
                 embedded[ids == self._encoder.chat.ids[kind]] = torch.cat(parts).to(embedded.dtype)
         return embedded
 
-    def _rows(self, file) -> tuple[str, list]:
-        """Return the encoder of a file, and the rows that transformers' one makes of it."""
+    def _rows(self, medium) -> tuple[str, list]:
+        """Return the encoder of a medium, and the rows that transformers' one makes of it."""
         import torch
         from einops import rearrange
         from transformers import ParakeetFeatureExtractor
@@ -211,15 +211,15 @@ class Model:
         from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO
 
         images = self._preset.images
-        encoder = SOUND if file.kind in KINDS_OF[SOUND] else IMAGES
-        made = self._encoder.inputs([file], encoder)
+        encoder = SOUND if medium.kind in KINDS_OF[SOUND] else IMAGES
+        made = self._encoder.inputs([medium], encoder)
         if encoder == SOUND:
             bins = self._model.config.audio_config.num_mel_bins
             heard = ParakeetFeatureExtractor(bins)([made[0].numpy()], sampling_rate=16000)
             given = heard["input_features"], heard["attention_mask"]
             return SOUND, [self._model.get_audio_features(*given).pooler_output]
         mean, std = (torch.tensor(v)[:, None, None] for v in (images.pixel_mean, images.pixel_std))
-        if file.kind == VIDEO:
+        if medium.kind == VIDEO:
             cut = "n h w (t c y x) -> n t c (h y) (w x)"
             sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
             pixels = (rearrange(made[0], cut, **sides) / 255 - mean) / std

@@ -67,11 +67,12 @@ def view_of(options: argparse.Namespace, program: list[str]):
     from examples.mimo.nemotron_vlm.options.arguments import parse
     from examples.mimo.nemotron_vlm.options.layout_rules import ranks_of_modules
     from examples.mimo.nemotron_vlm.options.own_options import own_options
-    from examples.mimo.nemotron_vlm.planner.plan import Tiles, plan_of
+    from examples.mimo.nemotron_vlm.planner.inputs import Inputs, check
+    from examples.mimo.nemotron_vlm.planner.plan import plan_of
     from layout_view.view import View
 
     own = own_options(program)
-    tiles = Tiles.parse(own.plan_tiles or "1")
+    inputs = (Inputs.parse(own.plan_tiles or "1"),)
     if len(names := find_preset(own.model).names) > 1:
         names = " and ".join(names)
         raise UserError(f"--model {own.model}: models of one encoder are shown, not of {names}")
@@ -83,8 +84,8 @@ def view_of(options: argparse.Namespace, program: list[str]):
     batch = ["--global-batch-size", samples, "--micro-batch-size", options.micro_batch_size]
     with redirect_stdout(None):  # Megatron prints its arguments
         plan = plan_of(parse([*program, *map(str, batch)], options.world))
-    tiles.check(plan.preset, plan.layouts.batch.seq_length)
-    return View(replace(plan, images=tiles), machine_of(own))
+    check(plan.preset, inputs, plan.layouts.batch.seq_length)
+    return View(replace(plan, inputs=inputs), machine_of(own))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ class Answered(SampleSource):
         return Text(ids, ids.roll(-1), torch.ones(LENGTH))
 
     def sizes(self, split: str, first: int, count: int, encoder: str):
-        chosen = self._numbers[first : first + count]
+        every = len(self._numbers)
+        chosen = (self._numbers[number % every] for number in range(first, first + count))
         return [self._source.sizes("test", number, 1, encoder)[0] for number in chosen]
 
     def inputs(self, split: str, number: int, encoder: str):

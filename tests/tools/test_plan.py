@@ -23,9 +23,9 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import own_options
+from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import find_machine
 from examples.mimo.nemotron_vlm.planner.memory import peak
-from examples.mimo.nemotron_vlm.planner.plan import Tiles
 from examples.mimo.nemotron_vlm.planner.report import options_of
 from examples.mimo.nemotron_vlm.planner.search import Task, candidates, search
 from megatron.core import cpu_runtime
@@ -44,7 +44,7 @@ def one_rank(monkeypatch):
 
 def task_of(model="tiny", world=WORLD, batch=64, tiles=2.0, machine=H200, **how) -> Task:
     preset = find_preset(model)
-    return Task(preset, world, machine, preset.seq_length, batch, Tiles(tiles), 0.0, **how)
+    return Task(preset, world, machine, preset.seq_length, batch, (Inputs(tiles),), 0.0, **how)
 
 
 def random_layouts(draw: random.Random) -> tuple:

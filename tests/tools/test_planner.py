@@ -22,6 +22,7 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.planner import layers
 from examples.mimo.nemotron_vlm.planner import parameters as params
+from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import (
     Group,
     find_machine,
@@ -29,7 +30,7 @@ from examples.mimo.nemotron_vlm.planner.machine import (
     replicas_of,
 )
 from examples.mimo.nemotron_vlm.planner.memory import most_in_flight
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.schedule import (
     Cost,
     Stage,
@@ -66,7 +67,7 @@ def plan_of(encoder, language, world, microbatches=8, micro=1, model="tiny", **h
     dp = asked[1].dp or world // (asked[1].tp * asked[1].cp * asked[1].pp)
     batch = Batch(microbatches * micro * dp, micro, preset.seq_length)
     layouts = resolve(asked[:1], asked[1], batch, world, preset, placement, CHUNKWISE)
-    return Plan(preset, layouts, Tiles(2.0), **how)
+    return Plan(preset, layouts, (Inputs(2.0),), **how)
 
 
 class TestLayers:
@@ -198,7 +199,7 @@ class TestCommunication:
         plan = plan_of("tp=1", language, world)
         grids = [make_grid(plan.layouts.encoder, "none"), make_grid(plan.layouts.language, "none")]
         samples, tokens = plan.layouts.batch.global_size, plan.preset.images.tokens_per_tile
-        bridge = colocated_bridge(*grids, samples * plan.images.mean * tokens)
+        bridge = colocated_bridge(*grids, samples * plan.inputs[0].mean * tokens)
         rows = bridge.forward.sum(axis=0) + bridge.backward.sum(axis=0)
         machine = replace(H200, node_latency=0.0, gpus_per_node=world)
         row = plan.preset.language.hidden_size * machine.precision
@@ -268,7 +269,7 @@ class TestStep:
 
     @pytest.mark.parametrize("macro_batch", [1, 4])
     def test_in_bubbles_is_shorter_than_in_three_phases(self, macro_batch):
-        phases = replace(plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model=LARGE), images=Tiles(12.0))
+        phases = replace(plan_of("dp=8", "pp=4,dp=2,ep=2", 8, model=LARGE), inputs=(Inputs(12.0),))
         bubbles = replace(phases, schedule=EncoderSchedule(macro_batch, in_bubbles=True))
         machine = replace(GRAPHS, microbatch_overhead=H200.microbatch_overhead)
         before, after = (step_time(plan, machine) for plan in (phases, bubbles))
@@ -278,9 +279,9 @@ class TestStep:
 
 
 def test_tiles_vary_between_ranks_of_a_non_colocated_encoder_only():
-    assert Tiles.parse("1,3") == Tiles(2.0, 1.0) and Tiles.parse("4:0.2") == Tiles(4.0)
+    assert Inputs.parse("1,3") == Inputs(2.0, 1.0) and Inputs.parse("4:0.2") == Inputs(4.0)
     apart = plan_of("dp=4", "dp=4", 8, placement="non-colocated", micro=4)
-    uneven = replace(apart, images=Tiles(2.0, 1.0))
-    colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), images=Tiles(2.0, 1.0))
+    uneven = replace(apart, inputs=(Inputs(2.0, 1.0),))
+    colocated = replace(plan_of("dp=8", "dp=8", 8, micro=4), inputs=(Inputs(2.0, 1.0),))
     most = [plan.most_inputs(*plan.encoders[0]) for plan in (apart, colocated, uneven)]
     assert most[0] == most[1] == 8.0 < most[2]

@@ -84,7 +84,7 @@ def test_the_timeline_is_the_planners():
     again = "--recompute-granularity selective --recompute-modules moe"
     view = view_of("tp=1", "pp=4", 8, f"--microbatches 6 --plan-tiles 2 {again}")
     step, h200 = step_time(view.plan, find_machine("h200")), find_machine("h200")
-    assert (view.plan.images.mean, view.plan.recompute) == (2.0, "moe")
+    assert (view.plan.inputs[0].mean, view.plan.recompute) == (2.0, "moe")
     after = sum(step.parts[part] for part in ("gradients", "optimizer")) + h200.step_overhead
     assert view.total == pytest.approx(step.seconds - after)
     busy = sum(end - begin for spans in view.timeline.values() for _, begin, end in spans)

@@ -16,9 +16,10 @@ from scipy.stats import spearmanr
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles, plan_of
+from examples.mimo.nemotron_vlm.planner.plan import Plan, plan_of
 from examples.mimo.nemotron_vlm.planner.step_time import step_time
 
 DECIDE = """--model --num-layers --hybrid-layer-pattern --num-experts --vocab-size --seq-length
@@ -73,7 +74,8 @@ def planned(words: list[str], ranks: int) -> Plan:
         plan = plan_of(parse(asked, ranks))
     of_data = [value.partition(":")[2] for name, value in pairs if name == "--data"]
     if of_data and of_data[-1]:
-        plan = replace(plan, images=Tiles(min(float(of_data[-1]), plan.images.mean)))
+        (most,) = plan.inputs
+        plan = replace(plan, inputs=(Inputs(min(float(of_data[-1]), most.mean)),))
     return plan
 
 

@@ -87,7 +87,8 @@ class View:
     @property
     def rows_per_sample(self) -> float:
         """Number of embeddings of each sample."""
-        return self.plan.images.mean * self.plan.preset.images.tokens_per_tile
+        (encoder,) = self.plan.preset.encoders
+        return self.plan.inputs_of(encoder).mean * self.plan.mean_of(encoder).rows
 
     @cached_property
     def bridge(self) -> Bridge:

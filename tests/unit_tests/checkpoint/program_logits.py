@@ -28,17 +28,16 @@ class RandomText(SampleSource):
     """Random tokens; each sample has ``tiles`` tiles of ``tokens`` image tokens each."""
 
     def __init__(self, tiles: int = 0, tokens: int = 4) -> None:
-        self.tiles_per_sample = float(tiles)
-        self._tiles, self._tokens = tiles, tokens
+        self.count, self._tokens = tiles, tokens
 
     def text(self, split: str, number: int) -> Text:
         rng = torch.Generator().manual_seed(number)
         ids = torch.randint(4, 64, (LENGTH,), generator=rng)
-        ids[2 : 2 + self._tiles * self._tokens] = IMAGE
+        ids[2 : 2 + self.count * self._tokens] = IMAGE
         return Text(ids, ids.roll(-1), torch.ones(LENGTH))
 
     def tiles(self, split: str, number: int) -> torch.Tensor:
-        rng, shape = torch.Generator().manual_seed(number), (self._tiles, 3, TILE, TILE)
+        rng, shape = torch.Generator().manual_seed(number), (self.count, 3, TILE, TILE)
         return torch.randint(256, shape, generator=rng, dtype=torch.uint8)
 
 

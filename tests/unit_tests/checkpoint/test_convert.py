@@ -59,7 +59,7 @@ def their_logits(model: torch.nn.Module, source: RandomText = TEXT) -> torch.Ten
     Images are normalized and cut into patches before.
     """
     given = {"input_ids": torch.stack([source.text("test", n).input_ids for n in range(SAMPLES)])}
-    if source.tiles_per_sample:
+    if source.count:
         tiles = torch.cat([source.tiles("test", number) for number in range(SAMPLES)]) / 255
         config = model.config.vision_config
         mean, std = (torch.tensor(v)[:, None, None] for v in (config.norm_mean, config.norm_std))

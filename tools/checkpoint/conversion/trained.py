@@ -63,7 +63,8 @@ def export(checkpoint: Path, out: Path) -> None:
     preset = find_preset(args.model)
     if args.dynamic_resolution:
         least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
-        preset = preset.with_images_of_any_size(least, most)
+        frame = vars(args).get("video_target_num_patches")  # not in a run from before the option
+        preset = preset.with_images_of_any_size(least, most, frame)
     with tempfile.TemporaryDirectory() as directory:
         like = Path(directory)
         _tokenizer(args, like)

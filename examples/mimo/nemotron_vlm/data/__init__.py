@@ -24,7 +24,8 @@ DIGITS = "digits:"
 ENERGON = "energon:"
 
 PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_frames video_fps
-    dynamic_resolution dynamic_resolution_min_patches dynamic_resolution_max_patches""".split()
+    video_target_num_patches dynamic_resolution dynamic_resolution_min_patches
+    dynamic_resolution_max_patches""".split()
 """Arguments that decide how conversations and media become tokens and inputs."""
 
 

@@ -63,7 +63,6 @@ class DigitStrips(DigitTask):
         self._seed = seed
         most = max(1, min(MOST_DIGITS, most_tiles(tokens_per_tile, seq_length)))
         self._fewest, self._most = (1, most) if digits is None else (digits, digits)
-        self.tiles_per_sample = (self._fewest + self._most) / 2
         self.fingerprint = f"digits of {tile} pixels, seed {seed}"
         if digits is not None:
             self.fingerprint += f", {digits} a strip"

@@ -19,7 +19,6 @@ class MockStrips(DigitTask):
 
     def __init__(self, tile: int, tokens_per_tile: int, seq_length: int, seed: int) -> None:
         self._shape = (max(1, most_tiles(tokens_per_tile, seq_length)), 3, tile, tile)
-        self.tiles_per_sample = float(self._shape[0])
         self._tokens_per_tile = tokens_per_tile
         self._seq_length = seq_length
         self._seed = seed

@@ -11,6 +11,7 @@ decreasing finds (Johnson, "Fast algorithms for bin packing", 1974), and these r
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from examples.mimo.nemotron_vlm.encoders import Encoder
 
 
-SAMPLE, PLACE, ROWS, WORK = range(4)
+SAMPLE, PLACE, ROWS, WORK, SIZE = range(5)
 """Columns of an array of inputs: number of the sample, place among its inputs, rows that the input
-becomes, and operations that it takes."""
+becomes, operations that it takes, and its size."""
+
+COUNTED = 1024
+"""Rows of single samples from which the throughput is computed; packed, a window's."""
 
 
 class Packing(NamedTuple):
@@ -83,7 +87,7 @@ class Rows:
         return [known[np.array(row) - low] for row in samples]
 
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
-        """Return an encoder's inputs in each row, int64 [inputs, 4]: see `SAMPLE` and the others.
+        """Return an encoder's inputs in each row, int64 [inputs, 5]: see `SAMPLE` and the others.
 
         Args:
             samples: sample numbers of each row.
@@ -96,16 +100,21 @@ class Rows:
         ends = np.cumsum([0, *map(len, sizes)])
         number = np.repeat(np.arange(low, high), np.diff(ends))
         place = np.arange(len(flat)) - np.repeat(ends[:-1], np.diff(ends))
-        known = [number, place, encoder.rows(flat), encoder.operations(flat, width)]
+        known = [number, place, encoder.rows(flat), encoder.operations(flat, width), flat]
         known = np.stack(known, axis=1)
         return [
             np.concatenate([known[ends[n - low] : ends[n - low + 1]] for n in row])
             for row in samples
         ]
 
-    def samples_a_row(self) -> float:
-        """Return the mean number of samples of a row, as the first window has it."""
-        return self.packing.window / len(self._packed(0)) if self.packing else 1.0
+    def first(self) -> list[list[int]]:
+        """Return the sample numbers of the first rows, which stand for all."""
+        return self._packed(0) if self.packing else self.samples(0, COUNTED)
+
+    def operations(self, encoders: Sequence[Encoder], width: int) -> float:
+        """Return the mean operations of encoders for a row, forward and backward."""
+        inputs = (self.inputs(self.first(), each, width) for each in encoders)
+        return sum(float(np.mean([row[:, WORK].sum() for row in each])) for each in inputs)
 
     def _window_of(self, row: int) -> tuple[int, int]:
         """Return the number of a row's window, and the number of rows before that window."""

@@ -49,12 +49,11 @@ class SampleSource:
 
     Loading processes use it, so it must survive a fork and be picklable.
 
-    A data set of images alone has `tiles`; one with inputs of other encoders has `sizes`, `inputs`,
-    `token_ids` and `inputs_per_sample` of its own.
+    A data set of images alone has `tiles`; one with inputs of other encoders has `sizes`, `inputs`
+    and `token_ids` of its own.
 
     token_ids: ids of the tokens that encoders' rows replace, by encoder. pad_token: its id.
     vocab_size: above every id in the texts.
-    tiles_per_sample: the mean, from which Megatron's log computes the throughput.
     fingerprint: equal for two sources if they have the same samples under the same numbers.
     score: scores answers by token; None counts the samples whose whole answer is right.
     """
@@ -62,7 +61,6 @@ class SampleSource:
     token_ids: Mapping[str, int] = {IMAGES: IMAGE}
     pad_token: int = PAD
     vocab_size: int = FIRST_DIGIT + 10
-    tiles_per_sample: float = 1.0
     fingerprint: str = ""
     score: Score | None = None
 
@@ -94,10 +92,6 @@ class SampleSource:
     def question(self, split: str, number: int) -> Question | None:
         """Return a sample's only question; None if it has others or cannot be asked."""
         return None
-
-    def inputs_per_sample(self, encoder: str) -> float:
-        """Return the mean number of an encoder's inputs, as ``tiles_per_sample`` is of tiles."""
-        return self.tiles_per_sample if encoder == IMAGES else 0.0
 
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""

@@ -64,7 +64,6 @@ class WholeImages(DigitTask):
     ) -> None:
         self._tiles, self._images = tiles, images
         self._seq_length, self._seed = seq_length, seed
-        self.tiles_per_sample = tiles.tiles_per_sample  # the log counts images as large as tiles
         bounds = f"{images.min_patches} to {images.max_patches} patches"
         self.fingerprint = f"{tiles.fingerprint}, whole images of {bounds}, seed {seed}"
         if images.clips:

@@ -43,7 +43,10 @@ class Encoder:
     """Id of the token that each row replaces, unless the data set has another."""
 
     usual: ClassVar[int] = 1
-    """Size of an input by which the planner and the throughput's log count."""
+    """Size of an input by which the planner counts where it has no data."""
+
+    plural: ClassVar[str]
+    """A word for the inputs."""
 
     takes_fp8: ClassVar[bool] = False
     """Whether ``configs`` takes the fields of FP8 for the encoder's layers."""
@@ -75,14 +78,6 @@ class Encoder:
     def operations(self, sizes: np.ndarray, width: int) -> np.ndarray:
         """Return the operations of forward and backward, int64 [inputs]; see `work`."""
         return sum(self.work(sizes, width).values())
-
-    def usual_rows(self) -> int:
-        """Return the rows that an input of the usual size becomes."""
-        return int(self.rows(np.array([self.usual]))[0])
-
-    def usual_operations(self, width: int) -> int:
-        """Return the operations of an input of the usual size; see `work`."""
-        return int(self.operations(np.array([self.usual]), width)[0])
 
     def collate(
         self, parts: Sequence[Sequence[torch.Tensor]]
@@ -129,17 +124,20 @@ class Encoder:
         """
         raise NotImplementedError
 
-    def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
-        """Return the elements that a rank of one stage keeps of a usual input for the backward.
+    def kept(
+        self, sizes: np.ndarray, layout: Layout, first: bool = True, last: bool = True
+    ) -> np.ndarray:
+        """Return the elements that a rank of one stage keeps of inputs for the backward, [inputs].
 
         Args:
+            sizes: sizes of the inputs, int64 [inputs].
             layout: the encoder's layout.
             first, last: whether the stage is its pipeline's first, its last.
         """
         raise NotImplementedError
 
-    def reduced(self) -> int:
-        """Return the elements of a usual input that an all-reduce over TP ranks sums."""
+    def reduced(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the elements of inputs that an all-reduce over TP ranks sums, int64 [inputs]."""
         raise NotImplementedError
 
     def parts(self) -> tuple[Part, ...]:

@@ -64,6 +64,7 @@ class Sound(Encoder):
     key = "parakeet"
     token = 5
     usual = 10 * SAMPLING_RATE
+    plural = "sounds"
 
     layers: int
     hidden_size: int
@@ -157,14 +158,18 @@ class Sound(Encoder):
         projector = configs["projector"]
         return stage_spec(self.key, encoder, self.hidden_size, projector, specs, groups)
 
-    def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
-        rows, hidden = self.usual_rows(), self.hidden_size
-        layer = 24 * hidden + 4 * self.intermediate_size + 4 * self.num_attention_heads * rows
-        halved = self.subsampling_conv_channels * self.num_mel_bins * self.subsampling_factor
-        return rows * (self.layers * layer + halved + 3 * hidden + 2 * self.projector_ffn)
+    def kept(
+        self, sizes: np.ndarray, layout: Layout, first: bool = True, last: bool = True
+    ) -> np.ndarray:
+        rows, hidden, factor = self.rows(sizes), self.hidden_size, self.subsampling_factor
+        layer = 22 * hidden + 4 * self.intermediate_size + (self.num_attention_heads + 1) * rows
+        # The first halving keeps its output, the others input and output, each of a quarter.
+        halved = self.subsampling_conv_channels * (5 * factor / 12 + 1 / (3 * factor))
+        once = self.num_mel_bins * (halved + factor) + 5 * hidden + 2 * self.projector_ffn
+        return rows * (self.layers * layer + once)
 
-    def reduced(self) -> int:
-        return 0
+    def reduced(self, sizes: np.ndarray) -> np.ndarray:
+        return np.zeros_like(sizes)
 
     def parts(self) -> tuple[Part, ...]:
         module = f"modality_submodules.{self.name}."

@@ -3,9 +3,9 @@
 """Encoding of a conversation as tokens, and of its images, sounds and clips as encoders' inputs."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,18 @@ class File(NamedTuple):
     kind: str
     data: tuple[bytes, ...]
     fps: float = 0.0
+
+
+class Read(NamedTuple):
+    """An image, sound or clip that has been decoded.
+
+    made: an image's tiles, uint8 [n, 3, tile, tile]; an image or a clip as `PatchGrids` and
+    `ClipGrids` cut them; or a sound as `Listening.read` returns it.
+    """
+
+    kind: str
+    extent: Extent
+    made: torch.Tensor
 
 
 def read_files(raw: Mapping[str, bytes], media: Sequence[Medium]) -> list[File]:
@@ -69,7 +81,7 @@ class Encoder:
         """Return the tokens of a record.
 
         Args:
-            extents: of each image, sound and clip, as `extents` returns them.
+            extents: of each image, sound and clip; the size of an image may be its tiles.
 
         Raises:
             BadConversation: the conversation cannot be tokenized, or no token bears a loss.
@@ -91,14 +103,13 @@ class Encoder:
         answers = np.flatnonzero(text.loss_mask.numpy())
         return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
 
-    def question(self, turns: list[Turn], files: list[File]) -> np.ndarray:
+    def question(self, turns: list[Turn], media: Sequence[Read]) -> np.ndarray:
         """Return the tokens of a conversation up to its next answer, int64 [n].
 
         Raises:
             BadConversation: it cannot be tokenized.
-            BadMedium: as for `extents`.
         """
-        runs, labels = self._runs([file.kind for file in files], self.extents(files))
+        runs, labels = self._runs([m.kind for m in media], [m.extent for m in media])
         ids = self.chat.prompt(turns, labels)
         return np.repeat(ids, self._repeats(ids, runs))
 
@@ -125,25 +136,27 @@ class Encoder:
             repeats[ids == token] = runs[kind]
         return repeats
 
-    def extents(self, files: list[File]) -> list[Extent]:
-        """Return the extent of each image, whose size may be its number of tiles, sound and clip.
+    def read(self, files: Sequence[File]) -> list[Read]:
+        """Open and decode each image, sound and clip once.
 
         Raises:
-            BadMedium: the header of an image or a clip cannot be read, or a sound cannot be
-                decoded.
+            BadMedium: one cannot be decoded.
         """
-        return _each(files, self._extent)
+        found, counts = [], Counter()
+        for file in files:
+            counts[file.kind] += 1
+            try:
+                found.append(Read(file.kind, *self._read(file)))
+            except BadMedium as error:
+                name = file.kind.removesuffix("s")
+                raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
+        return found
 
-    def inputs(self, files: list[File], encoder: str = IMAGES) -> torch.Tensor | list[torch.Tensor]:
-        """Return an encoder's inputs.
-
-        They are all tiles, uint8 [n, 3, tile, tile]; the images and clips as `PatchGrids` and
-        `ClipGrids` cut them; or the sounds as `Listening.cut` returns them.
-
-        Raises:
-            BadMedium: an image, sound or clip cannot be decoded.
-        """
-        made = _each([file for file in files if file.kind in KINDS_OF[encoder]], self._cut)
+    def inputs(
+        self, media: Sequence[Read], encoder: str = IMAGES
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return an encoder's inputs: all tiles, uint8 [n, 3, tile, tile], or what `Read` has."""
+        made = [each.made for each in media if each.kind in KINDS_OF[encoder]]
         return self.images.join(made) if encoder == IMAGES else made
 
     def pictures(self, files: list[File]) -> list[torch.Tensor]:
@@ -155,28 +168,23 @@ class Encoder:
 
     def _pictures(self, file: File) -> Sequence[torch.Tensor]:
         if file.kind == SOUND:
-            return [picture_of(self._cut(file))]
+            return [picture_of(self._read(file)[1])]
         if file.kind == VIDEO:
-            frames = self._watching.frames_of(file.data, file.fps)
+            _, frames = self._watching.frames_of(file.data, file.fps)
         elif isinstance(self.images, Tiling):
-            return self._cut(file)
+            return self._read(file)[1]
         else:
             frames = [np.array(decoded(open_image(*file.data)))]
         return [torch.from_numpy(frame).permute(2, 0, 1) for frame in frames]
 
-    def _extent(self, file: File) -> Extent:
+    def _read(self, file: File) -> tuple[Extent, torch.Tensor]:
         if file.kind == SOUND:
-            return Extent(self._listening.size_of(*file.data))
+            sound = self._listening.read(*file.data)
+            return Extent(len(sound)), sound
         if file.kind == VIDEO:
-            return self._watching.extent_of(file.data, file.fps)
-        return Extent(self.images.size_of(*open_image(*file.data).size))
-
-    def _cut(self, file: File) -> torch.Tensor:
-        if file.kind == SOUND:
-            return self._listening.cut(*file.data)
-        if file.kind == VIDEO:
-            return self._watching.cut(file.data, file.fps)
-        return self.images.cut(open_image(*file.data))
+            return self._watching.read(file.data, file.fps)
+        image = open_image(*file.data)
+        return Extent(self.images.size_of(*image.size)), self.images.cut(image)
 
     @property
     def _listening(self) -> Listening:
@@ -189,15 +197,3 @@ class Encoder:
         if self.video is None:
             raise BadClip("the model encodes no video, or no images of any size")
         return self.video
-
-
-def _each(files: list[File], read: Callable[[File], Any]) -> list[Any]:
-    results, counts = [], Counter()
-    for file in files:
-        counts[file.kind] += 1
-        try:
-            results.append(read(file))
-        except BadMedium as error:
-            name = file.kind.removesuffix("s")
-            raise type(error)(f"{name} {counts[file.kind]}: {error}") from error
-    return results

@@ -28,28 +28,19 @@ class Listening:
 
     subsampling: int
 
-    def size_of(self, data: bytes) -> int:
-        """Return the number of samples that a file has at the encoder's rate.
-
-        Raises:
-            BadSound: the file is damaged, of another format, or too short.
-            MissingPackage: it is FLAC, and soundfile is not installed.
-        """
-        samples, rate = _read(data)
-        size = -(-len(samples) * SAMPLING_RATE // rate)
-        if size < SHORTEST:
-            raise BadSound(f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}")
-        return size
-
-    def cut(self, data: bytes) -> torch.Tensor:
+    def read(self, data: bytes) -> torch.Tensor:
         """Return the mean over channels, from -1 to 1, at the encoder's rate: float32 [samples].
 
         Other rates are resampled by a polyphase filter.
 
         Raises:
-            BadSound, MissingPackage: as for `size_of`.
+            BadSound: the file is damaged, of another format, or too short.
+            MissingPackage: it is FLAC, and soundfile is not installed.
         """
-        samples, rate = _read(data)
+        samples, rate = _decoded(data)
+        size = -(-len(samples) * SAMPLING_RATE // rate)
+        if size < SHORTEST:
+            raise BadSound(f"{size} samples, of {SAMPLING_RATE} a second, are less than {SHORTEST}")
         sound = samples.mean(axis=1)
         if rate != SAMPLING_RATE:
             common = gcd(rate, SAMPLING_RATE)
@@ -68,7 +59,7 @@ def picture_of(sound: torch.Tensor) -> torch.Tensor:
     return ((1 - loud) * (255 / 3)).byte().flip(0).expand(3, -1, -1)
 
 
-def _read(data: bytes) -> tuple[np.ndarray, int]:
+def _decoded(data: bytes) -> tuple[np.ndarray, int]:
     """Return a file's samples, float64 [samples, channels] from -1 to 1, and its rate."""
     try:
         samples, rate = _flac(data) if data.startswith(FLAC) else _wav(data)

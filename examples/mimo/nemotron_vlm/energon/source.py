@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of energon's data sets, each a function of (data, seed, split, number)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,11 +79,6 @@ class EnergonSource(SampleSource):
     def __reduce__(self) -> tuple[Any, ...]:
         return EnergonSource, self._arguments
 
-    def inputs_per_sample(self, encoder: str) -> float:
-        """See `SampleSource`; of the training split, and a whole image counts as one."""
-        train = self._stream("train")
-        return train.mean_inputs if encoder == IMAGES else train.mean_of(encoder)
-
     def epoch_size(self, split: str) -> int | None:
         """Return the samples of an epoch; None for a blend by weight, which has no epochs."""
         return self._stream(split).order.epoch_size
@@ -125,7 +119,8 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._media(split, number, None, self._encoder.pictures)
+        with self._sample(split, number) as (dataset, index, _):
+            return self._encoder.pictures(self._files(dataset, index, PLACEHOLDERS))
 
     def inputs(
         self, split: str, number: int, encoder: str
@@ -135,24 +130,17 @@ class EnergonSource(SampleSource):
         Raises:
             ValueError, OSError: as for `text`.
         """
-        return self._media(split, number, encoder, partial(self._encoder.inputs, encoder=encoder))
-
-    def _media(
-        self, split: str, number: int, encoder: str | None, make: Callable[[list[File]], Any]
-    ) -> Any:
-        """Return what is made of a sample's media for an encoder, which alone are read.
-
-        Args:
-            encoder: None for all media.
-        """
-        kinds = KINDS_OF[encoder] if encoder else PLACEHOLDERS
         with self._sample(split, number) as (dataset, index, survey):
-            raw = dataset.raw(index, kinds)
-            media = dataset.record(raw, self._encoder.prompt).media
-            files = read_files(raw, [each for each in media if each.kind in kinds])
-            if self._encoder.extents(files) != survey.extents(index, encoder):
-                raise ValueError(f"its {encoder or 'media'} have other sizes than in the survey")
-            return make(files)
+            media = self._encoder.read(self._files(dataset, index, KINDS_OF[encoder]))
+            if [each.extent for each in media] != survey.extents(index, encoder):
+                raise ValueError(f"its {encoder} have other sizes than in the survey")
+            return self._encoder.inputs(media, encoder)
+
+    def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[File]:
+        """Read the media of some kinds, and no others."""
+        raw = dataset.raw(index, kinds)
+        media = dataset.record(raw, self._encoder.prompt).media
+        return read_files(raw, [each for each in media if each.kind in kinds])
 
     def question(self, split: str, number: int) -> Question | None:
         """See `SampleSource`.

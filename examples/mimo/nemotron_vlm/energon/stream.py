@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF
 from examples.mimo.nemotron_vlm.energon.order import Order
 from examples.mimo.nemotron_vlm.energon.store import DataSet, Mode
 from examples.mimo.nemotron_vlm.energon.survey import GOOD, STATES, Survey
@@ -62,8 +61,6 @@ class Stream:
             is_cut |= bool((survey.tokens[chosen[states == GOOD]] > seq_length).any())
         sizes = [len(each.samples) for each in self._numbered]
         self.order = Order(sizes, mode, [dataset.weight for dataset, _ in pairs], seed)
-        means = [each.survey.inputs[each.samples].mean() for each in self._numbered]
-        self.mean_inputs = float(np.average(means, weights=self.order.shares))
         blend = [
             [survey.fingerprint, dataset.weight, dataset.subset.start, dataset.subset.stop, size]
             for (dataset, survey), size in zip(pairs, sizes, strict=True)
@@ -87,14 +84,6 @@ class Stream:
             costs[here, 0] = np.minimum(survey.tokens[indices], self._seq_length)
             costs[here, 1] = survey.inputs[indices]
         return costs
-
-    def mean_of(self, encoder: str) -> float:
-        """Return the mean number of an encoder's inputs in a sample."""
-        means = [
-            sum(survey.count(own, kind) for kind in KINDS_OF[encoder]) / len(own)
-            for _, survey, own in self._numbered
-        ]
-        return float(np.average(means, weights=self.order.shares))
 
     def sizes(self, numbers: np.ndarray, encoder: str) -> list[np.ndarray]:
         """Return the sizes of an encoder's inputs of each sample by number, int64."""

@@ -80,7 +80,7 @@ class Survey:
     fingerprint: str
 
     def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
-        """Return what `Encoder.extents` returned of a sample's media, or of an encoder's."""
+        """Return the extents of a sample's media, or of an encoder's."""
         first = self.media_ends[index - 1] if index else 0
         media = self.media[first : self.media_ends[index]]
         kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
@@ -203,12 +203,11 @@ class _Shards(Dataset):
                         digest.update(content)
                 record = dataset.record(raw, encoder.prompt)
                 files = read_files(raw, record.media)
-                extents = encoder.extents(files)
-                text, inputs = encoder.text(record, extents), encoder.inputs(files)
-                sizes = len(text.input_ids), len(inputs), len(extents), encoder.needed(text)
-                rows[:, place] = GOOD, *sizes
-                pairs = zip(files, extents, strict=True)
-                media += [(KINDS.index(file.kind), *extent) for file, extent in pairs]
+                decoded = encoder.read(files)
+                text = encoder.text(record, [each.extent for each in decoded])
+                sizes = len(encoder.inputs(decoded)), len(decoded), encoder.needed(text)
+                rows[:, place] = GOOD, len(text.input_ids), *sizes
+                media += [(KINDS.index(each.kind), *each.extent) for each in decoded]
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
                 bad.append(BadSample(index, dataset.name(index), int(state), str(error)))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
 from examples.mimo.nemotron_vlm.energon.errors import (
@@ -50,61 +49,52 @@ class Watching:
     frames: int | None = None
     fps: float | None = None
 
-    def extent_of(self, files: Sequence[bytes], fps: float) -> Extent:
-        """Return the extent of a clip.
+    def read(self, files: Sequence[bytes], fps: float) -> tuple[Extent, torch.Tensor]:
+        """Return the extent of a clip, and its tubelets as `ClipGrids.cut` returns them.
 
         Args:
             files: its frames as JPEG or PNG, or one MP4 file.
             fps: frames of images in a second; 0 if not known.
 
         Raises:
-            BadMedium: a header is damaged, or frames in a second are asked for and not known.
+            BadMedium: a frame is damaged, or frames in a second are asked for and not known.
             MissingPackage: it is MP4, and PyAV is not installed.
         """
-        if _is_mp4(files):
-            with _opened(files[0]) as (container, stream):
-                count, fps = stream.frames, float(stream.average_rate or 0)
-                count = count or sum(1 for _ in container.decode(stream))
-                width, height = stream.width, stream.height
-        else:
-            count, (width, height) = len(files), _image(files, 0).size
-        if self.fps and not self.frames and not fps:
-            raise BadClip('needs "fps" in its json, as frames in a second are asked for')
-        chosen = len(self._chosen(count, fps))
-        if not chosen:
-            raise BadClip("has no frames")
-        if max(-(-chosen // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
-            raise BadClip(f"{chosen} frames of {width} × {height} pixels are too many or too long")
-        return Extent(self.grids.size_of(chosen, height, width), count, fps)
+        extent, frames = self.frames_of(files, fps)
+        return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
 
-    def cut(self, files: Sequence[bytes], fps: float) -> torch.Tensor:
-        """Return the tubelets of a clip, as `ClipGrids.cut` does.
+    def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
+        """Return the extent of a clip, and the frames that are taken, uint8 [H, W, 3] each.
 
-        Raises:
-            BadMedium, MissingPackage: as for `extent_of`, or a frame cannot be decoded.
+        Args, Raises: as for `read`.
         """
-        frames = torch.from_numpy(np.stack(self.frames_of(files, fps)))
-        return self.grids.cut(frames.permute(0, 3, 1, 2))
-
-    def frames_of(self, files: Sequence[bytes], fps: float) -> list[np.ndarray]:
-        """Return the frames that are taken, uint8 [H, W, 3] each.
-
-        Raises:
-            BadMedium, MissingPackage: as for `cut`.
-        """
-        _, *found = self.extent_of(files, fps)
-        chosen = self._chosen(*found).tolist()
-        if _is_mp4(files):
+        if files[0][4:8] == MP4:
             with _opened(files[0]) as (container, stream):
-                numbered = enumerate(container.decode(stream))
-                wanted = set(chosen)
+                rate, size = float(stream.average_rate or 0), (stream.width, stream.height)
+                extent, chosen = self._extent(_count(container, stream), rate, size)
+                wanted, numbered = set(chosen), enumerate(container.decode(stream))
                 frames = [f.to_ndarray(format="rgb24") for n, f in numbered if n in wanted]
         else:
-            frames = [np.array(_image(files, number)) for number in chosen]
+            first = _frame(files, 0)  # which is always taken
+            extent, chosen = self._extent(len(files), fps, first.shape[1::-1])
+            frames = [first, *(_frame(files, number) for number in chosen[1:])]
         shapes = {frame.shape for frame in frames}
         if len(frames) != len(chosen) or len(shapes) != 1:
             raise BadClip(f"{len(frames)} of {len(chosen)} frames, of {len(shapes)} sizes")
-        return frames
+        return extent, frames
+
+    def _extent(self, count: int, fps: float, size: tuple[int, int]) -> tuple[Extent, list[int]]:
+        """Return the extent of a clip by its frames, those of a second, and their width and height;
+        and the numbers of the frames that are taken.
+        """
+        if self.fps and not self.frames and not fps:
+            raise BadClip('needs "fps" in its json, as frames in a second are asked for')
+        chosen, (width, height) = self._chosen(count, fps).tolist(), size
+        if not chosen:
+            raise BadClip("has no frames")
+        if max(-(-len(chosen) // self.grids.tubelet), *self.grids.grid_of(height, width)) > LONGEST:
+            raise BadClip(f"{len(chosen)} frames of {width} × {height} pixels are too many or long")
+        return Extent(self.grids.size_of(len(chosen), height, width), count, fps), chosen
 
     def labels(self, extent: Extent) -> list[str]:
         """Return what the released processor writes before each tubelet of a clip."""
@@ -123,15 +113,20 @@ class Watching:
         return sampled_frames(total, fps or None, self.frames, self.fps)
 
 
-def _is_mp4(files: Sequence[bytes]) -> bool:
-    return files[0][4:8] == MP4
-
-
-def _image(files: Sequence[bytes], number: int) -> Image.Image:
+def _frame(files: Sequence[bytes], number: int) -> np.ndarray:
     try:
-        return decoded(open_image(files[number]))
+        return np.array(decoded(open_image(files[number])))
     except BadImage as error:
         raise BadClip(f"frame {number + 1}: {error}") from error
+
+
+def _count(container: Any, stream: Any) -> int:
+    """Return the frames of a stream, also if its header does not say."""
+    if stream.frames:
+        return stream.frames
+    count = sum(packet.size > 0 for packet in container.demux(stream))
+    container.seek(0)
+    return count
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from examples.mimo.common.layout import COLOCATED, PLACEMENTS, table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
-from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED, inputs_of_sample
+from examples.mimo.nemotron_vlm.planner.inputs import inputs_of, operations_of_row, words_of
+from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine, find_machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.parameters import (
@@ -25,7 +26,7 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
     by_place,
     stages_on_meta,
 )
-from examples.mimo.nemotron_vlm.planner.plan import Tiles, most_that_fit, plan_of
+from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from examples.mimo.nemotron_vlm.planner.report import as_data, describe, gib, memory_table
 from examples.mimo.nemotron_vlm.planner.schedule import stages_of_pipeline
 from examples.mimo.nemotron_vlm.planner.search import Task, search
@@ -79,18 +80,15 @@ def plan(argv: list[str], own: Namespace) -> str:
     options = parse([*argv, *alone], 1)
     args, preset = options.args, options.preset
     is_chosen = "--placement" in own.given
-    fit = most_that_fit(preset, args.seq_length)
-    tiles = Tiles.parse(own.plan_tiles) if own.plan_tiles else fit
-    args.modality_flops_per_sample = preset.operations_of_sample(
-        lambda name: inputs_of_sample(name, tiles.mean)
-    )
+    inputs = inputs_of(args, preset)
+    args.modality_flops_per_sample = operations_of_row(preset, inputs)
     task = Task(
         preset=preset,
         world=own.plan,
         machine=machine,
         seq_length=args.seq_length,
         global_batch=args.global_batch_size,
-        images=tiles,
+        inputs=inputs,
         operations=num_floating_point_operations(args, 1),
         placements=(own.placement,) if is_chosen else PLACEMENTS,
         in_bubbles=own.encoder_schedule == BUBBLES,
@@ -188,7 +186,7 @@ def _memory(options: Options) -> str:
     )
     precision = "16 bits" if machine.precision == 2 else "fp32"
     return (
-        f"predicted GiB of a rank in {precision} with {asked.images.mean:g} tiles a sample, "
-        f"recompute {asked.recompute}:\n{memory_table(asked, machine)}\n"
+        f"predicted GiB of a rank in {precision} with {words_of(asked.preset, asked.inputs)} a "
+        f"sample, recompute {asked.recompute}:\n{memory_table(asked, machine)}\n"
         f"most of a rank with other recompute of the language model: {', '.join(others)}"
     )

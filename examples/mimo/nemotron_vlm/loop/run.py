@@ -160,8 +160,8 @@ def open_session(options: Options, source: SampleSource) -> Session:
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     limit_waiting(limit)
     loading = Loading(args, layouts, options.preset, modules, source)
-    work = options.preset.operations_of_sample(source.inputs_per_sample)
-    args.modality_flops_per_sample = work * loading.rows("train").samples_a_row()
+    encoders = options.preset.encoders
+    args.modality_flops_per_sample = loading.rows("train").operations(encoders, args.hidden_size)
     build = VLMBuildConfig(_options=options, _modules=modules)
     stages = stages_of(build.post_wrap_hooks, limit)
     cfg = pretrain_cfg_container_from_args(args, build)

@@ -74,26 +74,17 @@ class VLMPreset:
         """The encoder of image tiles, whose sizes the program's own data sets need."""
         return next(each for each in self.encoders if each.name == IMAGES)
 
-    def with_images_of_any_size(self, least: int | None, most: int | None) -> VLMPreset:
-        """Return the model that encodes whole images of ``least`` to ``most`` patches, not tiles.
-
-        Args:
-            least, most: None for the entry's own.
+    def with_images_of_any_size(
+        self, least: int | None = None, most: int | None = None, frame: int | None = None
+    ) -> VLMPreset:
+        """Return the model that encodes whole images of ``least`` to ``most`` patches, not tiles,
+        and frames of about ``frame`` patches; None for the entry's own.
         """
-        sizes = {"min_patches": least, "max_patches": most}
+        sizes = {"min_patches": least, "max_patches": most, "clip_patches": frame}
         given = {name: value for name, value in sizes.items() if value is not None}
         images = RadioOfAnySize(**vars(self.images) | given)
         others = (images if each.name == IMAGES else each for each in self.encoders)
         return replace(self, encoders=tuple(others))
-
-    def operations_of_sample(self, inputs: Callable[[str], float]) -> float:
-        """Return the operations of all encoders for a sample, forward and backward.
-
-        Args:
-            inputs: returns the mean number of an encoder's inputs in a sample, by its name.
-        """
-        width = self.language.hidden_size
-        return sum(inputs(each.name) * each.usual_operations(width) for each in self.encoders)
 
 
 def tiny() -> VLMPreset:

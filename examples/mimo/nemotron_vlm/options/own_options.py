@@ -96,6 +96,9 @@ class OwnOptions:
     """with --dynamic-resolution, enlarge images of fewer patches; default: the model's"""
     dynamic_resolution_max_patches: int | None = None
     """with --dynamic-resolution, shrink images of more patches; default: the model's"""
+    video_target_num_patches: int | None = None
+    """with --dynamic-resolution, patches of a frame of a clip of video, about; default: the
+    model's"""
     video_frames: int | None = None
     """frames of a clip of video, or all of a shorter one; default: --video-fps"""
     video_fps: float | None = None
@@ -135,8 +138,8 @@ class OwnOptions:
     plan_gpus_per_node: int = 8
     """GPUs of a node that --plan is for"""
     plan_tiles: str = ""
-    """image tiles of a sample that --plan is for, N[:CHANCE],…, as in 1:0.3,7:0.5,13:0.2; default:
-    as many as --seq-length holds"""
+    """image tiles of a sample that --plan and --dry-run are for, N[:CHANCE],…, as in
+    1:0.3,7:0.5,13:0.2; default: those of --data energon:PATH, or as many as --seq-length holds"""
     plan_json: Path | None = None
     """write the plans of --plan to this file"""
 
@@ -169,7 +172,7 @@ speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
             --encoder-macro-batch N  --recompute-encoder N
 data        --data digits|mock|energon:PATH  --pack  --pack-window N  --sample-multiple N
             --disable-balance  --max-tiles N  --disable-thumbnail
-            --video-frames N  --video-fps N
+            --video-frames N  --video-fps N  --video-target-num-patches N
             --bad-samples skip|refuse  --long-samples skip|refuse|cut
             --prompt TEXT  --image-token TOKEN  --surveys DIR
 training    --encoder-lr RATE  --projector-lr RATE  --encoder-weight-decay RATE
@@ -204,12 +207,18 @@ def preset_of(args: argparse.Namespace) -> VLMPreset:
     """
     preset, option = find_preset(args.model), "--dynamic-resolution"
     given = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
+    of_clips = args.video_target_num_patches, args.video_frames, args.video_fps
+    if not args.dynamic_resolution and given != (None, None):
+        raise UserError(f"{option}-min-patches and -max-patches need {option}")
+    if any(of_clips) and not (args.dynamic_resolution and preset.images.tubelet > 1):
+        raise UserError(f"--video-… options need {option} and a --model with video")
     if not args.dynamic_resolution:
-        if given != (None, None):
-            raise UserError(f"{option}-min-patches and -max-patches need {option}")
         return preset
-    preset = preset.with_images_of_any_size(*given)
+    preset = preset.with_images_of_any_size(*given, args.video_target_num_patches)
     images = preset.images
+    if images.clip_patches < images.pixel_shuffle**2:
+        least = f"{images.pixel_shuffle**2} or more, not {images.clip_patches}"
+        raise UserError(f"--video-target-num-patches must be {least}")
     if not images.pixel_shuffle**2 <= images.min_patches <= images.max_patches:
         raise UserError(
             f"{option}-min-patches {images.min_patches} must be from {images.pixel_shuffle**2} "

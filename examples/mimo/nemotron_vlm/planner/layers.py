@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from examples.mimo.common.layout import Layout
-from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.model.presets import LanguagePreset
 
 BACKWARD = 2.0
@@ -169,8 +168,3 @@ def head(batch: RankBatch) -> Layer:
     p, tokens = batch.p, batch.tokens
     work = {"gemm": 2 * tokens * p.hidden_size * p.vocab_size}
     return Layer(work, tokens * (_norm(batch) + p.vocab_size))
-
-
-def inputs_of_sample(encoder: str, tiles: float) -> float:
-    """Return the inputs of a sample for an encoder: its image tiles, or one of any other kind."""
-    return tiles if encoder == IMAGES else 1.0

@@ -55,7 +55,7 @@ def _state(elements: tuple[int, ...], layouts: Layouts, precision: int) -> Memor
 def _encoder_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     (encoder, lay), n = plan.encoders[stage.encoder], stage.number
     in_flight = min(lay.pp + plan.layouts.language.pp - n, plan.layouts.num_microbatches)
-    kept = plan.most_inputs(encoder, lay) * encoder.kept(lay, n == 0, n == lay.pp - 1)
+    kept = plan.most_inputs(encoder, lay) * plan.kept_of(encoder, lay, n == 0, n == lay.pp - 1)
     return {"encoder activations": in_flight * machine.precision * kept}
 
 
@@ -70,9 +70,9 @@ def _language_stage(plan: Plan, machine: Machine, stage: Stage) -> Memory:
     kept = min(plan.schedule.recompute or at_once, at_once)
     encoder, bridge, is_first = 0.0, 0.0, stage.number == 0
     for each, own in plan.encoders:
-        encoder += width * plan.most_inputs(each, own, kept) * each.kept(own)
-        consumed = at_once * plan.inputs_of_sample(each) * batch.samples * is_first
-        row = batch.p.hidden_size * each.usual_rows()
+        encoder += width * plan.most_inputs(each, own, kept) * plan.kept_of(each, own)
+        consumed = at_once * plan.inputs_of(each).mean * batch.samples * is_first
+        row = batch.p.hidden_size * plan.mean_of(each).rows
         bridge += width * (plan.most_inputs(each, own, at_once) + 2 * consumed) * row
     if plan.schedule.recompute:  # recomputed when the language model's are freed
         encoder = max(0.0, encoder - sum(parts.values()))

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from examples.mimo.common.layout import table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, fastest_macro_batch
+from examples.mimo.nemotron_vlm.planner.inputs import words_of
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import memory_of, peak
 from examples.mimo.nemotron_vlm.planner.plan import Plan
@@ -59,11 +60,11 @@ def options_of(plan: Plan, model: str) -> list[str]:
 
 def describe(task: Task, found: Found, model: str) -> str:
     """Return everything that is printed about the plans found."""
-    machine, best, deviation = task.machine, found.best[0], task.images.deviation
-    images = f"{task.images.mean:g}" + f"±{deviation:.1f}" * bool(deviation)
+    machine, best = task.machine, found.best[0]
     title = (
         f"{task.preset.name} on {task.world} GPUs, {machine.gpus_per_node} a node: "
-        f"{task.seq_length} tokens and {images} tiles a sample, global batch {task.global_batch}\n"
+        f"{task.seq_length} tokens and {words_of(task.preset, task.inputs)} a sample, "
+        f"global batch {task.global_batch}\n"
         f"the best that fit {machine.memory_bytes / 1e9:.0f} GB of {found.allowed} plans; "
         f"{machine.source}"
     )

@@ -31,10 +31,11 @@ from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.layout_rules import encoder_violation, pair_violation
+from examples.mimo.nemotron_vlm.planner.inputs import Inputs
 from examples.mimo.nemotron_vlm.planner.layers import RECOMPUTED
 from examples.mimo.nemotron_vlm.planner.machine import Machine
 from examples.mimo.nemotron_vlm.planner.memory import Memory, memory_of, peak
-from examples.mimo.nemotron_vlm.planner.plan import Plan, Tiles
+from examples.mimo.nemotron_vlm.planner.plan import Plan
 from examples.mimo.nemotron_vlm.planner.step_time import StepTime, estimate, step_time
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
@@ -56,7 +57,7 @@ class Task:
     machine: Machine  # their figures
     seq_length: int
     global_batch: int
-    images: Tiles  # of a sample
+    inputs: tuple[Inputs, ...]  # of a sample, for each encoder
     operations: float  # of a sample's forward and backward, for reported throughput
     placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
     in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
@@ -81,9 +82,8 @@ def search(task: Task, keep: int = 10) -> Found:
     """Return the ``keep`` fastest plans.
 
     Raises:
-        UserError: no plan fits, or the tiles do not fit the sequence length.
+        UserError: no plan fits.
     """
-    task.images.check(task.preset, task.seq_length)
     machine = task.machine
     fastest: list[tuple[float, int, Plan]] = []  # a heap, the slowest first
     allowed = 0
@@ -127,7 +127,7 @@ def _plans(task: Task) -> Iterator[Plan]:
             continue
         for macro_batch in _macro_batches(layouts, in_bubbles):
             schedule = EncoderSchedule(macro_batch, in_bubbles)
-            yield Plan(task.preset, layouts, task.images, schedule=schedule)
+            yield Plan(task.preset, layouts, task.inputs, schedule=schedule)
 
 
 def candidates(task: Task) -> Iterator[Layouts]:

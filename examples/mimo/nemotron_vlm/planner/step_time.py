@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from examples.mimo.common.layout import Layout
 from examples.mimo.nemotron_vlm.encoders import Encoder
 from examples.mimo.nemotron_vlm.planner import layers
@@ -107,11 +105,10 @@ def encoder_cost(plan: Plan, machine: Machine, encoder: Encoder, lay: Layout) ->
     """Return the cost of encoding a macro-batch, on the ranks with the most inputs."""
     at_once, count = plan.encoded_at_once, encoder.layers / lay.pp
     inputs = plan.most_inputs(encoder, lay, at_once)
-    work = encoder.work(np.array([encoder.usual]), plan.preset.language.hidden_size)
-    of_input = machine.seconds({kind: counts[0] for kind, counts in work.items()})
-    compute = inputs * of_input / (lay.tp * lay.pp)
+    mean = plan.mean_of(encoder)
+    compute = inputs * machine.seconds(mean.work) / (lay.tp * lay.pp)
     group = groups_of(lay, machine.gpus_per_node)["tp"]
-    reduced = machine.all_reduce(group, inputs * encoder.reduced() * machine.precision)
+    reduced = machine.all_reduce(group, inputs * mean.reduced * machine.precision)
     cost = Cost(machine.with_overhead(compute, "vit", count), tensor=4 * count * reduced)
     if plan.schedule.recompute and not plan.layouts.non_colocated:
         again = math.ceil(at_once / plan.schedule.recompute) - 1
@@ -130,7 +127,8 @@ def bridge_seconds(plan: Plan, machine: Machine) -> float:
 
 def _bridge_of(plan: Plan, machine: Machine, encoder: Encoder, e: Layout) -> float:
     lay, per_node = plan.layouts.language, machine.gpus_per_node
-    rows = plan.layouts.batch.global_size * plan.inputs_of_sample(encoder) * encoder.usual_rows()
+    inputs = plan.layouts.batch.global_size * plan.inputs_of(encoder).mean
+    rows = inputs * plan.mean_of(encoder).rows
     size = rows * plan.preset.language.hidden_size * machine.precision
     if plan.layouts.non_colocated:
         leaves = plan.layouts.language_offset + lay.size > per_node

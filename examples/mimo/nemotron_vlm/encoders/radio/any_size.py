@@ -19,7 +19,6 @@ from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids
 from examples.mimo.nemotron_vlm.data.patch_grids import (
     PatchGrids,
     grids_of,
-    packed_size,
     tubelets_of,
 )
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
@@ -164,6 +163,7 @@ class RadioOfAnySize(Radio):
     The usual image is as large as a tile.
     """
 
+    plural = "images"
     module = PackedRADIOEncoder
     takes_fp8 = False  # its products need multiples of sixteen tokens
 
@@ -187,13 +187,13 @@ class RadioOfAnySize(Radio):
         """See `Radio`; a tubelet's count once, not for each of its frames."""
         return grids_of(sizes).prod(axis=1) * np.maximum(tubelets_of(sizes), 1)
 
-    def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        """See `Encoder`; a tubelet is an image, of which more pixels are embedded."""
-        tubelets, images = tubelets_of(sizes), packed_size(0, *grids_of(sizes).T)
-        counts = np.maximum(tubelets, 1)
-        work = {kind: each * counts for kind, each in super().work(images, width).items()}
-        features = 3 * self.patch**2 * (self.tubelet - 1) * (tubelets > 0)
-        return work | {"vit": work["vit"] + 6 * self.count_patches(sizes) * features * self.hidden}
+    def sequences(self, sizes: np.ndarray) -> np.ndarray:
+        """See `Radio`; a tubelet is an image."""
+        return np.maximum(tubelets_of(sizes), 1)
+
+    def features(self, sizes: np.ndarray) -> np.ndarray:
+        """See `Radio`; a tubelet has those of all its frames."""
+        return super().features(sizes) * np.where(tubelets_of(sizes), self.tubelet, 1)
 
     def collate(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, object]:
         """See `Encoder`; parts are images and clips as `PatchGrids` and `ClipGrids` cut them."""

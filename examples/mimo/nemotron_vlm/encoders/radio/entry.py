@@ -42,6 +42,7 @@ class Radio(Encoder):
     takes_fp8 = True
     key = "radio"
     token = IMAGE
+    plural = "tiles"
     module: ClassVar[type] = RADIOEncoderWrapper
 
     layers: int
@@ -81,12 +82,25 @@ class Radio(Encoder):
         """Return the patches of inputs, int64 [inputs]; tiles have one size."""
         return np.full(len(sizes), self.patches)
 
+    def sequences(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the sequences that attend to themselves alone, int64 [inputs]."""
+        return np.ones(len(sizes), np.int64)
+
+    def features(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the numbers that are embedded of each patch, int64 [inputs]."""
+        return np.full(len(sizes), 3 * self.patch**2)
+
+    def tokens(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the patches and class tokens of inputs, int64 [inputs]."""
+        return self.count_patches(sizes) + self.class_tokens * self.sequences(sizes)
+
     def rows(self, sizes: np.ndarray) -> np.ndarray:
         return self.count_patches(sizes) // self.pixel_shuffle**2
 
     def work(self, sizes: np.ndarray, width: int) -> dict[str, np.ndarray]:
-        patches, shape = self.count_patches(sizes), (self.layers, self.hidden, self.ffn)
-        vit = vit_flops(patches, patches + self.class_tokens, *shape, 3 * self.patch**2)
+        count, shape = self.sequences(sizes), (self.layers, self.hidden, self.ffn)
+        of_one = self.count_patches(sizes) // count, self.tokens(sizes) // count
+        vit = count * vit_flops(*of_one, *shape, self.features(sizes))
         mlp = mlp_flops(self.rows(sizes), (self.output_size, self.projector_ffn, width))
         return {"vit": vit.astype(np.int64), "gemm": mlp.astype(np.int64)}
 
@@ -126,14 +140,17 @@ class Radio(Encoder):
         projector = configs["projector"]
         return stage_spec(self.key, encoder, self.output_size, projector, specs, groups)
 
-    def kept(self, layout: Layout, first: bool = True, last: bool = True) -> float:
+    def kept(
+        self, sizes: np.ndarray, layout: Layout, first: bool = True, last: bool = True
+    ) -> np.ndarray:
         layer = 4 * self.hidden + 4 + (4 * self.hidden + 2 * self.ffn + self.heads) / layout.tp
         row = 3 * self.output_size + 1 + 2 * self.projector_ffn / layout.tp
-        kept = (self.patches + self.class_tokens) * layer * self.layers / layout.pp
-        return kept + 3 * self.tile**2 * first + self.tokens_per_tile * row * last
+        pixels = self.count_patches(sizes) * self.features(sizes) * first
+        kept = self.tokens(sizes) * layer * self.layers / layout.pp
+        return kept + pixels + self.rows(sizes) * row * last
 
-    def reduced(self) -> int:
-        return (self.patches + self.class_tokens) * self.hidden
+    def reduced(self, sizes: np.ndarray) -> np.ndarray:
+        return self.tokens(sizes) * self.hidden
 
     def parts(self) -> tuple[Part, ...]:
         module = f"modality_submodules.{self.name}."

@@ -15,7 +15,7 @@ from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Share, StepPla
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, tiny
 
 TINY = tiny()
-ANY_SIZE = TINY.with_images_of_any_size(None, None)
+ANY_SIZE = TINY.with_images_of_any_size()
 
 
 def step_plan(

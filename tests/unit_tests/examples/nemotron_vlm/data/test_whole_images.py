@@ -11,10 +11,10 @@ from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan
-from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, nano_vl_30b_a3b
+from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
 from examples.mimo.nemotron_vlm.options.arguments import parse
 
-NANO = nano_vl_30b_a3b().with_images_of_any_size(None, None)
+NANO = nano_vl_30b_a3b().with_images_of_any_size()
 
 
 class Photographs(SampleSource):
@@ -47,25 +47,6 @@ def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not():
     ours, counted = ([each.sum() for each in shares] for shares in (work.values(), even))
     assert max(ours) / np.mean(ours) < 1.05
     assert max(counted) / np.mean(counted) > 1.3
-
-
-def test_work_counts_patches_and_their_attention():
-    images, width = NANO.images, NANO.language.hidden_size
-    tile = nano_vl_30b_a3b().images.operations(np.ones(1, np.int64), width)
-    sizes = (np.array([images.grids.size_of(side, side)]) for side in (512, 1024))
-    one, four = (images.operations(each, width) for each in sizes)
-    assert one == tile and one == images.usual_operations(width)
-    assert 4.5 * one < four < 16 * one
-
-
-def test_work_counts_tubelets_whose_patches_have_more_pixels():
-    images = nano_omni_30b_a3b().with_images_of_any_size(None, None).images
-    assert images.clips.grid_of(512, 512) == images.grids.grid_of(512, 512) == (32, 32)
-    sizes = [images.grids.size_of(512, 512), *(images.clips.size_of(n, 512, 512) for n in (1, 5))]
-    image, *clips = images.operations(np.array(sizes), NANO.language.hidden_size)
-    embedding = 3 * 2 * 32**2 * 3 * images.patch**2 * images.hidden
-    assert clips == [image + embedding, 3 * (image + embedding)]
-    assert images.rows(np.array(sizes)).tolist() == [256, 256, 3 * 256]
 
 
 @pytest.mark.parametrize(

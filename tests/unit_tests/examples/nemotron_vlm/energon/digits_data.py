@@ -39,8 +39,8 @@ import make_webdataset  # noqa: E402
 
 CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 TILE, TOKENS_PER_TILE, SEQ_LENGTH = 16, 4, 32
-CLIPS = tiny_omni().with_images_of_any_size(None, None).images.clips
-GRIDS = tiny().with_images_of_any_size(None, None).images.grids
+CLIPS = tiny_omni().with_images_of_any_size().images.clips
+GRIDS = tiny().with_images_of_any_size().images.grids
 
 
 def make_digits(path: Path, samples: int, seed: int, *more: str) -> None:

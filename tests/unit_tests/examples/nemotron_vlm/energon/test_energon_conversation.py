@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_media
@@ -17,11 +16,9 @@ from examples.mimo.nemotron_vlm.energon.images import Tiling
 from examples.mimo.nemotron_vlm.energon.records import (
     MediaFile,
     Medium,
-    Record,
     decode_text,
     read_record,
 )
-from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import byte_tokenizer, image
 
@@ -100,23 +97,6 @@ class TestImages:
         with pytest.raises(BadConversation, match=text):
             place_media(turns, {IMAGES: images})
 
-    def test_become_tokens_for_each_tile(self, tokenizer):
-        encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
-        turns = [Turn("user", "<image> or <image> ?"), Turn("assistant", "first")]
-        files = [File(IMAGES, (image(16, 16),)), File(IMAGES, (image(32, 16),))]
-        text, tiles = (
-            encoder.text(Record(turns, [Medium(IMAGES, ("",))] * 2), [Extent(1), Extent(3)]),
-            encoder.inputs(files),
-        )
-        assert encoder.extents(files) == [Extent(1), Extent(3)]
-        chat = encoder.chat
-        assert len(tiles) == 1 + 3
-        places = (text.input_ids == chat.ids[IMAGES]).nonzero().flatten()
-        assert (places[1:] - places[:-1] > 1).nonzero().flatten().tolist() == [3]
-        assert len(places) == 4 * 4
-        assert torch.equal(text.input_ids[1:], text.labels[:-1])
-        assert chat._tokenizer.decode(text.labels[text.loss_mask == 1]) == "first<|im_end|>"
-
     def test_have_the_tokenizers_own_token(self, tokenizer):
         chat = Chat(tokenizer(CHATML, "<|image_pad|>"), "<|image_pad|>")
         ids, _ = chat.encode(place_media(ASKED, {IMAGES: 1})[0])
@@ -135,7 +115,7 @@ class TestImages:
     def test_that_are_damaged_are_named(self, tokenizer):
         encoder = Encoder(Chat(tokenizer(CHATML)), Tiling(16), tokens_per_tile=4)
         with pytest.raises(BadImage, match="image 2: damaged, or not what its name says"):
-            encoder.inputs([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
+            encoder.read([File(IMAGES, (image(16, 16),)), File(IMAGES, (b"nothing",))])
 
 
 def test_tokenizers_that_lack_something_are_refused_and_others_told_apart(tokenizer, tmp_path):

@@ -15,14 +15,11 @@ from PIL import Image
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    CRUDE,
     image,
     make_omni,
-    make_shard,
     names,
     omni,
     source,
-    survey,
     whole,
 )
 from tests.unit_tests.examples.nemotron_vlm.energon.test_energon_media import tone, wav
@@ -72,7 +69,7 @@ def run(command: str) -> str:
 def test_its_commands_make_a_data_set_and_a_blend(folder, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(folder)
-    Path("shards.py").write_text(block("python", "ShardWriter"))
+    Path("shards.py").write_text(block("python", '"image" in entry'))
     run(block("bash", "python shards.py"))
     run(block("bash", "energon prepare"))
     survey = block("bash", "--max-tiles 6 --seq-length")
@@ -102,11 +99,22 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     assert source(made, encoder=omni(made / "tokenizer"), seq_length=48)
     assert make.split()[1] == "build/omni" and "--seq-length 48" in block("bash", "--encoder sound")
 
-    files = {f"video.{number}.png": image(32, 24) for number in range(3)}
-    files |= {"wav": wav(tone(4000)), "json": block("json", '"messages"').encode()}
-    own = tmp_path / "own"
-    own.mkdir()
-    make_shard(own, [files], CRUDE)
-    survey(own, made / "tokenizer", splits=["train"], makes=[omni])
-    opened = source(own, made / "tokenizer", encoder=omni(made / "tokenizer"), seq_length=99)
-    assert [len(opened.inputs("train", 0, encoder)) for encoder in (IMAGES, SOUND)] == [1, 1]
+    talk = json.loads(block("json", '"messages"'))
+    more = json.loads(json.dumps(talk))
+    items = more["messages"][0]["content"]
+    items += [{"type": "image", "path": "odd.png"}, items[0]]
+    glass = tmp_path / "media" / "glass"
+    glass.mkdir(parents=True)
+    for number in range(11):
+        (glass / f"{number:02}.png").write_bytes(image(32, 24))
+    glass.with_suffix(".wav").write_bytes(wav(tone(11025), 44100))
+    glass.with_name("odd.png").write_bytes(image(101, 7))
+    Path("talks.json").write_text(json.dumps([talk, more]))
+    Path("talks.py").write_text(block("python", '"path" in item'))
+    run("python talks.py media talks.json build/talks")
+    run(block("bash", "energon prepare").replace("photos", "talks"))
+    assert "train: 1 samples in 1 shards, 1 good" in run(asked.replace("omni ", "talks "))
+    given = {"encoder": omni(made / "tokenizer"), "seq_length": 999}
+    opened = source(made.with_name("talks"), made / "tokenizer", **given)
+    assert [each.ndim for each in opened.inputs("train", 0, IMAGES)] == [4, 3, 4]
+    assert len(opened.inputs("train", 0, SOUND)) == 1

@@ -6,6 +6,8 @@ import io
 import json
 import sys
 import wave
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +15,19 @@ import pytest
 import torch
 from PIL import Image
 
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
+from examples.mimo.nemotron_vlm.energon import sounds
 from examples.mimo.nemotron_vlm.energon.__main__ import main
 from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadSound, MissingPackage
 from examples.mimo.nemotron_vlm.energon.sounds import Listening
 from examples.mimo.nemotron_vlm.energon.source import EnergonSource
 from examples.mimo.nemotron_vlm.energon.videos import Extent, Watching
 from examples.mimo.nemotron_vlm.model.presets import tiny_omni
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.nemotron_vlm.planner.plan import plan_of
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     CLIPS,
     CRUDE,
@@ -65,26 +72,28 @@ def flac(samples: np.ndarray, rate: int = SAMPLING_RATE) -> bytes:
 
 
 class TestSounds:
-    @pytest.mark.parametrize("write", [wav, flac])
-    @pytest.mark.parametrize("channels", [1, 2, 6])
-    def test_are_the_mean_of_their_channels(self, write, channels):
-        samples = tone(1000)[:, None] * np.linspace(1, 0.5, channels)
-        found = LISTENING.cut(write(samples))
+    @pytest.mark.parametrize(
+        ("write", "rate", "channels", "near"),
+        [
+            *((wav, SAMPLING_RATE, channels, 2**-14) for channels in (1, 2, 6)),
+            *((flac, SAMPLING_RATE, channels, 2**-14) for channels in (1, 2, 6)),
+            *((partial(wav, width=n), SAMPLING_RATE, 1, 2.0 ** (2 - 8 * n)) for n in (1, 3)),
+            (partial(wav, width=4), SAMPLING_RATE, 1, 1e-7),
+            *((wav, rate, 1, 2e-3) for rate in (8000, 22050, 44100, 48000)),
+        ],
+    )
+    def test_are_the_mean_of_their_channels_at_one_rate(self, write, rate, channels, near):
+        scale = np.linspace(1, 0.5, channels)
+        found = LISTENING.read(write(tone(rate // 4 + 1, rate)[:, None] * scale, rate))
         assert found.dtype == torch.float32
-        assert np.abs(found.numpy() - samples.mean(1)).max() < 2**-14
+        assert len(found) == -(-(rate // 4 + 1) * SAMPLING_RATE // rate)
+        # A filter of another rate sees nothing beyond the ends.
+        inner = slice(200, -200) if rate != SAMPLING_RATE else slice(None)
+        assert np.abs(found.numpy() - tone(len(found)) * scale.mean())[inner].max() < near
 
-    @pytest.mark.parametrize("width", [1, 2, 3, 4])
-    def test_of_any_width_have_the_same_scale(self, width):
-        found = LISTENING.cut(wav(tone(1000), width=width)).numpy()
-        assert np.abs(found - tone(1000)).max() < max(2.0 ** (2 - 8 * width), 1e-7)
-
-    @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
-    def test_of_another_rate_are_resampled(self, rate):
-        file = wav(tone(rate // 4 + 1, rate), rate)
-        found = LISTENING.cut(file).numpy()
-        assert len(found) == LISTENING.size_of(file) == -(-(rate // 4 + 1) * SAMPLING_RATE // rate)
-        inner = slice(200, -200)  # the filter sees nothing beyond the ends
-        assert np.abs(found - tone(len(found)))[inner].max() < 2e-3
+    def test_of_flac_that_are_damaged_are_refused(self):
+        with pytest.raises(BadSound, match="^[^<]*$"):
+            LISTENING.read(flac(tone(5000))[:40])
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +103,6 @@ def shards(tmp_path_factory) -> Path:
     make_omni(path, samples=96, seed=1)
     survey(path, makes=[omni])
     return path
-
-    def test_of_flac_that_are_damaged_are_refused(self):
-        with pytest.raises(BadSound, match="^[^<]*$"):
-            LISTENING.cut(flac(tone(5000))[:40])
 
 
 class TestSamplesWithSound:
@@ -118,9 +123,24 @@ class TestSamplesWithSound:
             assert reads.images.total() == len(clips)  # no image
             reads.images.clear()
         assert counts == {(0, 0), (0, 1), (1, 0), (1, 1)}
-        assert opened.inputs_per_sample(SOUND) == pytest.approx(
-            sum(len(each) for each in opened.sizes("train", 0, SAMPLES, SOUND)) / SAMPLES
-        )
+
+    def test_are_what_the_planner_counts(self, shards):
+        line = ["--data", f"energon:{shards}", "--tokenizer-model", str(shards / "tokenizer")]
+        line += ["--model", "tiny-omni", "--dynamic-resolution", "--seq-length", "64"]
+        options, opened = parse(line, 1), self.opened(shards, seed=1234)
+        encoders, width = options.preset.encoders, options.preset.language.hidden_size
+        planned = plan_of(options)
+        for each, inputs in zip(encoders, planned.inputs, strict=True):
+            sizes = opened.sizes("train", 0, COUNTED, each.name)
+            flat, mean = np.concatenate(sizes), planned.mean_of(each)
+            assert set(inputs.sizes) == set(flat.tolist())
+            assert inputs.mean == len(flat) / COUNTED
+            assert mean.rows == each.rows(flat).mean()
+            assert mean.operations == pytest.approx(each.operations(flat, width).mean())
+            work = [each.operations(own, width).sum() / mean.operations for own in sizes]
+            assert inputs.deviation == pytest.approx(np.std(work))
+        with pytest.raises(UserError, match="99 images of .* sounds of .* do not fit"):
+            plan_of(parse([*line, "--plan-tiles", "99"], 1))
 
     def test_of_a_model_without_sound_are_left_out(self, shards):
         plain = encoder(shards / "tokenizer")
@@ -171,10 +191,10 @@ def pngs() -> tuple[bytes, ...]:
     return tuple(file.getvalue() for file in files)
 
 
-def mp4() -> bytes:
+def mp4(**options: str) -> bytes:
     """The same frames, four a second."""
     av, file = pytest.importorskip("av"), io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
+    with av.open(file, "w", format="mp4", options=options) as container:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
         for frame in frames():
@@ -193,15 +213,16 @@ class TestClips:
             ({"fps": 2.0}, [0, 2]),
         ],
     )
-    @pytest.mark.parametrize("kind", ["images", "file"])
+    @pytest.mark.parametrize("kind", ["images", "file", "file without a number of frames"])
     def test_have_the_frames_that_are_asked_for(self, kind, wanted, taken):
-        files, fps = (pngs(), 4.0) if kind == "images" else ((mp4(),), 0.0)
+        in_pieces = {"movflags": "frag_keyframe+empty_moov"} if "without" in kind else {}
+        files, fps = (pngs(), 4.0) if kind == "images" else ((mp4(**in_pieces),), 0.0)
         watching = Watching(CLIPS, **wanted)
-        found = [int(frame[12, 16].mean()) for frame in watching.frames_of(files, fps)]
+        extent, frames = watching.frames_of(files, fps)
+        found = [int(frame[12, 16].mean()) for frame in frames]
         assert found == pytest.approx([SHADES[number] for number in taken], abs=3)
-        extent = watching.extent_of(files, fps)
-        assert extent == Extent(CLIPS.size_of(len(taken), 24, 32), 5, 4.0)
-        tubelets = watching.cut(files, fps)
+        same, tubelets = watching.read(files, fps)
+        assert extent == same == Extent(CLIPS.size_of(len(taken), 24, 32), 5, 4.0)
         assert len(tubelets) == len(watching.labels(extent)) == -(-len(taken) // CLIPS.tubelet)
         shades = torch.tensor([float(SHADES[number]) for number in taken])
         inner = tubelets[:, 1:3, 1:3].unflatten(-1, (CLIPS.tubelet, -1)).mean((1, 2, 4)).flatten()
@@ -219,16 +240,47 @@ class TestClips:
         if b"ftyp" in files[0]:
             pytest.importorskip("av")
         with pytest.raises(ValueError, match=text):
-            Watching(CLIPS).cut(files, 0.0)
+            Watching(CLIPS).read(files, 0.0)
 
     def test_of_unknown_speed_have_no_frames_in_a_second(self):
         with pytest.raises(BadClip, match='needs "fps" in its json'):
-            Watching(CLIPS, fps=2.0).extent_of(pngs(), 0.0)
+            Watching(CLIPS, fps=2.0).read(pngs(), 0.0)
 
     def test_of_mp4_need_a_package(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "av", None)
         with pytest.raises(MissingPackage, match=r"^MP4 needs PyAV: pip install '.\[mp4\]'$"):
-            Watching(CLIPS).cut((b"\0\0\0\x20ftyp",), 0.0)
+            Watching(CLIPS).read((b"\0\0\0\x20ftyp",), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["images", "file"])
+def test_media_are_opened_and_decoded_once_where_they_are_encoded(
+    shards, tmp_path, monkeypatch, kind
+):
+    clip = {f"video.{n}.png": file for n, file in enumerate(pngs())}
+    clip = clip if kind == "images" else {"mp4": mp4()}
+    talk = json.dumps({"caption": "3", "prompt": "copy <video> <image> <sound>"}).encode()
+    files = {"json": talk, "png": image(32, 24), "wav": wav(tone(4000)), **clip}
+    make_shard(tmp_path, [files], CRUDE)
+    tokenizer, calls = shards / "tokenizer", Counter()
+    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
+    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=128)
+    counted = [(Image, "open"), (Image.Image, "convert"), (sounds.wavfile, "read")]
+    counted += [(pytest.importorskip("av"), "open")] * (kind == "file")
+    for owner, name in counted:
+        real = getattr(owner, name)
+
+        def call(*given, real=real, name=f"{owner.__name__}.{name}", **options):
+            calls[name] += 1
+            return real(*given, **options)
+
+        monkeypatch.setattr(owner, name, call)
+    opened.text("train", 0)
+    assert not calls
+    assert len(opened.inputs("train", 0, SOUND)) == 1 and calls == {"scipy.io.wavfile.read": 1}
+    assert len(opened.inputs("train", 0, IMAGES)) == 2
+    images = 1 + len(SHADES) if kind == "images" else 1
+    wanted = {"PIL.Image.open": images, "Image.convert": images, "scipy.io.wavfile.read": 1}
+    assert calls == wanted | ({"av.open": 1} if kind == "file" else {})
 
 
 def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
@@ -262,4 +314,3 @@ def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
     assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
     pictures = opened.pictures("train", numbers[3])
     assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)
-    assert opened.inputs_per_sample(IMAGES) == 1.5

@@ -126,8 +126,8 @@ def test_ids_are_the_released_processors(tmp_path, monkeypatch, name, fps):
     record = read_record(CrudeSample(named), "")
     chat, video = Chat(tmp_path, sound=True), Watching(CLIPS, frames=3)
     encoder = Encoder(chat, Resizing(GRIDS), 1, sound=Listening(8), video=video)
-    sizes = encoder.extents(read_files(files, record.media))
-    found = encoder.text(record, sizes)
+    media = encoder.read(read_files(files, record.media))
+    found = encoder.text(record, [each.extent for each in media])
     assert [*found.input_ids.tolist(), int(found.labels[-1])] == wanted
     answers = [content for role, content in talk if role == "assistant"]
     heard = made.convert_ids_to_tokens(found.labels[found.loss_mask > 0].tolist())

@@ -4,11 +4,13 @@
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from examples.mimo.nemotron_vlm.data import SampleSource
 from examples.mimo.nemotron_vlm.data.whole_images import WholeImages
 from examples.mimo.nemotron_vlm.model.presets import tiny
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
+    PICTURES,
     PartlyText,
     SoundAndImages,
     SoundAndVideo,
@@ -85,7 +87,8 @@ FEW_EXPERTS = ("--hybrid-layer-pattern", "ME*M")  # with pp=2 the second stage h
 SHARDS = ("--data", "energon:{shards}", "--tokenizer-model", "{shards}/tokenizer")
 ANY_SIZE = ("--dynamic-resolution",)
 OMNI = tuple(option.replace("{shards}", "{shards}/../omni") for option in SHARDS)
-PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size(None, None).images, 64, 0)
+PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size().images, 64, 0)
+VIDEO = ("--model", str(Path(__file__).with_name("tiny_video.json")))  # without sound
 GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
 
 MODELS = {
@@ -115,6 +118,10 @@ MODELS = {
     "packed sound and video": Model(
         (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE, "--model", "tiny-omni"),
         **{"source": SoundAndVideo(), "samples": 8, "packed": True},
+    ),
+    "packed video": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *ANY_SIZE, *VIDEO),
+        **{"source": WholeImages(PartlyText(), PICTURES, 64, 0), "samples": 8, "packed": True},
     ),
     "few experts": Model(FEW_EXPERTS),
     "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),

@@ -146,12 +146,12 @@ ON_CPUS = {
         Row(8, "sound and images", "images:tp=4,dp=2 sound:dp=8", "cp=2,dp=4,ep=2", WORKERS),
         Row(4, "sound and images", "images:tp=2,dp=2 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
         Row(
-            *(4, "sound and images", "images:dp=4 sound:dp=4", FLAT),
+            *(4, "sound and images", "images:tp=4,dp=1 sound:dp=4", FLAT),
             (*OVERLAP, "--recompute-encoder", "1"),
         ),
         Row(
             *(8, "sound and images", "images:tp=2,dp=1 sound:dp=2", PIPELINE, APART),
-            then=(("images:dp=8 sound:dp=8", "tp=2,dp=4,ep=8,etp=1", ()),),
+            then=(("images:tp=2,dp=4 sound:dp=8", "tp=2,dp=4,ep=8,etp=1", ()),),
         ),
     ],
     "recurrent layers": [
@@ -191,7 +191,10 @@ ON_CPUS = {
             (*OVERLAP, *MACRO_BATCH, "--recompute-encoder", "1"),
         ),
         Row(4, "packed sound and video", "images:dp=4 sound:dp=4", PIPELINE, BUBBLES, FREEZE_SOUND),
+        Row(8, "packed sound and video", "images:tp=4,dp=2 sound:dp=8", "tp=2,cp=2,pp=2,dp=1"),
+        Row(8, "packed sound and video", "images:tp=2,dp=2 sound:dp=2", "dp=2,ep=2", APART),
         Row(4, "packed sound and video", "images:tp=2,dp=1 sound:dp=1", "dp=1", APART),
+        Row(4, "packed video", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
     ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)

@@ -26,7 +26,7 @@ STEP = 32
 """Number of samples in a step."""
 
 TILES, SOUND = tiny_omni().encoders
-PICTURES = tiny_omni().with_images_of_any_size(None, None).images
+PICTURES = tiny_omni().with_images_of_any_size().images
 
 LONGEST = 4 * SOUND.subsampling_factor * HOP
 """Samples of a clip that has one row too many."""
@@ -43,7 +43,6 @@ class SoundAndImages(DigitTask):
     clips; every third step has no clip at all.
     """
 
-    tiles_per_sample = 1.0
     fingerprint = "sound and images"
     images = TILES
 
@@ -71,9 +70,6 @@ class SoundAndImages(DigitTask):
             return [tone(samples, draw) for samples in self._clips(number)]
         shape = (self._tiles(number), 3, TILES.tile, TILES.tile)
         return torch.from_numpy(draw.integers(256, size=shape, dtype=np.uint8))
-
-    def inputs_per_sample(self, encoder: str) -> float:
-        return 1.0
 
     def text(self, split: str, number: int) -> Text:
         """See `SampleSource`: clips, then tiles, then digits to read."""
@@ -112,9 +108,8 @@ class PartlyText(SoundAndImages):
     have none; no sample has a clip.
     """
 
-    tiles_per_sample = 0.25
     fingerprint = "partly text"
-    token_ids, inputs_per_sample = SampleSource.token_ids, SampleSource.inputs_per_sample
+    token_ids = SampleSource.token_ids
 
     def _clips(self, number: int) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)

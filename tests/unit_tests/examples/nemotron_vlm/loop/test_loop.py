@@ -5,24 +5,25 @@
 import gc
 import json
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
+from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.optimizer import MimoOptimizer
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndVideo
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
@@ -49,25 +50,21 @@ class TestStep:
         gc.collect()
         assert not [thing for thing in gc.get_objects() if isinstance(thing, MimoModel)]
 
-    @pytest.mark.skipif(HAVE_CUDA, reason="PyTorch counts attention of GPUs, and not the engine")
-    def test_the_throughput_counts_the_encoder(self):
-        """Forward operations of one tile are a third; PyTorch counts them, but for attention's."""
-        with trainer(*ONE_MICROBATCH) as run:
-            vision = run.stages[0].modality_submodules["images"]
-            tile = run.source.tiles("train", 0)[:1]
-            with FlopCounterMode(display=False) as counter:
-                vision(encoder_inputs={"radio": {"tiles": tile}})
+    @pytest.mark.parametrize(
+        ("source", "options"),
+        [(None, ()), (SoundAndVideo(), ("--model", "tiny-omni", "--dynamic-resolution"))],
+    )
+    def test_the_throughput_counts_all_encoders_inputs(self, source, options):
+        with trainer(*ONE_MICROBATCH, *options, source=source) as run:
             preset, args = run.session.options.preset, run.args
-            size = preset.images
-            tokens = (size.tile // size.patch) ** 2 + size.class_tokens
-            attention = size.layers * 4 * tokens**2 * size.hidden
-            of_tile = size.usual_operations(preset.language.hidden_size)
-            assert of_tile == 3 * (counter.get_total_flops() + attention)
             of_batch = num_floating_point_operations(args, 8)
             args.modality_flops_per_sample = 0.0
             of_language = num_floating_point_operations(args, 8)
-        tiles = 8 * 2  # of a sample: one to three, each as likely
-        assert of_batch - of_language == pytest.approx(tiles * of_tile)
+            work = 0
+            for each in preset.encoders:
+                sizes = np.concatenate(run.source.sizes("train", 0, COUNTED, each.name))
+                work += each.operations(sizes, preset.language.hidden_size).sum()
+        assert of_batch - of_language == pytest.approx(8 * work / COUNTED)
 
 
 @requires_world_size(1)

@@ -7,19 +7,25 @@ That it trains as on one rank is in rows.py.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, NON_COLOCATED
-from examples.mimo.nemotron_vlm.encoders import sound
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Layout
+from examples.mimo.nemotron_vlm.data.sample import IMAGES
+from examples.mimo.nemotron_vlm.encoders import Encoder, sound
+from examples.mimo.nemotron_vlm.encoders.radio import RadioOfAnySize
 from examples.mimo.nemotron_vlm.model.presets import find_preset, tiny, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.utils import unwrap_model
 from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SOUND, SoundAndImages
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
-from tests.unit_tests.test_utilities import requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
 
 MODEL = ("--model", "tiny-omni")
 
@@ -114,6 +120,79 @@ def test_parts_of_one_encoder_or_of_all_have_their_own_settings(options, still):
             moved[".".join(name.split(".")[:2])] += not weight.equal(before[name])
     assert {part for part in moved if not moved[part]} == still
     assert len(moved) == 4
+
+
+SIZES = {
+    IMAGES: [[(16, 16)], [(16, 48)], [(2, 16, 16)], [(3, 24, 16)], [(16, 16), (2, 40, 8)]],
+    SOUND.name: [[8000], [80000], [32000, 32000]],
+}
+"""Height and width of images, also of clips after their frames; samples of sounds."""
+
+
+def made(entry: Encoder, shapes: list) -> tuple[np.ndarray, Sequence[torch.Tensor]]:
+    """Return the sizes of inputs, and the inputs."""
+    if entry.name == SOUND.name:
+        return np.array(shapes), [torch.randn(samples) for samples in shapes]
+    if not isinstance(entry, RadioOfAnySize):
+        return np.ones(len(shapes), np.int64), torch.zeros(len(shapes), 3, 16, 16).byte()
+    kinds = [entry.clips if len(shape) == 3 else entry.grids for shape in shapes]
+    pixels = [torch.zeros(*shape[:-2], 3, *shape[-2:]).byte() for shape in shapes]
+    pairs = list(zip(kinds, shapes, pixels, strict=True))
+    sizes = np.array([kind.size_of(*shape) for kind, shape, _ in pairs])
+    return sizes, [kind.cut(each) for kind, _, each in pairs]
+
+
+def computed(module: torch.nn.Module, given: dict) -> tuple[int, int, float]:
+    """Return the rows, the operations and the kept elements, but weights, of a forward."""
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        place = tensor.untyped_storage()
+        if place.data_ptr() not in weights:
+            kept[place.data_ptr()] = tensor, place.nbytes() / tensor.element_size()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, FlopCounterMode(display=False) as counter:
+        rows = module(encoder_inputs=given)
+    return len(rows), counter.get_total_flops(), sum(elements for _, elements in kept.values())
+
+
+@requires_world_size(1)
+@pytest.mark.skipif(HAVE_CUDA, reason="PyTorch counts attention of GPUs, and not the engine")
+@pytest.mark.parametrize("options", [(), ("--dynamic-resolution",)])
+def test_entries_count_the_rows_operations_and_memory_of_inputs(options):
+    """Besides, PyTorch keeps an index of each patch, and bits. It does not count RADIO's attention,
+    whose output it keeps twice where several sequences are packed.
+    """
+    with trainer(*MODEL, "--micro-batch-size", "32", *options, source=SoundAndImages()) as run:
+        preset = run.session.options.preset
+        stage, packed = unwrap_model(run.stages[0].modality_submodules[IMAGES]), []
+        decoder = stage.encoders[preset.images.key].radio.decoder
+        decoder.register_forward_pre_hook(lambda *each: packed.append(each[-1]), with_kwargs=True)
+        pairs = [(entry, each) for entry in preset.encoders for each in SIZES[entry.name]]
+        for entry, shapes in pairs:
+            sizes, inputs = made(entry, shapes)
+            module = run.stages[0].modality_submodules[entry.name]
+            rows, operations, kept = computed(module, {entry.key: entry.collate([inputs])})
+            near = 0.02, 0.03
+            if entry.name == IMAGES:
+                tokens, count, near = entry.tokens(sizes), entry.sequences(sizes), (1e-12, 0.002)
+                operations += entry.layers * 4 * (tokens**2 // count).sum() * entry.hidden
+                is_packed = options and count.sum() > 1
+                kept -= entry.layers * tokens.sum() * entry.hidden if is_packed else 0
+            if entry.name == IMAGES and options:
+                # Transformer Engine attends by these; Megatron's own layers, by the host's lengths.
+                bounds, lengths = packed[-1]["packed_seq_params"], (tokens // count).repeat(count)
+                assert bounds.cu_seqlens_q.diff().tolist() == lengths.tolist()
+                assert bounds.cu_seqlens_kv.equal(bounds.cu_seqlens_q)
+                assert bounds.max_seqlen_q == bounds.max_seqlen_kv == max(lengths)
+            assert rows == entry.rows(sizes).sum()
+            found = entry.operations(sizes, preset.language.hidden_size).sum()
+            assert found == pytest.approx(3 * operations, rel=near[0]), shapes
+            found = entry.kept(sizes, Layout(dp=1, etp=1)).sum()
+            assert found == pytest.approx(kept, rel=near[1]), shapes
 
 
 class TestModelFile:

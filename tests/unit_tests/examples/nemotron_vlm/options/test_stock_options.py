@@ -94,6 +94,12 @@ TOGETHER = [
         "--no-overlap-p2p-communication does not go with",
     ),
     ("--dynamic-resolution-max-patches 8", "-min-patches and -max-patches need --dynamic-res"),
+    ("--model tiny-omni --video-fps 2", "--video-… options need --dynamic-resolution and a --mo"),
+    ("--dynamic-resolution --video-target-num-patches 9", "need --dynamic-resolution and a --mo"),
+    (
+        "--model tiny-omni --dynamic-resolution --video-target-num-patches 3",
+        "--video-target-num-patches must be 4 or more, not 3",
+    ),
     ("--dynamic-resolution --dynamic-resolution-min-patches 97", "97 must be from 4 to .* 96"),
     (f"{ENGINE} --dynamic-resolution", "in fp32 with --pack, --dynamic-resolution or"),
     ("--step-batch-size-schedule '0:8 1K:9'", "global batch 9"),

@@ -1,8 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Frames and patches of clips, as Hugging Face's Nemotron 3 Nano Omni has them."""
+"""Grids and patches of images of any size and of clips, as those of Nemotron 3 Nano Omni.
 
+That their rows are transformers', too, is in test_omni.py.
+"""
+
+import ast
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +21,45 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from examples.mimo.nemotron_vlm.data.clip_grids import ClipGrids, sampled_frames
-from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
+from examples.mimo.nemotron_vlm.data.patch_grids import PatchGrids, grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b
 from tests.unit_tests.test_utilities import requires_world_size
 
-RELEASED = nano_omni_30b_a3b().with_images_of_any_size(None, None).images.clips
+IMAGES = nano_omni_30b_a3b().with_images_of_any_size().images
 SMALL = ClipGrids(4, 2, 3, 50)
+SIDES = [*range(1, 200, 7), 128, 144, 160, 509, 512, 513, 720, 1024, 1080, 1920, 2050, 4000]
 
 pytestmark = requires_world_size(1)
+
+
+def _theirs() -> dict[str, Callable]:
+    """The functions of transformers' image processing; its module needs torchvision."""
+    package = find_spec("transformers.models.nemotron_h_omni").submodule_search_locations[0]
+    tree = ast.parse(Path(package, "image_processing_nemotron_h_omni.py").read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    found = {"math": math, "torch": torch}
+    exec(compile(tree, package, "exec"), found)
+    return found
+
+
+THEIRS = _theirs()
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [IMAGES.grids, PatchGrids(16, 2, 1, 10000), PatchGrids(4, 2, 50, 60)],
+)
+def test_an_image_has_their_grid(grids):
+    limits = grids.patch, grids.pixel_shuffle, grids.min_patches, grids.max_patches
+    for shape in product(SIDES, SIDES):
+        if max(shape) <= 50 * min(shape):  # theirs divides by zero
+            assert grids.grid_of(*shape) == THEIRS["get_patch_grid_size"](*shape, *limits)
+
+
+def test_an_image_is_cut_into_their_patches():
+    image = torch.randint(256, (3, 96, 64), dtype=torch.uint8)
+    wanted = THEIRS["convert_image_to_patches"](image[None].float(), 4)[0]
+    assert PatchGrids(4, 2, 4, 1000).cut(image).flatten(0, 1).equal(wanted)
 
 
 def processor(grids: ClipGrids) -> NemotronH_Omni_Reasoning_V3VideoProcessor:
@@ -34,11 +73,10 @@ def processor(grids: ClipGrids) -> NemotronH_Omni_Reasoning_V3VideoProcessor:
     )
 
 
-@pytest.mark.parametrize("grids", [RELEASED, SMALL])
+@pytest.mark.parametrize("grids", [IMAGES.clips, SMALL])
 def test_a_frame_has_their_grid(grids):
     theirs = processor(grids)
-    sides = [*range(1, 200, 7), 128, 509, 512, 513, 720, 1080, 1920, 4000]
-    for height, width in product(sides, sides):
+    for height, width in product(SIDES, SIDES):
         columns, rows = theirs._compute_target_patches(height, width)
         assert grids.grid_of(height, width) == (rows, columns)
 
