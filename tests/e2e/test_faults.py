@@ -130,6 +130,12 @@ class TestEnds:
         assert ended.seconds < LIMIT_S
         if kind in ("kill", "raise"):
             assert f"rank {rank} failed first" in ended.errors
+        if kind == "raise":
+            assert f"error: rank {rank}: ValueError: the fault that was asked for" in ended.errors
+        if kind == "kill":  # its peer has one line, or was ended before it noticed
+            assert ended.errors.count("\n  File ") == 0
+            peers = re.findall("^error: (.*)", ended.errors, re.MULTILINE)
+            assert [line[:28] for line in peers] in ([], [f"rank {1 - rank} has lost another ra"])
         assert newest(saved) >= 2
         assert_whole(saved / f"iter_{newest(saved):07d}")
 
@@ -145,7 +151,11 @@ class TestRestart:
         process = start_faulty("kill", LANGUAGE, 4, "writing", *places, restarts=1)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        log = (tmp_path / "log.txt").read_text()
-        assert set(re.findall(r"loaded checkpoint .* at iteration (\d+)", log)) == {"2"}
+        logs = [log.read_text() for log in sorted(tmp_path.glob("log-*.txt"))]
+        assert len(logs) == 3, "one of each start, of the whole run as well"
+        loaded = [re.findall(r"loaded checkpoint .* at iteration (\d+)", log) for log in logs]
+        assert [set(each) for each in loaded] == [set(), set(), {"2"}]
+        assert "a new run" in logs[1] and "going on after step 2 of 6" in logs[2]
+        assert "step 6 of 6: loss" in logs[2]
         assert losses(cut) == losses(whole)
         assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]

@@ -94,7 +94,7 @@ def ask(source: SampleSource, media: list[str], checkpoints: Path) -> dict[int, 
         kinds = [kind for kind, _ in source.question("test", number).media]
         found.setdefault(" ".join(kinds), []).append(number)
     chosen = [found[each].pop(0) for each in media]
-    return {each: shlex.split(ask_command(source, each, checkpoints))[2:] for each in chosen}
+    return {each: shlex.split(ask_command(source, each, checkpoints))[3:] for each in chosen}
 
 
 class Trained(NamedTuple):

@@ -1,10 +1,19 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a run with one line and exit code 2."""
+"""Errors that end a run: their line is the last on the terminal, also in torchrun's report."""
 
+import json
+import os
+import re
 import sys
+import time
+import traceback
 
-BAD_INPUT = 2
+BAD_INPUT, FAILED = 2, 1
+"""Exit codes."""
+
+GRACE_S = 2
+"""Seconds that a rank waits when it has lost another, which torchrun then notices first."""
 
 
 def report(text: str) -> None:
@@ -24,3 +33,41 @@ class UserError(Exception):
     def __init__(self, text: str, rank: int | None = None) -> None:
         super().__init__(text if rank is None else f"rank {rank}: {text}")
         self.rank = rank
+
+
+def end_rank(error: Exception) -> int:
+    """Report the error that ends this rank, and return the exit code.
+
+    The line of bad input comes from one rank; a rank that has lost another prints one line, too.
+    Other errors have a traceback above theirs.
+    """
+    rank, code = os.environ["RANK"], FAILED
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        code, text = BAD_INPUT, str(error)
+        if error.rank is not None or rank == "0":
+            report(text)
+    elif _is_of_a_peer(error):
+        reason = re.sub(r"^\[.*?\] *", "", text).partition(". ")[0][:120]
+        text = f"rank {rank} has lost another rank, which has ended or hangs: {reason}"
+        report(text)
+        time.sleep(GRACE_S)
+    else:
+        traceback.print_exception(error)
+        text = f"rank {rank}: {type(error).__name__}: {text[:600]}"
+        report(text)
+    _note(f"error: {text}")
+    return code
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    """Return whether it is gloo's error, or one of PyTorch's of NCCL and stores."""
+    return type(error).__name__.startswith("Dist") or "/gloo/" in str(error)
+
+
+def _note(text: str) -> None:
+    """Write the line for torchrun, whose report ends with that of the rank that ended first."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        of_report = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": of_report}}, file)

@@ -120,8 +120,8 @@ class OwnOptions:
     report: Path | None = None
     """write a PNG with curves and test answers to this file at the end"""
     log_file: str | None = None
-    """file that Megatron's own output goes to, or - for the terminal; default: log.txt beside
-    --metrics-out"""
+    """file that Megatron's own output goes to, or - for the terminal; default: log-TIME.txt beside
+    --metrics-out, a file for each start"""
     dry_run: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
     )
