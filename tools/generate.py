@@ -26,13 +26,6 @@ from in_checkout import run  # noqa: E402
 KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder of frames"}
 """Options of media, and their help."""
 
-MAY_LACK = re.compile(
-    "lambda1$|summary_idxs$|num_batches_tracked$|norm_(mean|std)$"
-    "|feature_extractor|video_patch_projection"
-)
-"""Tensors that the program's models do not have; transformers fills them as they have to be. The
-last embeds video, which is refused for such a model."""
-
 
 def main(argv: list[str]) -> int:
     """Answer; return the exit status, 2 for user errors."""
@@ -127,17 +120,14 @@ class Model:
     """
 
     def __init__(self, directory: Path) -> None:
-        import transformers
-
         from conversion.directions import MODEL
-        from conversion.sources import config_of, preset_of, sources_of
+        from conversion.sources import preset_of, sources_of
+        from conversion.their_model import their_model
         from conversion.trained import INPUTS
         from examples.mimo.common.errors import UserError
         from examples.mimo.nemotron_vlm.data import make_encoder
         from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
 
-        transformers.logging.set_verbosity_error()  # its hints about kernels; lacks are looked for
-        transformers.logging.disable_progress_bar()
         inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
         inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
         if (directory / INPUTS).is_file():
@@ -152,14 +142,7 @@ class Model:
             self._encoder = make_encoder(Namespace(**inputs), preset)
         except ValueError as error:
             raise UserError(str(error)) from error
-        from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-
-        config = config_of(directory)
-        self._model, found = NemotronH_Omni_Reasoning_V3.from_pretrained(
-            directory, config=config, dtype="auto", output_loading_info=True
-        )
-        if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
-            raise UserError(f"{directory} lacks {', '.join(lacking)}")
+        self._model = their_model(directory)
         self._preset, self._turns, self._files = preset, [], []
 
     def ask(self, question: str, files: list, max_tokens: int) -> str:
@@ -192,49 +175,22 @@ class Model:
     def _embedded(self, ids):
         """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
         import torch
-
-        embedded = self._model.get_input_embeddings()(ids)
-        rows = {kind: [] for kind in self._encoder.chat.ids}
-        for file in self._files:
-            kind, made = self._rows(file)
-            rows[kind] += made
-        for kind, parts in rows.items():
-            if parts:
-                embedded[ids == self._encoder.chat.ids[kind]] = torch.cat(parts).to(embedded.dtype)
-        return embedded
-
-    def _rows(self, file) -> tuple[str, list]:
-        """Return the encoder of a file, and the rows that transformers' one makes of it."""
-        import torch
         from einops import rearrange
-        from transformers import ParakeetFeatureExtractor
 
+        from conversion.their_model import embedded, their_rows
         from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-        from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO
+        from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF
 
-        images = self._preset.images
-        encoder = SOUND if file.kind in KINDS_OF[SOUND] else IMAGES
-        made = self._encoder.inputs([file], encoder)
-        if encoder == SOUND:
-            bins = self._model.config.audio_config.num_mel_bins
-            heard = ParakeetFeatureExtractor(bins)([made[0].numpy()], sampling_rate=16000)
-            given = heard["input_features"], heard["attention_mask"]
-            return SOUND, [self._model.get_audio_features(*given).pooler_output]
-        mean, std = (torch.tensor(v)[:, None, None] for v in (images.pixel_mean, images.pixel_std))
-        if file.kind == VIDEO:
-            cut = "n h w (t c y x) -> n t c (h y) (w x)"
-            sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
-            pixels = (rearrange(made[0], cut, **sides) / 255 - mean) / std
-            return IMAGES, list(
-                self._model.get_video_features(pixels.flatten(1, 2)[None]).pooler_output
-            )
-        if isinstance(made, torch.Tensor):  # tiles, each of which is an image
-            cut = "n c (h y) (w x) -> n h w (c y x)"
-            made = list(rearrange(made, cut, y=images.patch, x=images.patch))
-        mean, std = (each.flatten().repeat_interleave(images.patch**2) for each in (mean, std))
-        patches = torch.cat([(each.flatten(0, 1) / 255 - mean) / std for each in made])
-        grids = torch.tensor([each.shape[:2] for each in made])
-        return IMAGES, list(self._model.get_image_features(patches, grids).pooler_output)
+        images, tokens = self._preset.images, self._encoder.chat.ids
+        rows = {token: [] for token in tokens.values()}
+        for file in self._files:
+            encoder = SOUND if file.kind in KINDS_OF[SOUND] else IMAGES
+            made = self._encoder.inputs([file], encoder)
+            if isinstance(made, torch.Tensor):  # tiles, each of which is an image
+                cut = "n c (h y) (w x) -> n h w (c y x)"
+                made = rearrange(made, cut, y=images.patch, x=images.patch)
+            rows[tokens[encoder]] += [their_rows(self._model, images, each) for each in made]
+        return embedded(self._model, ids, rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from tests.unit_tests.checkpoint.conversions import convert
+from tests.unit_tests.checkpoint.conversions import assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
@@ -147,6 +147,8 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"
     assert answers(capsys, converted, asked.values()) == said
+    sound = " sound" if "--dynamic-resolution" in options else ""
+    assert_verified(path / "saved", converted, f"text image video{sound}")
 
 
 def test_a_terminal_asks_again(trained, capsys, monkeypatch):

@@ -29,6 +29,7 @@ from tests.unit_tests.checkpoint.conversions import (
     INDEX,
     TOLERANCE,
     assert_back_again,
+    assert_verified,
     convert,
     tensors_of,
     write_files,
@@ -121,6 +122,7 @@ class TestOneRank:
         theirs = directory.with_name("theirs")
         assert len(list(theirs.glob("*.safetensors"))) > 1
         assert_same_logits(kind, directory)
+        assert_verified(directory, theirs, {"vlm": "text image video"}.get(kind, "text"))
         assert_back_again(directory, theirs)
 
     @requires_world_size(1)

@@ -26,6 +26,7 @@ from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omn
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     assert_back_again,
+    assert_verified,
     config_of,
     convert,
     preset_of,
@@ -150,7 +151,9 @@ def test_logits_of_conversations_are_theirs(layout, shared_path):
             save(model, saved)
             convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
             if not layout:
-                assert "video" not in assert_back_again(directory, saved)  # what was only copied
+                copied = assert_back_again(directory, saved)
+                assert "video" not in copied and "sound_projection" not in copied
+                assert_verified(directory, saved, "text image video sound")
     any_size = ("--dynamic-resolution", "--dynamic-resolution-min-patches", "4")
     options = (*loading(directory), "--seq-length", str(LENGTH), *any_size, *layout.split())
     ours, theirs = program_logits(*options, source=Conversations()), their_logits(model)

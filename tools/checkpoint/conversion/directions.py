@@ -31,6 +31,12 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
 
 
+def model_of(checkpoint: Path) -> str:
+    """Return what ``--model`` calls a checkpoint's model: its file of sizes, or that of its run."""
+    converted = checkpoint / MODEL
+    return str(converted) if converted.exists() else Checkpoint(checkpoint).options.model
+
+
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
     """Provide a directory to write to, which is renamed to ``out`` at the end.

@@ -28,8 +28,6 @@ from examples.mimo.nemotron_vlm.data.sample import (
     SOUND,
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
-from megatron.core.dist_checkpointing import load_common_state_dict
-from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
 
 INPUTS = "inputs.json"
 """File of how a trained model's inputs were prepared; names are those of the program's options."""
@@ -55,13 +53,7 @@ def export(checkpoint: Path, out: Path) -> None:
             tokenizer is no longer there.
     """
     saved = Checkpoint(checkpoint)
-    with no_code_from_checkpoints():
-        args = load_common_state_dict(str(saved.directory)).get("args")
-    if args is None:
-        raise UserError(
-            f"{saved.directory} is a converted checkpoint, without a tokenizer: give the Hugging "
-            "Face directory that it was made of"
-        )
+    args = saved.options
     preset = find_preset(args.model)
     if args.dynamic_resolution:
         least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches

@@ -1,0 +1,148 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of the program and of transformers for the same random text and media, in fp32."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from conversion.their_model import embedded, their_model, their_rows
+from conversion.torch_dist import Checkpoint
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
+from examples.mimo.nemotron_vlm.loop import run as program
+from examples.mimo.nemotron_vlm.loop.forward_step import forward_step
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset
+from examples.mimo.nemotron_vlm.options.arguments import parse
+from examples.mimo.pretrain_nemotron_vlm import ALONE
+
+TEXT = 32
+"""Tokens of a sample beside its media; half of them come before."""
+
+LEAST = 4
+"""Patches of an image at least: small models have small positions."""
+
+
+class Samples(SampleSource):
+    """A sample of text, and one of text and each kind of media that both models take."""
+
+    def __init__(self, preset: VLMPreset, config) -> None:
+        images = preset.images
+        self._preset, self.vocab_size = preset, preset.language.vocab_size
+        self.kinds, shape = ["text"], (3, images.tile, images.tile)
+        if hasattr(config, "vision_config"):
+            self.kinds += ["image"] + ["video"] * (images.clips is not None)
+            self.kinds += ["sound"] * (SOUND in preset.names and bool(config.audio_config))
+        rng = torch.Generator().manual_seed(1)
+        pixels = torch.randint(256, (3, *shape), generator=rng, dtype=torch.uint8)
+        self._media, self._sizes = {}, {}
+        for kind in self.kinds[1:]:
+            if kind == "sound":
+                self._media[kind] = SOUND, torch.randn(SAMPLING_RATE // 2, generator=rng)
+                size = len(self._media[kind][1])
+            elif kind == "video":
+                self._media[kind] = IMAGES, images.clips.cut(pixels)
+                size = images.clips.size_of(*pixels.shape[:1], *shape[1:])
+            else:
+                self._media[kind] = IMAGES, images.grids.cut(pixels[0])
+                size = images.grids.size_of(*shape[1:])
+            self._sizes[kind] = np.array([size])
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """See `SampleSource`."""
+        return {each.name: each.token for each in self._preset.encoders}
+
+    def _held(self, number: int, encoder: str) -> bool:
+        return self._media.get(self.kinds[number], ("",))[0] == encoder
+
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        """See `SampleSource`."""
+        numbers = range(first, first + count)
+        none = np.zeros(0, np.int64)
+        return [self._sizes[self.kinds[n]] if self._held(n, encoder) else none for n in numbers]
+
+    def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
+        """See `SampleSource`."""
+        return [self._media[self.kinds[number]][1]] if self._held(number, encoder) else []
+
+    def text(self, split: str, number: int) -> Text:
+        """See `SampleSource`."""
+        rng = torch.Generator().manual_seed(number)
+        ids = torch.randint(self.vocab_size, (TEXT,), generator=rng)
+        for token in self.token_ids.values():
+            ids[ids == token] = self.vocab_size - 1
+        for encoder in self._preset.encoders:
+            rows = int(encoder.rows(self.sizes(split, number, 1, encoder.name)[0]).sum())
+            media = torch.full((rows,), encoder.token)
+            ids = torch.cat([ids[: TEXT // 2], media, ids[TEXT // 2 :]])
+        return Text(ids, ids.roll(-1), torch.ones(len(ids)))
+
+    def costs(self, split: str, first: int, count: int) -> np.ndarray:
+        """See `SampleSource`."""
+        numbers = range(first, first + count)
+        return np.array([(len(self.text(split, n).input_ids), 1) for n in numbers])
+
+
+def differences(
+    checkpoint: Path, directory: Path, preset: VLMPreset
+) -> Iterator[tuple[str, float, float]]:
+    """Yield a kind of input, the largest difference of its logits, and theirs' deviation.
+
+    Args:
+        checkpoint: the program's, trained or converted.
+        directory: a Hugging Face directory with the same weights.
+        preset: the checkpoint's sizes.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    if Checkpoint(checkpoint).directory == checkpoint:
+        raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
+    preset = preset.with_images_of_any_size(LEAST, None)
+    model = their_model(directory, torch.float32)
+    source = Samples(preset, model.config)
+    ours = our_logits(checkpoint, preset, source)
+    for number, kind in enumerate(source.kinds):
+        ids, rows = source.text("test", number).input_ids[None], {}
+        with torch.no_grad():
+            for encoder in preset.encoders:
+                made = source.inputs("test", number, encoder.name)
+                rows[encoder.token] = [their_rows(model, preset.images, each) for each in made]
+            theirs = model(inputs_embeds=embedded(model, ids, rows)).logits[0]
+        difference = (ours[number][: len(theirs)] - theirs).abs().max()
+        yield kind, float(difference), float(theirs.std())
+
+
+def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int, torch.Tensor]:
+    """Return the program's logits [tokens, vocabulary] of all samples, by number."""
+    logits, count = {}, str(len(source.kinds))
+
+    def noted(microbatches, stage, score=None):
+        output, counted = forward_step(microbatches, stage)
+        (number,) = counted.args[4]
+        logits[number] = output[0].float().cpu()
+        return output, counted
+
+    length = max(len(source.text("test", n).input_ids) for n in range(len(source.kinds)))
+    words = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
+    words += f"--train-iters 1 --eval-iters 1 --dynamic-resolution-min-patches {LEAST} "
+    words += "--dynamic-resolution --pretrained-checkpoint"
+    os.environ.update(ALONE)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        session = program.open_session(parse([*words.split(), str(checkpoint)], 1, preset), source)
+        with replaced(program, forward_step=noted):
+            program.train(session)
+        program.close_session(session)
+        dist.destroy_process_group()
+    return logits
