@@ -141,6 +141,15 @@ class TestEnds:
 
 
 class TestRestart:
+    def test_from_the_file_that_it_has_written_has_the_same_losses(self, tmp_path):
+        first, again = tmp_path / "first/metrics.jsonl", tmp_path / "again/metrics.jsonl"
+        given = (*ARGUMENTS, "--lr", "3e-3", "--encoder-lr", "1e-3", "--data", "digits:2")
+        file = ("--config", first.with_name("config.yaml"), "--metrics-out", again)
+        for options in ((*given, "--metrics-out", first), file):
+            ends = run(2, *options)
+            assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
+        assert losses(again) == losses(first) and len(losses(first)) == 6
+
     def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
         """The losses agree to the last bit: only the steps since that checkpoint are lost."""
         whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"

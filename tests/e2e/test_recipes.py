@@ -20,6 +20,7 @@ RECIPES = CHECKOUT / "examples" / "mimo" / "recipes"
 SHORT = (
     *("--train-iters", "6", "--global-batch-size", "4", "--seq-length", "64", "--seed", "7"),
     *("--save-interval", "3", "--pack-window", "32", "--eval-iters", "1", "--eval-interval", "6"),
+    *("--save-retain-interval", "3"),
 )
 
 
