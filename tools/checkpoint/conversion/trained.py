@@ -15,6 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from conversion.directions import MODEL, to_hugging_face
+from conversion.nemotron_h import language_config
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import (
@@ -27,6 +28,7 @@ from examples.mimo.nemotron_vlm.data.sample import (
     READ,
     SOUND,
 )
+from examples.mimo.nemotron_vlm.encoders.radio.weights import SIZES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 
 INPUTS = "inputs.json"
@@ -75,8 +77,8 @@ def _config(preset: VLMPreset, args: Namespace):
     """Return transformers' configuration of a model of the program."""
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 
-    language, images = preset.language, preset.images
-    if "G" in language.hybrid_layer_pattern:
+    images = preset.images
+    if not preset.is_in_transformers:
         raise UserError(f"{preset.name}: transformers' nemotron_h has no gated delta nets")
     sound = next((each for each in preset.encoders if each.name == SOUND), None)
     parakeet = None
@@ -86,44 +88,20 @@ def _config(preset: VLMPreset, args: Namespace):
         parakeet["projection_hidden_size"] = sound.projector_ffn
     return NemotronH_Omni_Reasoning_V3_Config(
         vision_config={
+            **{theirs: getattr(images, ours) for ours, theirs in SIZES.items()},
             "model_type": "radio",
-            "hidden_size": images.hidden,
-            "num_hidden_layers": images.layers,
-            "num_attention_heads": images.heads,
             "mlp_ratio": images.ffn / images.hidden,
-            "patch_size": images.patch,
             "image_size": images.tile,
-            "max_img_size": images.max_tile,
             "num_cls_tokens": min(3, images.class_tokens),
             "num_registers": max(0, images.class_tokens - 3),
-            "layer_norm_eps": images.norm_epsilon,
             "norm_mean": list(images.pixel_mean),
             "norm_std": list(images.pixel_std),
             "video_temporal_patch_size": max(2, images.tubelet),  # theirs always embeds video
         },
         text_config={
+            **language_config(preset.language),
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
             "model_type": "nemotron_h",
-            "hybrid_override_pattern": language.hybrid_layer_pattern,
-            "vocab_size": language.vocab_size,
-            "hidden_size": language.hidden_size,
-            "num_attention_heads": language.num_attention_heads,
-            "num_key_value_heads": language.num_query_groups,
-            "head_dim": language.kv_channels,
-            "intermediate_size": language.ffn_hidden_size or language.hidden_size,
-            "layer_norm_epsilon": language.layernorm_epsilon,
-            "ssm_state_size": language.mamba_state_dim,
-            "mamba_num_heads": language.mamba_num_heads,
-            "mamba_head_dim": language.mamba_head_dim,
-            "n_groups": language.mamba_num_groups,
-            "n_routed_experts": language.num_experts,
-            "num_experts_per_tok": language.moe_router_topk,
-            "norm_topk_prob": language.moe_router_topk > 1,
-            "moe_intermediate_size": language.moe_ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": language.moe_shared_expert_intermediate_size,
-            "routed_scaling_factor": language.moe_router_topk_scaling_factor,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
         },
         audio_config=parakeet,
         vision_hidden_size=images.hidden,

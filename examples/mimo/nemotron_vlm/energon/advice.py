@@ -19,8 +19,7 @@ PERCENTILES = (50, 90, 99, 100)
 KEPT = 0.99
 """Share of samples that the recommended length keeps, and of images that keep their size."""
 
-PACKING = Packing(window=1024, multiple=16)
-"""The training program's defaults."""
+PACKING = Packing()
 
 WINDOWS = 16
 """Windows of samples that are packed to see how much padding is left."""

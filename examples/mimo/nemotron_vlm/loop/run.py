@@ -243,9 +243,8 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         tell(f"picture: {args.report.absolute()}")
     if args.rank == args.world_size - 1:
         tell(ending(args, list(last), log))
-        is_convertible = "G" not in session.options.preset.language.hybrid_layer_pattern
-        source = session.loading.reader.source
-        if args.save and is_convertible and (command := ask_command(source, 0, Path(args.save))):
+        source, can_ask = session.loading.reader.source, session.options.preset.is_in_transformers
+        if args.save and can_ask and (command := ask_command(source, 0, Path(args.save))):
             tell(f"ask it: {command}")
 
 
