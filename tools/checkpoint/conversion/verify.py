@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,63 +34,55 @@ LEAST = 4
 """Patches of an image at least: small models have small positions."""
 
 
+class Medium(NamedTuple):
+    """A kind of input: its encoder, the encoder's input, and its size as sources give it."""
+
+    kind: str
+    encoder: str = ""
+    made: torch.Tensor | None = None
+    size: int = 0
+
+
 class Samples(SampleSource):
     """A sample of text, and one of text and each kind of media that both models take."""
 
     def __init__(self, preset: VLMPreset, config) -> None:
-        images = preset.images
-        self._preset, self.vocab_size = preset, preset.language.vocab_size
-        self.kinds, shape = ["text"], (3, images.tile, images.tile)
+        self._preset, self.vocab_size, images = preset, preset.language.vocab_size, preset.images
+        rng, sides = torch.Generator().manual_seed(1), (images.tile, images.tile)
+        clip = torch.randint(256, (3, 3, *sides), generator=rng, dtype=torch.uint8)
+        sound = torch.randn(SAMPLING_RATE // 2, generator=rng)
+        self.media, grids, clips = [Medium("text")], images.grids, images.clips
         if hasattr(config, "vision_config"):
-            self.kinds += ["image"] + ["video"] * (images.clips is not None)
-            self.kinds += ["sound"] * (SOUND in preset.names and bool(config.audio_config))
-        rng = torch.Generator().manual_seed(1)
-        pixels = torch.randint(256, (3, *shape), generator=rng, dtype=torch.uint8)
-        self._media, self._sizes = {}, {}
-        for kind in self.kinds[1:]:
-            if kind == "sound":
-                self._media[kind] = SOUND, torch.randn(SAMPLING_RATE // 2, generator=rng)
-                size = len(self._media[kind][1])
-            elif kind == "video":
-                self._media[kind] = IMAGES, images.clips.cut(pixels)
-                size = images.clips.size_of(*pixels.shape[:1], *shape[1:])
-            else:
-                self._media[kind] = IMAGES, images.grids.cut(pixels[0])
-                size = images.grids.size_of(*shape[1:])
-            self._sizes[kind] = np.array([size])
+            self.media += [Medium("image", IMAGES, grids.cut(clip[0]), grids.size_of(*sides))]
+            if clips:
+                self.media += [Medium("video", IMAGES, clips.cut(clip), clips.size_of(3, *sides))]
+            if SOUND in preset.names and config.audio_config:
+                self.media += [Medium("sound", SOUND, sound, len(sound))]
 
     @property
     def token_ids(self) -> Mapping[str, int]:
-        """See `SampleSource`."""
         return {each.name: each.token for each in self._preset.encoders}
 
-    def _held(self, number: int, encoder: str) -> bool:
-        return self._media.get(self.kinds[number], ("",))[0] == encoder
-
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        """See `SampleSource`."""
-        numbers = range(first, first + count)
-        none = np.zeros(0, np.int64)
-        return [self._sizes[self.kinds[n]] if self._held(n, encoder) else none for n in numbers]
+        some = self.media[first : first + count]
+        return [np.array([each.size] * (each.encoder == encoder), np.int64) for each in some]
 
     def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
-        """See `SampleSource`."""
-        return [self._media[self.kinds[number]][1]] if self._held(number, encoder) else []
+        each = self.media[number]
+        return [each.made] * (each.encoder == encoder)
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`."""
         rng = torch.Generator().manual_seed(number)
         ids = torch.randint(self.vocab_size, (TEXT,), generator=rng)
         for token in self.token_ids.values():
             ids[ids == token] = self.vocab_size - 1
         for encoder in self._preset.encoders:
-            rows = int(encoder.rows(self.sizes(split, number, 1, encoder.name)[0]).sum())
+            rows = int(encoder.rows(*self.sizes(split, number, 1, encoder.name)).sum())
             media = torch.full((rows,), encoder.token)
             ids = torch.cat([ids[: TEXT // 2], media, ids[TEXT // 2 :]])
         return Text(ids, ids.roll(-1), torch.ones(len(ids)))
 
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        """See `SampleSource`."""
         numbers = range(first, first + count)
         return np.array([(len(self.text(split, n).input_ids), 1) for n in numbers])
 
@@ -113,7 +106,7 @@ def differences(
     model = their_model(directory, torch.float32)
     source = Samples(preset, model.config)
     ours = our_logits(checkpoint, preset, source)
-    for number, kind in enumerate(source.kinds):
+    for number, medium in enumerate(source.media):
         ids, rows = source.text("test", number).input_ids[None], {}
         with torch.no_grad():
             for encoder in preset.encoders:
@@ -121,12 +114,12 @@ def differences(
                 rows[encoder.token] = [their_rows(model, preset.images, each) for each in made]
             theirs = model(inputs_embeds=embedded(model, ids, rows)).logits[0]
         difference = (ours[number][: len(theirs)] - theirs).abs().max()
-        yield kind, float(difference), float(theirs.std())
+        yield medium.kind, float(difference), float(theirs.std())
 
 
 def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int, torch.Tensor]:
     """Return the program's logits [tokens, vocabulary] of all samples, by number."""
-    logits, count = {}, str(len(source.kinds))
+    logits, count = {}, str(len(source.media))
 
     def noted(microbatches, stage, score=None):
         output, counted = forward_step(microbatches, stage)
@@ -134,7 +127,7 @@ def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int
         logits[number] = output[0].float().cpu()
         return output, counted
 
-    length = max(len(source.text("test", n).input_ids) for n in range(len(source.kinds)))
+    length = max(len(source.text("test", n).input_ids) for n in range(len(source.media)))
     words = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
     words += f"--train-iters 1 --eval-iters 1 --dynamic-resolution-min-patches {LEAST} "
     words += "--dynamic-resolution --pretrained-checkpoint"

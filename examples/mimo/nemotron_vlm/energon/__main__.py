@@ -114,49 +114,32 @@ def describe(
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("path", metavar="PATH", help="prepared data set, or metadataset.yaml")
-    parser.add_argument("--tokenizer", metavar="DIR", required=True)
+    add = parser.add_argument
+    add("path", metavar="PATH", help="prepared data set, or metadataset.yaml")
+    add("--tokenizer", metavar="DIR", required=True)
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--tile", type=int, help="height and width of tiles in pixels")
     kind.add_argument("--patch", type=int, help="those of patches, for --dynamic-resolution")
-    parser.add_argument("--tokens-per-tile", type=int, help="needed with --tile")
-    parser.add_argument("--pixel-shuffle", type=int, default=2, help="of images of any size")
-    parser.add_argument("--min-patches", type=int, default=1024, help="of images of any size")
-    parser.add_argument("--max-patches", type=int, default=13312, help="of images of any size")
-    parser.add_argument(
-        "--sound",
-        type=int,
-        nargs="?",
-        const=8,
-        metavar="FRAMES",
-        help="survey sounds, so many log-mel frames of which become a token (8)",
-    )
-    parser.add_argument(
-        "--video",
-        type=int,
-        nargs="?",
-        const=1024,
-        metavar="PATCHES",
-        help="survey clips with --patch, whose frames have about so many patches (1024)",
-    )
-    parser.add_argument("--tubelet", type=int, default=2, help="frames that become rows together")
-    parser.add_argument("--video-frames", type=int, help="of a clip")
-    parser.add_argument("--video-fps", type=float, help="frames of a clip in a second")
-    parser.add_argument("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
-    parser.add_argument("--no-thumbnail", dest="thumbnail", action="store_false")
-    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
-    parser.add_argument("--image-token", default=IMAGE, help="of the tokenizer")
-    parser.add_argument(
-        "--surveys", type=Path, metavar="DIR", help="of the surveys; default: with the data"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=0, help="processes that take a shard at a time; 0: this one"
-    )
-    parser.add_argument("--again", action="store_true", help="e.g. after shards were replaced")
-    parser.add_argument(
-        "--seq-length", type=int, default=1 << 40, help="name the samples that are longer"
-    )
-    parser.add_argument("--names", type=int, default=20, help="bad samples to name, of each kind")
+    add("--tokens-per-tile", type=int, help="needed with --tile")
+    add("--pixel-shuffle", type=int, default=2, help="of images of any size")
+    add("--min-patches", type=int, default=1024, help="of images of any size")
+    add("--max-patches", type=int, default=13312, help="of images of any size")
+    what = "survey sounds, so many log-mel frames of which become a token (8)"
+    add("--sound", type=int, nargs="?", const=8, metavar="FRAMES", help=what)
+    what = "survey clips with --patch, whose frames have about so many patches (1024)"
+    add("--video", type=int, nargs="?", const=1024, metavar="PATCHES", help=what)
+    add("--tubelet", type=int, default=2, help="frames that become rows together")
+    add("--video-frames", type=int, help="of a clip")
+    add("--video-fps", type=float, help="frames of a clip in a second")
+    add("--max-tiles", type=int, default=12, help="of an image, without thumbnail")
+    add("--no-thumbnail", dest="thumbnail", action="store_false")
+    add("--prompt", default=DEFAULT_PROMPT, help="that asks for a caption")
+    add("--image-token", default=IMAGE, help="of the tokenizer")
+    add("--surveys", type=Path, metavar="DIR", help="of the surveys; default: with the data")
+    add("--workers", type=int, default=0, help="processes, a shard at a time; 0: this one")
+    add("--again", action="store_true", help="e.g. after shards were replaced")
+    add("--seq-length", type=int, default=1 << 40, help="name the samples that are longer")
+    add("--names", type=int, default=20, help="bad samples to name, of each kind")
     given = parser.parse_args(arguments)
     if given.tile and not given.tokens_per_tile:
         parser.error("--tile needs --tokens-per-tile")
