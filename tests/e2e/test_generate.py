@@ -159,6 +159,15 @@ def test_a_terminal_asks_again(trained, capsys, monkeypatch):
     assert answers(capsys, trained.path / "saved", [media]) == ["read", "read"]
 
 
+def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
+    sizes = ("--model", "tiny", "--hybrid-layer-pattern", "ME*E", "--moe-ffn-hidden-size", "32")
+    with trainer(*BATCH, *sizes, "--seq-length", str(LENGTH)) as run:
+        run.save(tmp_path / "saved")
+    Utils.destroy()
+    converted = generate._converted(tmp_path / "saved", None)
+    assert_verified(tmp_path / "saved", converted, "text image")
+
+
 @pytest.mark.parametrize("trained", ["tiny"], indirect=True)
 @pytest.mark.parametrize(
     ("words", "error"),

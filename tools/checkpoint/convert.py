@@ -72,10 +72,11 @@ def _convert(options: argparse.Namespace) -> None:
     for package in ("safetensors", "transformers"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
-    from conversion.directions import model_of
+    from conversion.directions import preset_of_checkpoint
     from examples.mimo.nemotron_vlm.model.presets import find_preset
 
-    options.run(options, find_preset(options.model or model_of(options.checkpoint)))
+    model = options.model
+    options.run(options, find_preset(model) if model else preset_of_checkpoint(options.checkpoint))
 
 
 def _to_megatron(options: argparse.Namespace, base) -> None:

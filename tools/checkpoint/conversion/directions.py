@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from conversion.sources import Source, check_sources, matching, parts_of, preset
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 MODEL = "model.json"
@@ -31,10 +32,20 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
 
 
-def model_of(checkpoint: Path) -> str:
-    """Return what ``--model`` calls a checkpoint's model: its file of sizes, or that of its run."""
+def preset_of_checkpoint(checkpoint: Path) -> VLMPreset:
+    """Return the sizes of a checkpoint's model: those in its file, or those of its run."""
     converted = checkpoint / MODEL
-    return str(converted) if converted.exists() else Checkpoint(checkpoint).options.model
+    if converted.exists():
+        return find_preset(str(converted))
+    return preset_of_run(Checkpoint(checkpoint).options)
+
+
+def preset_of_run(args: Namespace) -> VLMPreset:
+    """Return the sizes of a run's model, whose options may be others than those of ``--model``."""
+    preset = find_preset(args.model)
+    sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
+    sizes["hybrid_layer_pattern"] = sizes["hybrid_layer_pattern"].replace("|", "")  # stages
+    return replace(preset, language=replace(preset.language, **sizes))
 
 
 @contextlib.contextmanager

@@ -39,6 +39,9 @@ EXPECTED = {
 GATED_NORM_EPSILON = 1e-5
 """Epsilon of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
 
+TIME_STEP_MIN = 1e-12
+"""Transformers raises Mamba-2's time steps to ``time_step_min``; ours may have any."""
+
 TOP = {
     "embedding.word_embeddings.weight": "backbone.embeddings.weight",
     "decoder.final_norm.weight": "backbone.norm_f.weight",
@@ -152,6 +155,7 @@ def language_config(preset: LanguagePreset) -> dict[str, Any]:
     config = {theirs: getattr(preset, ours) for theirs, ours in names.items()}
     config["intermediate_size"] = config["intermediate_size"] or preset.hidden_size  # without "-"
     config["hybrid_override_pattern"] = preset.hybrid_layer_pattern
+    config["time_step_min"] = TIME_STEP_MIN
     return config | {"norm_topk_prob": preset.moe_router_topk > 1}
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from einops import rearrange
 
+from conversion.nemotron_h import TIME_STEP_MIN
 from conversion.sources import LANGUAGE, config_of
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
@@ -23,8 +24,11 @@ MAY_LACK = re.compile(
 last embeds video, which is refused for such a model."""
 
 
-def their_model(directory: Path, dtype: str | torch.dtype = "auto"):
+def their_model(directory: Path, as_ours: bool = False):
     """Load a whole VLM or a language model.
+
+    Args:
+        as_ours: in fp32, with Mamba-2's time steps as they are.
 
     Raises:
         UserError: the directory lacks tensors.
@@ -36,6 +40,9 @@ def their_model(directory: Path, dtype: str | torch.dtype = "auto"):
     config = config_of(directory)
     is_language = config.model_type == LANGUAGE.model_type
     kind = transformers.NemotronHForCausalLM if is_language else NemotronH_Omni_Reasoning_V3
+    if as_ours:
+        getattr(config, "text_config", config).time_step_min = TIME_STEP_MIN
+    dtype = torch.float32 if as_ours else "auto"
     how = {"config": config, "dtype": dtype, "output_loading_info": True}
     model, found = kind.from_pretrained(directory, **how)
     if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:

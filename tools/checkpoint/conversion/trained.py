@@ -14,22 +14,13 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from conversion.directions import MODEL, to_hugging_face
+from conversion.directions import MODEL, preset_of_run, to_hugging_face
 from conversion.nemotron_h import language_config
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.sample import (
-    BOS,
-    EOS,
-    FIRST_DIGIT,
-    IMAGE,
-    IMAGES,
-    PAD,
-    READ,
-    SOUND,
-)
+from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, SOUND
 from examples.mimo.nemotron_vlm.encoders.radio.weights import SIZES
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 INPUTS = "inputs.json"
 """File of how a trained model's inputs were prepared; names are those of the program's options."""
@@ -56,7 +47,7 @@ def export(checkpoint: Path, out: Path) -> None:
     """
     saved = Checkpoint(checkpoint)
     args = saved.options
-    preset = find_preset(args.model)
+    preset = preset_of_run(args)
     if args.dynamic_resolution:
         least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
         preset = preset.with_images_of_any_size(least, most)
@@ -124,21 +115,14 @@ def _tokenizer(args: Namespace, out: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {
-        "<pad>": PAD,
-        "<s>": BOS,
-        "</s>": EOS,
-        "<image>": IMAGE,
-        "read": READ,
-        "<so_embedding>": 5,
-        "<unk>": 6,
-    }
     # Ids are those of data/sample.py, and of the entry of sound.
+    first = ["<pad>", "<s>", "</s>", "<image>", "read", "<so_embedding>", "<unk>"]
+    words = {word: number for number, word in enumerate(first)}
     words |= {str(digit): FIRST_DIGIT + digit for digit in range(10)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = ["<pad>", "<s>", "</s>", "<image>", "<so_embedding>", "<unk>"]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    special = [AddedToken(word, special=True) for word in first if word != "read"]
+    tokenizer.add_special_tokens(special)
     named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=DIGITS, **named)
     fast.save_pretrained(out)

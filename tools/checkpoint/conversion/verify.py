@@ -103,7 +103,7 @@ def differences(
     if Checkpoint(checkpoint).directory == checkpoint:
         raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
     preset = preset.with_images_of_any_size(LEAST, None)
-    model = their_model(directory, torch.float32)
+    model = their_model(directory, as_ours=True)
     source = Samples(preset, model.config)
     ours = our_logits(checkpoint, preset, source)
     for number, medium in enumerate(source.media):
