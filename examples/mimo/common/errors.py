@@ -12,6 +12,9 @@ import traceback
 BAD_INPUT, FAILED = 2, 1
 """Exit codes."""
 
+LOST = re.compile("by peer|Broken pipe|[Tt]imed out|timeout|remote|aborted")
+"""Words of errors of which another rank is the cause."""
+
 GRACE_S = 2
 """Seconds that a rank waits when it has lost another, which torchrun then notices first."""
 
@@ -61,8 +64,9 @@ def end_rank(error: Exception) -> int:
 
 
 def _is_of_a_peer(error: Exception) -> bool:
-    """Return whether it is gloo's error, or one of PyTorch's of NCCL and stores."""
-    return type(error).__name__.startswith("Dist") or "/gloo/" in str(error)
+    """Return whether gloo, or PyTorch for NCCL or a store, says that another rank is missing."""
+    is_of_transport = type(error).__name__.startswith("Dist") or "/gloo/" in str(error)
+    return is_of_transport and bool(LOST.search(str(error)))
 
 
 def _note(text: str) -> None:
