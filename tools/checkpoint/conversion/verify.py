@@ -103,18 +103,20 @@ def differences(
     if Checkpoint(checkpoint).directory == checkpoint:
         raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
     preset = preset.with_images_of_any_size(LEAST, None)
-    model = their_model(directory, as_ours=True)
+    model, theirs = their_model(directory, as_ours=True), []
     source = Samples(preset, model.config)
-    ours = our_logits(checkpoint, preset, source)
-    for number, medium in enumerate(source.media):
+    for number in range(len(source.media)):
         ids, rows = source.text("test", number).input_ids[None], {}
         with torch.no_grad():
             for encoder in preset.encoders:
                 made = source.inputs("test", number, encoder.name)
                 rows[encoder.token] = [their_rows(model, preset.images, each) for each in made]
-            theirs = model(inputs_embeds=embedded(model, ids, rows)).logits[0]
-        difference = (ours[number][: len(theirs)] - theirs).abs().max()
-        yield medium.kind, float(difference), float(theirs.std())
+            theirs.append(model(inputs_embeds=embedded(model, ids, rows)).logits[0])
+    del model  # one of the two is in memory
+    ours = our_logits(checkpoint, preset, source)
+    for number, logits in enumerate(theirs):
+        difference = (ours[number][: len(logits)] - logits).abs().max()
+        yield source.media[number].kind, float(difference), float(logits.std())
 
 
 def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int, torch.Tensor]:
