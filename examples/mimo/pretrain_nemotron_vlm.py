@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
                 cpu_runtime.install()
             from examples.mimo.nemotron_vlm.loop.run import run
         run(argv)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return end_rank(error)
     return 0
 

@@ -15,6 +15,14 @@ BAD_INPUT, FAILED = 2, 1
 LOST = re.compile("by peer|Broken pipe|[Tt]imed out|timeout|remote|aborted")
 """Words of errors of which another rank is the cause."""
 
+REJECTED = 16, 17
+"""Exit codes of Megatron's rerun state machine, which prints nothing on the terminal."""
+
+NOT_FINITE = (
+    "the loss of a step is not finite, or another check of Megatron's has failed (its log says "
+    "which): lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad"
+)
+
 GRACE_S = 2
 """Seconds that a rank waits when it has lost another, which torchrun then notices first."""
 
@@ -38,7 +46,7 @@ class UserError(Exception):
         self.rank = rank
 
 
-def end_rank(error: Exception) -> int:
+def end_rank(error: Exception | SystemExit) -> int:
     """Report the error that ends this rank, and return the exit code.
 
     The line of bad input comes from one rank; a rank that has lost another prints one line, too.
@@ -49,6 +57,12 @@ def end_rank(error: Exception) -> int:
     if isinstance(error, UserError):
         code, text = BAD_INPUT, str(error)
         if error.rank is not None or rank == "0":
+            report(text)
+    elif isinstance(error, SystemExit):
+        if error.code not in REJECTED:
+            raise error
+        code, text = error.code, NOT_FINITE
+        if rank == "0":
             report(text)
     elif _is_of_a_peer(error):
         reason = re.sub(r"^\[.*?\] *", "", text).partition(". ")[0][:120]

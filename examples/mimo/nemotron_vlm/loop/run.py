@@ -36,6 +36,7 @@ from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
+from examples.mimo.nemotron_vlm.loop.replaced import replaced
 from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
@@ -55,7 +56,7 @@ from megatron.core.models.mimo.setup.module_groups import (
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-from megatron.training import async_utils
+from megatron.training import async_utils, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
@@ -205,7 +206,9 @@ def store_of_attempt() -> dist.Store | None:
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
     """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
     args, loading = session.options.args, session.loading
-    with observed(args, loading, note), safe_loading(args):
+    # Megatron saves before it ends with a result that is not finite, also without --save.
+    saving = {} if args.save else {"save_checkpoint_and_time": lambda *_, **__: None}
+    with observed(args, loading, note), safe_loading(args), replaced(training, **saving):
         pretrain(
             session.cfg,
             data_provider(loading),
