@@ -12,7 +12,6 @@ Without --ask, questions are read from the terminal, one a line, in one conversa
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from argparse import Namespace
@@ -46,12 +45,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _answer(options: Namespace) -> None:
+    from conversion.their_model import Conversation
     from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadMedium
 
     try:
         files = _files(options)
-        model = Model(_converted(options.checkpoint, options.step))
+        model = Conversation(_converted(options.checkpoint, options.step))
         if options.ask is not None:
             print(model.ask(options.ask, files, options.max_tokens))
             return
@@ -106,91 +106,6 @@ def _converted(checkpoint: Path, step: int | None) -> Path:
         print(f"converting {saved} to {kept}", file=sys.stderr)
         export(saved, kept)
     return kept
-
-
-class Model:
-    """A model of transformers with its conversation.
-
-    Args:
-        directory: a Hugging Face directory with a tokenizer; and, if the program trained the model,
-            with the model's sizes and how inputs were prepared.
-
-    Raises:
-        UserError: it lacks a tokenizer, or tensors.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from conversion.directions import MODEL
-        from conversion.sources import preset_of, sources_of
-        from conversion.their_model import their_model
-        from conversion.trained import INPUTS
-        from examples.mimo.common.errors import UserError
-        from examples.mimo.nemotron_vlm.data import make_encoder
-        from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
-
-        inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
-        inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
-        if (directory / INPUTS).is_file():
-            inputs |= json.loads((directory / INPUTS).read_text())
-            preset = find_preset(str(directory / MODEL))
-        else:
-            base = nano_omni_30b_a3b()
-            preset = preset_of(sources_of(directory, base), base, None)
-        if inputs["dynamic_resolution"]:
-            preset = preset.with_images_of_any_size(None, None)
-        try:
-            self._encoder = make_encoder(Namespace(**inputs), preset)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        self._model = their_model(directory)
-        self._preset, self._turns, self._files = preset, [], []
-
-    def ask(self, question: str, files: list, max_tokens: int) -> str:
-        """Return the answer to a question with media, after those asked before."""
-        import torch
-
-        from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, Turn, place_media
-
-        counts = {kind: sum(file.kind == kind for file in files) for kind in PLACEHOLDERS}
-        turns = [Turn("user", question, True), Turn("assistant", "-")]
-        placed, kinds = place_media(turns, counts)
-        rest = {kind: [file for file in files if file.kind == kind] for kind in PLACEHOLDERS}
-        self._files += [rest[kind].pop(0) for kind in kinds]
-        self._turns.append(placed[0])
-        ids = torch.from_numpy(self._encoder.question(self._turns, self._files))[None]
-        with torch.no_grad():
-            embedded = self._embedded(ids)
-            made = self._model.generate(
-                inputs_embeds=embedded,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=self._encoder.chat.end,
-                pad_token_id=self._encoder.chat.pad_token,
-            )
-        answer = self._encoder.chat.words(made[0].tolist()).strip()
-        self._turns.append(Turn("assistant", answer))
-        return answer
-
-    def _embedded(self, ids):
-        """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
-        import torch
-        from einops import rearrange
-
-        from conversion.their_model import embedded, their_rows
-        from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-        from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF
-
-        images, tokens = self._preset.images, self._encoder.chat.ids
-        rows = {token: [] for token in tokens.values()}
-        for file in self._files:
-            encoder = SOUND if file.kind in KINDS_OF[SOUND] else IMAGES
-            made = self._encoder.inputs([file], encoder)
-            if isinstance(made, torch.Tensor):  # tiles, each of which is an image
-                cut = "n c (h y) (w x) -> n h w (c y x)"
-                made = rearrange(made, cut, y=images.patch, x=images.patch)
-            rows[tokens[encoder]] += [their_rows(self._model, images, each) for each in made]
-        return embedded(self._model, ids, rows)
 
 
 if __name__ == "__main__":
