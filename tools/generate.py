@@ -10,7 +10,6 @@ Without --ask, questions are read from the terminal, one a line, in one conversa
 """
 
 import argparse
-import json
 import re
 import sys
 from argparse import Namespace
@@ -23,13 +22,6 @@ from in_checkout import run  # noqa: E402
 
 KINDS = {"image": "an image", "sound": "a sound", "video": "a clip, or a folder of frames"}
 """Options of media, and their help."""
-
-MAY_LACK = re.compile(
-    "lambda1$|summary_idxs$|num_batches_tracked$|norm_(mean|std)$"
-    "|feature_extractor|video_patch_projection"
-)
-"""Tensors that the program's models do not have; transformers fills them as they have to be. The
-last embeds video, which is refused for such a model."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,12 +43,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _answer(options: Namespace) -> None:
+    from conversion.their_model import Conversation
     from examples.mimo.common.errors import UserError
     from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadMedium
 
     try:
         files = _files(options)
-        model = Model(_converted(options.checkpoint, options.step))
+        model = Conversation(_converted(options.checkpoint, options.step))
         if options.ask is not None:
             print(model.ask(options.ask, files, options.max_tokens))
             return
@@ -111,128 +104,6 @@ def _converted(checkpoint: Path, step: int | None) -> Path:
         print(f"converting {saved} to {kept}", file=sys.stderr)
         export(saved, kept)
     return kept
-
-
-class Model:
-    """A model of transformers with its conversation.
-
-    Args:
-        directory: a Hugging Face directory with a tokenizer; and, if the program trained the model,
-            with the model's sizes and how inputs were prepared.
-
-    Raises:
-        UserError: it lacks a tokenizer, or tensors.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        import transformers
-
-        from conversion.directions import MODEL
-        from conversion.sources import config_of, preset_of, sources_of
-        from conversion.trained import INPUTS
-        from examples.mimo.common.errors import UserError
-        from examples.mimo.nemotron_vlm.data import make_encoder
-        from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
-
-        transformers.logging.set_verbosity_error()  # its hints about kernels; lacks are looked for
-        transformers.logging.disable_progress_bar()
-        inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
-        inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
-        if (directory / INPUTS).is_file():
-            inputs |= json.loads((directory / INPUTS).read_text())
-            preset = find_preset(str(directory / MODEL))
-        else:
-            base = nano_omni_30b_a3b()
-            preset = preset_of(sources_of(directory, base), base, None)
-        if inputs["dynamic_resolution"]:
-            preset = preset.with_images_of_any_size()
-        try:
-            self._encoder = make_encoder(Namespace(**inputs), preset)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-
-        config = config_of(directory)
-        self._model, found = NemotronH_Omni_Reasoning_V3.from_pretrained(
-            directory, config=config, dtype="auto", output_loading_info=True
-        )
-        if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
-            raise UserError(f"{directory} lacks {', '.join(lacking)}")
-        self._preset, self._turns, self._media = preset, [], []
-
-    def ask(self, question: str, files: list, max_tokens: int) -> str:
-        """Return the answer to a question with media, after those asked before."""
-        import torch
-
-        from examples.mimo.nemotron_vlm.energon.conversation import PLACEHOLDERS, Turn, place_media
-
-        counts = {kind: sum(file.kind == kind for file in files) for kind in PLACEHOLDERS}
-        turns = [Turn("user", question, True), Turn("assistant", "-")]
-        placed, kinds = place_media(turns, counts)
-        rest = {kind: [file for file in files if file.kind == kind] for kind in PLACEHOLDERS}
-        self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
-        self._turns.append(placed[0])
-        ids = torch.from_numpy(self._encoder.question(self._turns, self._media))[None]
-        with torch.no_grad():
-            embedded = self._embedded(ids)
-            made = self._model.generate(
-                inputs_embeds=embedded,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=self._encoder.chat.end,
-                pad_token_id=self._encoder.chat.pad_token,
-            )
-        answer = self._encoder.chat.words(made[0].tolist()).strip()
-        self._turns.append(Turn("assistant", answer))
-        return answer
-
-    def _embedded(self, ids):
-        """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
-        import torch
-
-        embedded = self._model.get_input_embeddings()(ids)
-        rows = {kind: [] for kind in self._encoder.chat.ids}
-        for medium in self._media:
-            kind, made = self._rows(medium)
-            rows[kind] += made
-        for kind, parts in rows.items():
-            if parts:
-                embedded[ids == self._encoder.chat.ids[kind]] = torch.cat(parts).to(embedded.dtype)
-        return embedded
-
-    def _rows(self, medium) -> tuple[str, list]:
-        """Return the encoder of a medium, and the rows that transformers' one makes of it."""
-        import torch
-        from einops import rearrange
-        from transformers import ParakeetFeatureExtractor
-
-        from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
-        from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO
-
-        images = self._preset.images
-        encoder = SOUND if medium.kind in KINDS_OF[SOUND] else IMAGES
-        made = self._encoder.inputs([medium], encoder)
-        if encoder == SOUND:
-            bins = self._model.config.audio_config.num_mel_bins
-            heard = ParakeetFeatureExtractor(bins)([made[0].numpy()], sampling_rate=16000)
-            given = heard["input_features"], heard["attention_mask"]
-            return SOUND, [self._model.get_audio_features(*given).pooler_output]
-        mean, std = (torch.tensor(v)[:, None, None] for v in (images.pixel_mean, images.pixel_std))
-        if medium.kind == VIDEO:
-            cut = "n h w (t c y x) -> n t c (h y) (w x)"
-            sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
-            pixels = (rearrange(made[0], cut, **sides) / 255 - mean) / std
-            return IMAGES, list(
-                self._model.get_video_features(pixels.flatten(1, 2)[None]).pooler_output
-            )
-        if isinstance(made, torch.Tensor):  # tiles, each of which is an image
-            cut = "n c (h y) (w x) -> n h w (c y x)"
-            made = list(rearrange(made, cut, y=images.patch, x=images.patch))
-        mean, std = (each.flatten().repeat_interleave(images.patch**2) for each in (mean, std))
-        patches = torch.cat([(each.flatten(0, 1) / 255 - mean) / std for each in made])
-        grids = torch.tensor([each.shape[:2] for each in made])
-        return IMAGES, list(self._model.get_image_features(patches, grids).pooler_output)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.mimo.common.errors import BAD_INPUT, UserError, report  # noqa: E402
+from examples.mimo.common.errors import end_rank  # noqa: E402
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -76,10 +76,8 @@ def main(argv: list[str]) -> int:
                 cpu_runtime.install()
             from examples.mimo.nemotron_vlm.loop.run import run
         run(argv)
-    except UserError as error:
-        if error.rank is not None or os.environ["RANK"] == "0":
-            report(str(error))
-        return BAD_INPUT
+    except (Exception, SystemExit) as error:
+        return end_rank(error)
     return 0
 
 

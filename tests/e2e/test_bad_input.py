@@ -40,6 +40,13 @@ def test_an_option_that_cannot_work_is_refused(arguments, texts, tmp_path):
     assert not list(tmp_path.glob("saved/*"))
 
 
+def test_a_loss_that_is_not_finite_is_one_line_with_the_cure():
+    ends = run(2, "--train-iters", "4", "--lr", "1e30")
+    assert [end.code for end in ends] == [16, 16], [end.errors for end in ends]
+    (line,) = [line for end in ends for line in end.error_lines]
+    assert "the loss of a step is not finite" in line and "lower --lr" in line
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     ends = run(1, "--train-iters", "2", "--save-interval", "1", "--save", tmp_path)
     assert ends[0].code == 0, ends[0].errors

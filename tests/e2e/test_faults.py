@@ -130,11 +130,26 @@ class TestEnds:
         assert ended.seconds < LIMIT_S
         if kind in ("kill", "raise"):
             assert f"rank {rank} failed first" in ended.errors
+        if kind == "raise":
+            assert f"error: rank {rank}: ValueError: the fault that was asked for" in ended.errors
+        if kind == "kill":  # its peer has one line, or was ended before it noticed
+            assert ended.errors.count("\n  File ") == 0
+            peers = re.findall("^error: (.*)", ended.errors, re.MULTILINE)
+            assert [line[:28] for line in peers] in ([], [f"rank {1 - rank} has lost another ra"])
         assert newest(saved) >= 2
         assert_whole(saved / f"iter_{newest(saved):07d}")
 
 
 class TestRestart:
+    def test_from_the_file_that_it_has_written_has_the_same_losses(self, tmp_path):
+        first, again = tmp_path / "first/metrics.jsonl", tmp_path / "again/metrics.jsonl"
+        given = (*ARGUMENTS, "--lr", "3e-3", "--encoder-lr", "1e-3", "--data", "digits:2")
+        file = ("--config", first.with_name("config.yaml"), "--metrics-out", again)
+        for options in ((*given, "--metrics-out", first), file):
+            ends = run(2, *options)
+            assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
+        assert losses(again) == losses(first) and len(losses(first)) == 6
+
     def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
         """The losses agree to the last bit: only the steps since that checkpoint are lost."""
         whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
@@ -145,7 +160,11 @@ class TestRestart:
         process = start_faulty("kill", LANGUAGE, 4, "writing", *places, restarts=1)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        log = (tmp_path / "log.txt").read_text()
-        assert set(re.findall(r"loaded checkpoint .* at iteration (\d+)", log)) == {"2"}
+        logs = [log.read_text() for log in sorted(tmp_path.glob("log-*.txt"))]
+        assert len(logs) == 3, "one of each start, of the whole run as well"
+        loaded = [re.findall(r"loaded checkpoint .* at iteration (\d+)", log) for log in logs]
+        assert [set(each) for each in loaded] == [set(), set(), {"2"}]
+        assert "a new run" in logs[1] and "going on after step 2 of 6" in logs[2]
+        assert "step 6 of 6: loss" in logs[2]
         assert losses(cut) == losses(whole)
         assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]

@@ -16,7 +16,7 @@ from examples.mimo.nemotron_vlm.data.digits import DigitStrips
 from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from tests.unit_tests.checkpoint.conversions import convert
+from tests.unit_tests.checkpoint.conversions import assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
@@ -95,7 +95,7 @@ def ask(source: SampleSource, media: list[str], checkpoints: Path) -> dict[int, 
         kinds = [kind for kind, _ in source.question("test", number).media]
         found.setdefault(" ".join(kinds), []).append(number)
     chosen = [found[each].pop(0) for each in media]
-    return {each: shlex.split(ask_command(source, each, checkpoints))[2:] for each in chosen}
+    return {each: shlex.split(ask_command(source, each, checkpoints))[3:] for each in chosen}
 
 
 class Trained(NamedTuple):
@@ -148,6 +148,8 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"
     assert answers(capsys, converted, asked.values()) == said
+    sound = " sound" if "--dynamic-resolution" in options else ""
+    assert_verified(path / "saved", converted, f"text image video{sound}")
 
 
 def test_a_terminal_asks_again(trained, capsys, monkeypatch):
@@ -156,6 +158,15 @@ def test_a_terminal_asks_again(trained, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     monkeypatch.setattr(Chat, "words", lambda self, tokens: "read")
     assert answers(capsys, trained.path / "saved", [media]) == ["read", "read"]
+
+
+def test_a_run_may_have_other_sizes_than_its_preset(tmp_path):
+    sizes = ("--model", "tiny", "--hybrid-layer-pattern", "ME*E", "--moe-ffn-hidden-size", "32")
+    with trainer(*BATCH, *sizes, "--seq-length", str(LENGTH)) as run:
+        run.save(tmp_path / "saved")
+    Utils.destroy()
+    converted = generate._converted(tmp_path / "saved", None)
+    assert_verified(tmp_path / "saved", converted, "text image")
 
 
 @pytest.mark.parametrize("trained", ["tiny"], indirect=True)

@@ -18,8 +18,8 @@ sys.path.insert(0, str(DATA_TOOLS))
 
 from make_webdataset import (  # noqa: E402
     conversation,
+    image_bytes,
     prepare,
-    strip_bytes,
     write_tokenizer,
 )
 
@@ -70,5 +70,5 @@ def _sample(draw: np.random.Generator, tile: int) -> dict:
         coarse = draw.integers(256, size=(rows * 16, columns * 16, 3), dtype=np.uint8)
         size = (columns * tile, rows * tile)
         picture = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
-        sample["jpg"] = strip_bytes(picture, "jpg")
+        sample["jpg"] = image_bytes(picture, "JPEG")
     return sample

@@ -5,6 +5,7 @@
 Usage, with the applied checkout on PYTHONPATH, or in build/Megatron-LM:
     python tools/checkpoint/convert.py hf-to-megatron --language DIR --vision DIR --out DIR
     python tools/checkpoint/convert.py megatron-to-hf CHECKPOINT --like DIR --out DIR
+    python tools/checkpoint/convert.py verify CHECKPOINT DIR
 """
 
 import argparse
@@ -45,24 +46,35 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
     like = "a Hugging Face model of the same sizes, from which all but the weights is copied"
     back.add_argument("--like", type=Path, required=True, metavar="DIR", help=like)
-    sizes = {"default": "nano-vl-30b-a3b", "metavar": "NAME|FILE"}
+    check = commands.add_parser("verify", help="compare logits with those of transformers")
+    check.set_defaults(run=_verify, out=None)
+    check.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="as --load takes it")
+    check.add_argument("directory", type=Path, metavar="DIR", help="of Hugging Face")
+    most = "largest difference, as a share of the logits' standard deviation; 1e-3 by default"
+    check.add_argument("--tolerance", type=float, default=1e-3, metavar="SHARE", help=most)
     for command in (into, back):
         command.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")
-        command.add_argument("--model", help="sizes of parts that are not given", **sizes)
+    sizes = "sizes of parts that are not given; nano-vl-30b-a3b by default"
+    into.add_argument("--model", default="nano-vl-30b-a3b", metavar="NAME|FILE", help=sizes)
+    sizes = "the checkpoint's sizes; by default, those of its model.json or of its run"
+    for command in (back, check):
+        command.add_argument("--model", metavar="NAME|FILE", help=sizes)
     return parser
 
 
 def _convert(options: argparse.Namespace) -> None:
     from examples.mimo.common.errors import UserError
 
-    if options.out.exists():
+    if options.out and options.out.exists():
         raise UserError(f"--out {options.out} exists already")
     for package in ("safetensors", "transformers"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'transformers>=5.23'")
+    from conversion.directions import preset_of_checkpoint
     from examples.mimo.nemotron_vlm.model.presets import find_preset
 
-    options.run(options, find_preset(options.model))
+    model = options.model
+    options.run(options, find_preset(model) if model else preset_of_checkpoint(options.checkpoint))
 
 
 def _to_megatron(options: argparse.Namespace, base) -> None:
@@ -92,6 +104,18 @@ def _to_hugging_face(options: argparse.Namespace, base) -> None:
 
     copied = to_hugging_face(options.checkpoint, options.like, base, options.out)
     _list(f"not in our model, copied from {options.like}", copied)
+
+
+def _verify(options: argparse.Namespace, preset) -> None:
+    from conversion.verify import differences
+    from examples.mimo.common.errors import UserError
+
+    found = list(differences(options.checkpoint, options.directory, preset))
+    for kind, difference, deviation in found:
+        print(f"{kind}: largest difference {difference:.1e}, deviation of logits {deviation:.2g}")
+    wrong = [kind for kind, *both in found if not both[0] <= options.tolerance * both[1]]
+    if wrong:
+        raise UserError(f"the logits of {', '.join(wrong)} differ by more than --tolerance")
 
 
 def _list(what: str, names: list[str]) -> None:

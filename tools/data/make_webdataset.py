@@ -137,12 +137,12 @@ def _sample(draw: np.random.Generator, images: np.ndarray, digits: np.ndarray) -
         text = " ".join(map(str, draw.integers(10, size=_length(draw))))
         return {"json": conversation(f"copy {text}", text)}
     chosen = draw.integers(len(images), size=_length(draw))
-    kind = "png" if draw.random() < 0.5 else "jpg"
+    name, kind = ("png", "PNG") if draw.random() < 0.5 else ("jpg", "JPEG")
     question = ("what digits are these ?", "read them in order")[int(draw.integers(2))]
     answer = " ".join(str(digits[i]) for i in chosen)
-    strip = _strip(draw, images[chosen])
+    strip = omni_tasks.image_bytes(_strip(draw, images[chosen]), kind)
     # The image comes last: with words after it, a tiny model takes long to learn to attend to it.
-    return {kind: strip_bytes(strip, kind), "json": conversation(f"{question}\n<image>", answer)}
+    return {name: strip, "json": conversation(f"{question}\n<image>", answer)}
 
 
 def _length(draw: np.random.Generator) -> int:
@@ -158,13 +158,6 @@ def _strip(draw: np.random.Generator, scans: np.ndarray) -> Image.Image:
     height = draw.integers(HEIGHTS[0], HEIGHTS[1] + 1)
     length = round(height * len(scans) * (1 + draw.uniform(-STRETCH, STRETCH)))
     return strip.resize((height, length) if below else (length, height)).convert("RGB")
-
-
-def strip_bytes(image: Image.Image, kind: str) -> bytes:
-    """Encode an image as a file of kind 'png' or 'jpg'."""
-    file = io.BytesIO()
-    image.save(file, "PNG" if kind == "png" else "JPEG")
-    return file.getvalue()
 
 
 def conversation(question: str, answer: str) -> bytes:

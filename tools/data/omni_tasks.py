@@ -63,7 +63,7 @@ def line_of(draw: np.random.Generator, text: str) -> bytes:
     light, dark = (int(draw.integers(*range_)) for range_ in ((200, 256), (0, 60)))
     image = Image.new("RGB", size, (light,) * 3)
     ImageDraw.Draw(image).text((1 - left, 1 - top), text, font=font, fill=(dark,) * 3)
-    return _png(image)
+    return image_bytes(image)
 
 
 def clip(draw: np.random.Generator, right: int, down: int) -> list[bytes]:
@@ -78,13 +78,14 @@ def clip(draw: np.random.Generator, right: int, down: int) -> list[bytes]:
         far = (number - (count - 1) / 2) * step
         place = x + right * far, y + down * far
         ImageDraw.Draw(image).circle(place, radius, fill=(dark,) * 3)
-        frames.append(_png(image))
+        frames.append(image_bytes(image))
     return frames
 
 
-def _png(image: Image.Image) -> bytes:
+def image_bytes(image: Image.Image, kind: str = "PNG") -> bytes:
+    """Encode an image as a file of kind 'PNG' or 'JPEG'."""
     file = io.BytesIO()
-    image.save(file, "PNG")
+    image.save(file, kind)
     return file.getvalue()
 
 

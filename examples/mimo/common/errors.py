@@ -1,10 +1,30 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a run with one line and exit code 2."""
+"""Errors that end a run: their line is the last on the terminal, also in torchrun's report."""
 
+import json
+import os
+import re
 import sys
+import time
+import traceback
 
-BAD_INPUT = 2
+BAD_INPUT, FAILED = 2, 1
+"""Exit codes."""
+
+LOST = re.compile("by peer|Broken pipe|[Tt]imed out|timeout|remote|aborted")
+"""Words of errors of which another rank is the cause."""
+
+REJECTED = 16, 17
+"""Exit codes of Megatron's rerun state machine, which prints nothing on the terminal."""
+
+NOT_FINITE = (
+    "the loss of a step is not finite, or another check of Megatron's has failed (its log says "
+    "which): lower --lr, or skip such steps with --no-check-for-nan-in-loss-and-grad"
+)
+
+GRACE_S = 2
+"""Seconds that a rank waits when it has lost another, which torchrun then notices first."""
 
 
 def report(text: str) -> None:
@@ -24,3 +44,48 @@ class UserError(Exception):
     def __init__(self, text: str, rank: int | None = None) -> None:
         super().__init__(text if rank is None else f"rank {rank}: {text}")
         self.rank = rank
+
+
+def end_rank(error: Exception | SystemExit) -> int:
+    """Report the error that ends this rank, and return the exit code.
+
+    The line of bad input comes from one rank; a rank that has lost another prints one line, too.
+    Other errors have a traceback above theirs.
+    """
+    rank, code = os.environ["RANK"], FAILED
+    text = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        code, text = BAD_INPUT, str(error)
+        if error.rank is not None or rank == "0":
+            report(text)
+    elif isinstance(error, SystemExit):
+        if error.code not in REJECTED:
+            raise error
+        code, text = error.code, NOT_FINITE
+        if rank == "0":
+            report(text)
+    elif _is_of_a_peer(error):
+        reason = re.sub(r"^\[.*?\] *", "", text).partition(". ")[0][:120]
+        text = f"rank {rank} has lost another rank, which has ended or hangs: {reason}"
+        report(text)
+        time.sleep(GRACE_S)
+    else:
+        traceback.print_exception(error)
+        text = f"rank {rank}: {type(error).__name__}: {text[:600]}"
+        report(text)
+    _note(f"error: {text}")
+    return code
+
+
+def _is_of_a_peer(error: Exception) -> bool:
+    """Return whether gloo, or PyTorch for NCCL or a store, says that another rank is missing."""
+    is_of_transport = type(error).__name__.startswith("Dist") or "/gloo/" in str(error)
+    return is_of_transport and bool(LOST.search(str(error)))
+
+
+def _note(text: str) -> None:
+    """Write the line for torchrun, whose report ends with that of the rank that ended first."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        of_report = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": of_report}}, file)

@@ -5,6 +5,7 @@
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,6 +69,16 @@ def assert_back_again(checkpoint: Path, theirs: Path) -> str:
     said = convert("megatron-to-hf", checkpoint, "--like", theirs, "--out", back)
     assert_same_bits(back, theirs)
     return said
+
+
+def assert_verified(checkpoint: Path, theirs: Path, kinds: str) -> None:
+    """Assert that ``verify`` finds the same logits for these kinds of input, and none beyond 0."""
+    said = convert("verify", checkpoint, theirs)
+    found = dict(re.findall(r"^(\w+): largest difference (\S+), ", said, re.MULTILINE))
+    assert " ".join(found) == kinds and max(map(float, found.values())) <= 10 * TOLERANCE
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        assert run_converter("verify", checkpoint, theirs, "--tolerance", "0") == 2
+    assert error.getvalue().startswith("error: the logits of text")
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

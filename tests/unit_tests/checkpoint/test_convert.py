@@ -24,6 +24,7 @@ from tests.unit_tests.checkpoint.conversions import (
     INDEX,
     TOLERANCE,
     assert_back_again,
+    assert_verified,
     convert,
     convert_once,
     tensors_of,
@@ -102,6 +103,7 @@ class TestOneRank:
         assert wanted.std() > 0.5
         ours = program_logits(*loading(directory), source=source)
         assert (ours - wanted).abs().max() <= TOLERANCE
+        assert_verified(directory, theirs, {"vlm": "text image video"}.get(kind, "text"))
         assert_back_again(directory, theirs)
 
     @requires_world_size(1)

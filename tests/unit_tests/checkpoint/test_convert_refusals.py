@@ -118,13 +118,19 @@ def test_sizes_that_do_not_fit_are_refused(models, refusal, tmp_path):
     assert find_preset(str(tmp_path / "out" / "model.json")).images.tile == 24
 
 
-def test_a_checkpoint_of_another_size_is_refused_by_name(models, refusal, tmp_path):
+def test_a_checkpoint_of_another_size_is_refused_by_name(models, refusal, tmp_path, capsys):
     given = ("--language", models["--language"], "--model", "tiny", "--out", tmp_path / "ours")
     assert run_converter("hf-to-megatron", *given) == 0
     like = save(language_model(n_routed_experts=4), tmp_path / "like")
     said = refusal("megatron-to-hf", tmp_path / "ours", "--like", like)
     router = "language_model.module.decoder.layers.1.mlp.router.weight"
     assert f"release: misshapen: {router} [8, 32], wanted [4, 32]" in said
+    said = refusal("megatron-to-hf", tmp_path / "ours", "--like", like, "--model", "tiny-omni")
+    assert "release has encoders of images: give their --model, or none" in said
+    said = refusal("megatron-to-hf", tmp_path / "ours/release", "--like", like)
+    assert "without options and tokenizer: give --model, or" in said
+    assert run_converter("verify", tmp_path / "ours/release", like, "--model", "tiny") == 2
+    assert "give the directory that --load takes" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_read_are_named(models, refusal, tmp_path):

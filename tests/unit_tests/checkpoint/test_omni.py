@@ -24,6 +24,7 @@ from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omn
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
     assert_back_again,
+    assert_verified,
     config_of,
     convert_once,
     preset_of,
@@ -140,7 +141,10 @@ def test_logits_of_conversations_are_theirs(layout, shared_path, record_property
     model = whole_vlm(sound=True)
     directory = convert_once(shared_path, lambda: model, "--model", "tiny-omni")
     if not layout:  # what was only copied is not listed
-        assert "video" not in assert_back_again(directory, directory.with_name("theirs"))
+        theirs = directory.with_name("theirs")
+        copied = assert_back_again(directory, theirs)
+        assert "video" not in copied and "sound_projection" not in copied
+        assert_verified(directory, theirs, "text image video sound")
     any_size = ("--dynamic-resolution", "--dynamic-resolution-min-patches", "4")
     options = (*loading(directory), "--seq-length", str(LENGTH), *any_size, *layout.split())
     ours, theirs = program_logits(*options, source=Conversations()), their_logits(model)

@@ -4,8 +4,9 @@
 
 import contextlib
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from conversion.sources import Source, check_sources, matching, parts_of, preset
 from conversion.tensor_files import write_files
 from conversion.torch_dist import Checkpoint, write_checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, write_preset
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 MODEL = "model.json"
@@ -27,6 +28,22 @@ VIDEO_EMBEDDER = ".video_embedder."
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md")
 """Patterns of a Hugging Face directory's files other than tensors, which are copied."""
+
+
+def preset_of_checkpoint(checkpoint: Path) -> VLMPreset:
+    """Return the sizes of a checkpoint's model: those in its file, or those of its run."""
+    converted = checkpoint / MODEL
+    if converted.exists():
+        return find_preset(str(converted))
+    return preset_of_run(Checkpoint(checkpoint).options)
+
+
+def preset_of_run(args: Namespace) -> VLMPreset:
+    """Return the sizes of a run's model, whose options may be others than those of ``--model``."""
+    preset = find_preset(args.model)
+    sizes = {field.name: getattr(args, field.name) for field in fields(preset.language)}
+    sizes["hybrid_layer_pattern"] = sizes["hybrid_layer_pattern"].replace("|", "")  # stages
+    return replace(preset, language=replace(preset.language, **sizes))
 
 
 @contextlib.contextmanager
@@ -107,8 +124,8 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
         checkpoint: directory of the program's checkpoint.
         like: the directory of a model of the same sizes, with or without its tensors. Its
             configuration and other files are copied, and so are tensors that our model lacks.
-        base: preset with the sizes of the parts that ``like`` does not have; another preset takes
-            its place if the checkpoint has other encoders.
+        base: preset with the checkpoint's encoders, and the sizes of the parts that ``like`` does
+            not have.
         out: the new directory.
 
     Returns:
@@ -118,7 +135,7 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
         UserError: nothing is written then.
     """
     saved = Checkpoint(checkpoint)
-    base = _with_encoders_of(saved, base)
+    _check_encoders(saved, base)
     sources = sources_of(like, base, may_lack_tensors=True)
     preset = preset_of(sources, base, None)
     if base.images.tubelet == 1 and not any(VIDEO_EMBEDDER in key for key in saved.tensors):
@@ -158,13 +175,12 @@ def to_hugging_face(checkpoint: Path, like: Path, base: VLMPreset, out: Path) ->
     return copied
 
 
-def _with_encoders_of(saved: Checkpoint, base: VLMPreset) -> VLMPreset:
-    """Return ``base``, or the first preset that has the checkpoint's encoders if it has others."""
+def _check_encoders(saved: Checkpoint, base: VLMPreset) -> None:
+    """Refuse sizes of other encoders, whose tensors would be copied from another model."""
     held = {key.split(".")[1] for key in saved.tensors if key.startswith("modality_submodules.")}
-    for preset in (base, *(make() for make in PRESETS.values())):
-        if {encoder.name for encoder in preset.encoders} == held:
-            return preset
-    raise UserError(f"{saved.directory}: encoders of {', '.join(sorted(held))}: give their --model")
+    if held != set(base.names):
+        names = " and ".join(sorted(held))
+        raise UserError(f"{saved.directory} has encoders of {names}: give their --model, or none")
 
 
 def _check_saved(

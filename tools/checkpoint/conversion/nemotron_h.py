@@ -37,6 +37,9 @@ EXPECTED = {
 GATED_NORM_EPSILON = 1e-5
 """Epsilon of the norm in our Mamba-2 layers, whatever ``--norm-epsilon`` says."""
 
+TIME_STEP_MIN = 1e-12
+"""Transformers raises Mamba-2's time steps to ``time_step_min``; ours may have any."""
+
 TOP = {
     "embedding.word_embeddings.weight": "backbone.embeddings.weight",
     "decoder.final_norm.weight": "backbone.norm_f.weight",
@@ -78,6 +81,33 @@ EXPERTS = {
 """Names of experts' weights: ours is one for all experts, theirs are below ``mixer.experts.E``."""
 
 
+SIZES = {
+    "": {
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "vocab_size": "vocab_size",
+        "layernorm_epsilon": "layer_norm_epsilon",
+    },
+    "-": {"ffn_hidden_size": "intermediate_size"},
+    "E": {
+        "num_experts": "n_routed_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_router_topk_scaling_factor": "routed_scaling_factor",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    },
+    "M": {
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "mamba_num_groups": "n_groups",
+        "mamba_state_dim": "ssm_state_size",
+    },
+}
+"""Fields of a preset and of a NemotronHConfig, by the symbol of the layers that have them."""
+
+
 class LanguagePart(Part):
     """The language model."""
 
@@ -110,32 +140,21 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
     if "M" in pattern:
         expected["layer_norm_epsilon"] = GATED_NORM_EPSILON
     check_values("the language model", config, expected)
-    sizes = {
-        "hybrid_layer_pattern": pattern,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "ffn_hidden_size": config.intermediate_size if "-" in pattern else None,
-        "layernorm_epsilon": config.layer_norm_epsilon,
-    }
-    if "E" in pattern:
-        sizes |= {
-            "num_experts": config.n_routed_experts,
-            "moe_router_topk": config.num_experts_per_tok,
-            "moe_router_topk_scaling_factor": float(config.routed_scaling_factor),
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
-            "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
-        }
-    if "M" in pattern:
-        sizes |= {
-            "mamba_num_heads": config.mamba_num_heads,
-            "mamba_head_dim": config.mamba_head_dim,
-            "mamba_num_groups": config.n_groups,
-            "mamba_state_dim": config.ssm_state_size,
-        }
+    sizes = {"hybrid_layer_pattern": pattern, "ffn_hidden_size": None}
+    for symbol, names in SIZES.items():
+        if symbol in pattern:
+            sizes |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
     return replace(base, **sizes)
+
+
+def language_config(preset: LanguagePreset) -> dict[str, Any]:
+    """Return the fields of a NemotronHConfig for a language preset."""
+    names = {theirs: ours for each in SIZES.values() for ours, theirs in each.items()}
+    config = {theirs: getattr(preset, ours) for theirs, ours in names.items()}
+    config["intermediate_size"] = config["intermediate_size"] or preset.hidden_size  # without "-"
+    config["hybrid_override_pattern"] = preset.hybrid_layer_pattern
+    config["time_step_min"] = TIME_STEP_MIN
+    return config | {"norm_topk_prob": preset.moe_router_topk > 1}
 
 
 def language_table(sizes: LanguagePreset) -> Table:

@@ -6,6 +6,7 @@ Files are written one after another, as if each were another rank's; when loadin
 parts that it needs from all of them.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from conversion.program_model import box_of, saved_key
 from examples.mimo.common.errors import UserError
+from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -136,6 +138,22 @@ class Checkpoint:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
+
+    @property
+    def options(self) -> Namespace:
+        """Options of the run that saved it.
+
+        Raises:
+            UserError: it is a converted one, which has none.
+        """
+        with no_code_from_checkpoints():
+            args = load_common_state_dict(str(self.directory)).get("args")
+        if args is None:
+            raise UserError(
+                f"{self.directory} is a converted checkpoint, without options and tokenizer: give "
+                "--model, or the Hugging Face directory that it was made of"
+            )
+        return args
 
     def read(self, parts: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
         """Read the tensors of parts, by name; a key is read as a whole, and no others."""

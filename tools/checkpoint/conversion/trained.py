@@ -12,22 +12,13 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from conversion.directions import MODEL, to_hugging_face
+from conversion.directions import MODEL, preset_of_run, to_hugging_face
+from conversion.nemotron_h import language_config
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data.sample import (
-    BOS,
-    EOS,
-    FIRST_DIGIT,
-    IMAGE,
-    IMAGES,
-    PAD,
-    READ,
-    SOUND,
-)
-from examples.mimo.nemotron_vlm.model.presets import VLMPreset, find_preset, write_preset
-from megatron.core.dist_checkpointing import load_common_state_dict
-from megatron.core.dist_checkpointing.safe_loading import no_code_from_checkpoints
+from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.radio.weights import SIZES
+from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 INPUTS = "inputs.json"
 """File of how a trained model's inputs were prepared; names are those of the program's options."""
@@ -53,14 +44,8 @@ def export(checkpoint: Path, out: Path) -> None:
             tokenizer is no longer there.
     """
     saved = Checkpoint(checkpoint)
-    with no_code_from_checkpoints():
-        args = load_common_state_dict(str(saved.directory)).get("args")
-    if args is None:
-        raise UserError(
-            f"{saved.directory} is a converted checkpoint, without a tokenizer: give the Hugging "
-            "Face directory that it was made of"
-        )
-    preset = find_preset(args.model)
+    args = saved.options
+    preset = preset_of_run(args)
     if args.dynamic_resolution:
         least, most = args.dynamic_resolution_min_patches, args.dynamic_resolution_max_patches
         frame = vars(args).get("video_target_num_patches")  # not in a run from before the option
@@ -82,8 +67,8 @@ def _config(preset: VLMPreset, args: Namespace):
     """Return transformers' configuration of a model of the program."""
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 
-    language, images = preset.language, preset.images
-    if "G" in language.hybrid_layer_pattern:
+    images = preset.images
+    if not preset.is_in_transformers:
         raise UserError(f"{preset.name}: transformers' nemotron_h has no gated delta nets")
     sound = next((each for each in preset.encoders if each.name == SOUND), None)
     parakeet = None
@@ -93,44 +78,20 @@ def _config(preset: VLMPreset, args: Namespace):
         parakeet["projection_hidden_size"] = sound.projector_ffn
     return NemotronH_Omni_Reasoning_V3_Config(
         vision_config={
+            **{theirs: getattr(images, ours) for ours, theirs in SIZES.items()},
             "model_type": "radio",
-            "hidden_size": images.hidden,
-            "num_hidden_layers": images.layers,
-            "num_attention_heads": images.heads,
             "mlp_ratio": images.ffn / images.hidden,
-            "patch_size": images.patch,
             "image_size": images.tile,
-            "max_img_size": images.max_tile,
             "num_cls_tokens": min(3, images.class_tokens),
             "num_registers": max(0, images.class_tokens - 3),
-            "layer_norm_eps": images.norm_epsilon,
             "norm_mean": list(images.pixel_mean),
             "norm_std": list(images.pixel_std),
             "video_temporal_patch_size": max(2, images.tubelet),  # theirs always embeds video
         },
         text_config={
+            **language_config(preset.language),
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
             "model_type": "nemotron_h",
-            "hybrid_override_pattern": language.hybrid_layer_pattern,
-            "vocab_size": language.vocab_size,
-            "hidden_size": language.hidden_size,
-            "num_attention_heads": language.num_attention_heads,
-            "num_key_value_heads": language.num_query_groups,
-            "head_dim": language.kv_channels,
-            "intermediate_size": language.ffn_hidden_size or language.hidden_size,
-            "layer_norm_epsilon": language.layernorm_epsilon,
-            "ssm_state_size": language.mamba_state_dim,
-            "mamba_num_heads": language.mamba_num_heads,
-            "mamba_head_dim": language.mamba_head_dim,
-            "n_groups": language.mamba_num_groups,
-            "n_routed_experts": language.num_experts,
-            "num_experts_per_tok": language.moe_router_topk,
-            "norm_topk_prob": language.moe_router_topk > 1,
-            "moe_intermediate_size": language.moe_ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": language.moe_shared_expert_intermediate_size,
-            "routed_scaling_factor": language.moe_router_topk_scaling_factor,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
         },
         audio_config=parakeet,
         vision_hidden_size=images.hidden,
@@ -153,21 +114,14 @@ def _tokenizer(args: Namespace, out: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {
-        "<pad>": PAD,
-        "<s>": BOS,
-        "</s>": EOS,
-        "<image>": IMAGE,
-        "read": READ,
-        "<so_embedding>": 5,
-        "<unk>": 6,
-    }
     # Ids are those of data/sample.py, and of the entry of sound.
+    first = ["<pad>", "<s>", "</s>", "<image>", "read", "<so_embedding>", "<unk>"]
+    words = {word: number for number, word in enumerate(first)}
     words |= {str(digit): FIRST_DIGIT + digit for digit in range(10)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = ["<pad>", "<s>", "</s>", "<image>", "<so_embedding>", "<unk>"]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    special = [AddedToken(word, special=True) for word in first if word != "read"]
+    tokenizer.add_special_tokens(special)
     named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=DIGITS, **named)
     fast.save_pretrained(out)

@@ -31,15 +31,15 @@ COUNTED = 1024
 
 
 class Packing(NamedTuple):
-    """Settings of packing.
+    """Settings of packing, with the program's defaults.
 
     window: number of consecutive samples that are packed together.
     multiple: each sample is padded to a multiple of so many tokens; the layout's token multiple
     must divide it.
     """
 
-    window: int
-    multiple: int
+    window: int = 1024
+    multiple: int = 16
 
     def padded(self, tokens: int) -> int:
         """Return the length of a sample of ``tokens`` tokens after padding."""

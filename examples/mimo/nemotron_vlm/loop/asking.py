@@ -3,9 +3,14 @@
 """The command that asks the model just trained about a held-out sample."""
 
 import shlex
+import sys
 from pathlib import Path
 
 from examples.mimo.nemotron_vlm.data.sample import SampleSource
+
+HERE = Path(__file__).resolve().parents
+TOOL = next((path for each in HERE if (path := each / "tools/generate.py").exists()), None)
+"""The tool that asks; None in a checkout elsewhere, which has no tools of ours."""
 
 
 def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
@@ -18,7 +23,7 @@ def ask_command(source: SampleSource, number: int, checkpoints: Path) -> str:
         question = source.question("test", number)
         if question is None:
             return ""
-        words = ["tools/generate.py", str(checkpoints)]
+        words = [sys.executable, str(TOOL or "tools/generate.py"), str(checkpoints)]
         for place, (kind, files) in enumerate(question.media):
             folder = checkpoints / "asked" / f"{number}.{place}"
             folder.mkdir(parents=True, exist_ok=True)

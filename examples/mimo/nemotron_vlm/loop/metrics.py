@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import math
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data.provider import Loading
 from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.terminal import tell
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
@@ -35,7 +35,8 @@ IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s")
 """Metrics that Megatron does not write there."""
 
 LINE_INTERVAL_S = 10
-"""Seconds between lines of progress if there is no terminal; the last step has a line, too."""
+"""Seconds between lines of progress in the log, and where there is no terminal; the last step has a
+line, too."""
 
 Record = dict[str, float | int | bool | None]
 
@@ -221,10 +222,10 @@ class MetricsWriter:
         self._bar.update(is_new)
         now = time.monotonic()
         is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
-        if self._bar.disable and is_new and is_due:
+        if is_new and is_due:
             self._last_line = now
             numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
-            print(f"step {step} of {self._total_steps}: {numbers}", file=sys.stderr, flush=True)
+            tell(f"step {step} of {self._total_steps}: {numbers}", is_shown=self._bar.disable)
 
     def close(self) -> None:
         """Close the file and the bar."""

@@ -8,15 +8,18 @@ import os
 import signal
 import sys
 import tempfile
+import time
+import traceback
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from examples.mimo.nemotron_vlm.loop.asking import ask_command
 from examples.mimo.nemotron_vlm.loop.checkpoint_loading import newest, safe_loading
 from examples.mimo.nemotron_vlm.loop.forward_step import answers, forward_step
 from examples.mimo.nemotron_vlm.loop.metrics import Record, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say
+from examples.mimo.nemotron_vlm.loop.terminal import beginning, ending, say, tell
 from examples.mimo.nemotron_vlm.model.builder import VLMBuildConfig
 from examples.mimo.nemotron_vlm.model.model import placed
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
@@ -40,6 +43,7 @@ from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.models.mimo.setup.module_groups import (
     ModuleGroups,
     limit_waiting,
@@ -50,7 +54,7 @@ from megatron.core.models.mimo.setup.module_groups import (
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-from megatron.training import async_utils
+from megatron.training import async_utils, training
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
@@ -96,8 +100,8 @@ def run(argv: list[str]) -> None:
         raise UserError("--plan N takes 1 or more GPUs, and does not go with --dry-run")
     if own.device == "cuda" and not asks_only and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
-    log = _log_file(own, argv)
-    with _output_to(log):
+    # Megatron prints all arguments: not before the checks, whose refusal that would hide.
+    with _output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
         if asks_only:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
             from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
@@ -105,9 +109,7 @@ def run(argv: list[str]) -> None:
             text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
             print(text, file=sys.__stdout__)
             return
-        # Megatron prints all arguments: not before the checks, whose refusal that would hide.
-        with redirect_stdout(sys.stdout if "--help" in argv else io.StringIO()) as printed:
-            options = parse(argv)
+        options = parse(argv)
         args = options.args
         if args.transformer_impl != "local" and find_spec("transformer_engine") is None:
             raise UserError(
@@ -117,10 +119,12 @@ def run(argv: list[str]) -> None:
         _check_outputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
-        print(printed.getvalue(), end="", flush=True)
         if (directory := _directory(args)) and args.rank == 0:
             write_config(directory / "config.yaml", options.config)
         session = open_session(options, source)
+    log = _log_file(args)
+    with log.open("a", buffering=1) if log else nullcontext(sys.stdout) as file, _output_to(file):
+        print(early.getvalue(), end="", flush=True)
         lay = options.layouts
         say(
             f"{options.preset.name} on {args.world_size} ranks, {lay.placement}; "
@@ -200,7 +204,9 @@ def store_of_attempt() -> dist.Store | None:
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
     """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
     args, loading = session.options.args, session.loading
-    with observed(args, loading, note), safe_loading(args):
+    # Megatron saves before it ends with a result that is not finite, also without --save.
+    saving = {} if args.save else {"save_checkpoint_and_time": lambda *_, **__: None}
+    with observed(args, loading, note), safe_loading(args), replaced(training, **saving):
         pretrain(
             session.cfg,
             data_provider(loading),
@@ -235,13 +241,12 @@ def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -
         read = {place: token for part in everywhere for place, token in part.items()}
         shown = readings(session.loading.reader.source, read, READINGS)
         draw_report(args.report, read_metrics(args.metrics_out), shown)
-        print(f"picture: {args.report.absolute()}", file=sys.stderr)
+        tell(f"picture: {args.report.absolute()}")
     if args.rank == args.world_size - 1:
-        print(ending(args, list(last), log), file=sys.stderr)
-        is_convertible = "G" not in session.options.preset.language.hybrid_layer_pattern
-        source = session.loading.reader.source
-        if args.save and is_convertible and (command := ask_command(source, 0, Path(args.save))):
-            print(f"ask it: {command}", file=sys.stderr)
+        tell(ending(args, list(last), log))
+        source, can_ask = session.loading.reader.source, session.options.preset.is_in_transformers
+        if args.save and can_ask and (command := ask_command(source, 0, Path(args.save))):
+            tell(f"ask it: {command}")
 
 
 def _say_left_out(source: SampleSource, args: Namespace) -> None:
@@ -255,31 +260,30 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
             say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
 
 
-def _log_file(own: Namespace, argv: list[str]) -> Path | None:
-    if own.log_file == "-" or "--help" in argv:
-        return None
-    if own.log_file or own.dry_run or own.plan:
-        return Path(own.log_file or os.devnull)
-    return own.metrics_out.with_name("log.txt") if own.metrics_out else None
+def _log_file(args: Namespace) -> Path | None:
+    """Return the file of this run's output, which all ranks share; collective."""
+    if args.log_file or not args.metrics_out:
+        return Path(args.log_file) if args.log_file not in (None, "-") else None
+    begun = [time.strftime("%Y-%m-%d-%H%M%S")]
+    dist.broadcast_object_list(begun)
+    return args.metrics_out.with_name(f"log-{begun[0]}.txt")
 
 
 @contextmanager
-def _output_to(path: Path | None) -> Iterator[None]:
-    """Append what Megatron prints, logs and warns of to a file, which all ranks share."""
-    if path is None:
-        yield
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1)
-    except OSError as error:
-        raise UserError(f"--log-file {path}: cannot write there ({error.strerror})") from error
-    with file, redirect_stdout(file):
+def _output_to(file: TextIO) -> Iterator[TextIO]:
+    """Append what Megatron prints, logs and warns of to a file, and the traceback of an error."""
+    with redirect_stdout(file):
         logging.basicConfig(stream=file, force=True)
         logging.captureWarnings(True)
-        yield
-        logging.captureWarnings(False)
-        logging.basicConfig(force=True)
+        try:
+            yield file
+        except Exception:
+            if file is not sys.__stdout__:
+                traceback.print_exc(file=file)
+            raise
+        finally:
+            logging.captureWarnings(False)
+            logging.basicConfig(force=True)
 
 
 def _directory(args: Namespace) -> Path | None:
@@ -289,7 +293,9 @@ def _directory(args: Namespace) -> Path | None:
 
 def _check_outputs(args: Namespace) -> None:
     probe = args.save and Path(args.save, ".probe")
-    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--save": probe}
+    log = None if args.log_file == "-" else args.log_file and Path(args.log_file)
+    outputs = {"--metrics-out": args.metrics_out, "--report": args.report, "--log-file": log}
+    outputs["--save"] = probe
     for option, path in outputs.items():
         try:
             if path:

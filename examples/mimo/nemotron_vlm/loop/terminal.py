@@ -17,9 +17,17 @@ LAYOUT = ("placement", "encoder", "language")
 
 
 def say(text: str, args: Namespace) -> None:
-    """Print a text on the terminal, from the first rank; Megatron's own output goes to the log."""
+    """Tell a text from the first rank."""
     if args.rank == 0:
+        tell(text)
+
+
+def tell(text: str, is_shown: bool = True) -> None:
+    """Print a text on the terminal and, if the run has one, in the log that its output goes to."""
+    if is_shown:
         print(text, file=sys.stderr, flush=True)
+    if sys.stdout is not sys.__stdout__:
+        print(text, flush=True)
 
 
 def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -> str:

@@ -74,6 +74,11 @@ class VLMPreset:
         """The encoder of image tiles, whose sizes the program's own data sets need."""
         return next(each for each in self.encoders if each.name == IMAGES)
 
+    @property
+    def is_in_transformers(self) -> bool:
+        """Whether transformers' nemotron_h has all kinds of layers: it has no gated delta nets."""
+        return "G" not in self.language.hybrid_layer_pattern
+
     def with_images_of_any_size(
         self, least: int | None = None, most: int | None = None, frame: int | None = None
     ) -> VLMPreset:

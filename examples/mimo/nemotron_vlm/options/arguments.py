@@ -155,6 +155,12 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
+    every, kept = args.save_interval, args.save_retain_interval
+    if args.save and every and kept and kept % every:
+        raise UserError(
+            f"--save-retain-interval {kept} must be a multiple of --save-interval {every}; "
+            f"nearest: {max(1, round(kept / every)) * every}"
+        )
     for name, least in LEAST.items():
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be {least} or more")

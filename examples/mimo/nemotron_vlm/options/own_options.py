@@ -9,6 +9,7 @@ from typing import Literal
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import BUBBLES, COLOCATED, NON_COLOCATED, THREE_PHASES
+from examples.mimo.nemotron_vlm.data.rows import Packing
 from examples.mimo.nemotron_vlm.model.presets import PRESETS, VLMPreset, find_preset
 from examples.mimo.nemotron_vlm.options.config_file import nearest, with_config
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -82,9 +83,9 @@ class OwnOptions:
     pack: bool = False
     """pack as many samples as fit into a row of --seq-length tokens; samples do not attend to each
     other, and batch sizes count rows"""
-    pack_window: int = 1024
+    pack_window: int = Packing().window
     """number of consecutive samples that are packed together"""
-    sample_multiple: int = 16
+    sample_multiple: int = Packing().multiple
     """with --pack, pad each sample to a multiple of so many tokens, which must be a multiple of tp,
     or of 2·cp·tp with context parallelism"""
     balance: bool = True
@@ -123,8 +124,8 @@ class OwnOptions:
     report: Path | None = None
     """write a PNG with curves and test answers to this file at the end"""
     log_file: str | None = None
-    """file that Megatron's own output goes to, or - for the terminal; default: log.txt beside
-    --metrics-out"""
+    """file that Megatron's own output goes to, or - for the terminal; default: log-TIME.txt beside
+    --metrics-out, a file for each start"""
     dry_run: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1, "metavar": "RANKS"}}
     )

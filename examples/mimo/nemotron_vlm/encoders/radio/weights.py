@@ -37,6 +37,16 @@ EXPECTED = {
 }
 """Fields of a RadioConfig for which our model supports one value."""
 
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "patch": "patch_size",
+    "max_tile": "max_img_size",
+    "norm_epsilon": "layer_norm_eps",
+}
+"""Fields of the entry and of a RadioConfig."""
+
 TOP = {
     "class_token": "model.patch_generator.cls_token.token",
     "position_embeddings": "model.patch_generator.pos_embed",
@@ -92,15 +102,10 @@ class RadioPart(Part):
                 pixels[field] = tuple(files.read(outer + name).flatten().tolist())
         return replace(
             base,
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
+            **{ours: getattr(config, theirs) for ours, theirs in SIZES.items()},
             ffn=int(config.hidden_size * config.mlp_ratio),
-            patch=config.patch_size,
             tile=tile,
-            max_tile=config.max_img_size,
             class_tokens=config.num_cls_tokens + config.num_registers,
-            norm_epsilon=config.layer_norm_eps,
             tubelet=config.video_temporal_patch_size or 1,
             **pixels,
         )

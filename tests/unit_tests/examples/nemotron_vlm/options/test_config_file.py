@@ -8,6 +8,7 @@ import re
 import pytest
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.loop.run import run
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -16,6 +17,7 @@ from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options
 from examples.mimo.pretrain_nemotron_vlm import ROOT
 from tests.unit_tests.examples.nemotron_vlm import runs  # noqa: F401 (its parser is quick)
+from tests.unit_tests.test_utilities import Utils
 
 RECIPES = sorted((ROOT / "examples/mimo/recipes").glob("*.yaml"))
 OPTIONS = """
@@ -96,12 +98,17 @@ def test_the_environment_sees_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_taken(recipe, tmp_path, monkeypatch):
+def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monkeypatch):
     write_preset(find_preset("tiny"), tmp_path / "model.json")
     for name in ("WEIGHTS", "ALIGNED", "DATA", "TOKENIZER", "OUT"):
         monkeypatch.setenv(name, str(tmp_path))
     found = parse(["--config", str(recipe)], 2)
-    assert found.args.save == f"{tmp_path}/checkpoints"
+    assert found.args.save == f"{tmp_path}/checkpoints" and found.args.save_retain_interval
+    Utils.destroy()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "predicted GiB" in dry_run(["--config", str(recipe)], 2)
+    with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
+        parse(["--config", str(recipe), "--save-interval", "300"], 2)
 
 
 def test_help_is_one_screen_with_each_option_of_ours(capsys):

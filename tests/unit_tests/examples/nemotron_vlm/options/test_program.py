@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program's main file, before it imports Megatron."""
+"""The program's main file, before it imports Megatron, and how it ends."""
 
 import json
 import os
@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from examples.mimo.common.errors import UserError
+from examples.mimo.common import errors
+from examples.mimo.common.errors import UserError, end_rank
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS, ROOT, share_gpus, uses_gpus
 
@@ -111,3 +114,33 @@ def test_cpu_ranks_leave_installed_gpu_kernels_alone(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+LOST = "[/pytorch/third_party/gloo/x.cc:5] Connection closed by peer [127.0.0.1]:5. Look at it."
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("bad data", rank=1), 2, "rank 1: bad data"),
+        (UserError("bad layout"), 2, ""),  # the first rank prints it
+        (RuntimeError(LOST), 1, "rank 1 has lost another rank, which has ended or hangs: Conn"),
+        (DistBackendError("NCCL: a remote process exited"), 1, "rank 1 has lost another rank, "),
+        (DistBackendError("Duplicate GPU"), 1, "rank 1: DistBackendError: Duplicate GPU"),
+        (ValueError("found\nNaN"), 1, "rank 1: ValueError: found NaN"),
+    ],
+)
+def test_an_error_is_one_line_that_torchruns_report_repeats(
+    error, code, line, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(errors, "GRACE_S", 0)
+    assert end_rank(error) == code
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == bool(line) or f"{type(error).__name__}: " in said[-1]
+    assert not line or said[-1].startswith(f"error: {line}")
+    failure = ProcessFailure(0, 1, code, str(tmp_path / "error.json"))
+    last = ChildFailedError("main", {1: failure}).format_msg().splitlines()[-2]
+    assert last.startswith("  traceback : error: ")
+    assert last.endswith(said[-1] if said else "layout")

@@ -1,0 +1,164 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers, on the inputs that the program's encoders take, and its answers."""
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import transformers
+from einops import rearrange
+
+from conversion.directions import MODEL
+from conversion.nemotron_h import TIME_STEP_MIN
+from conversion.sources import LANGUAGE, config_of, preset_of, sources_of
+from conversion.trained import INPUTS
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import make_encoder
+from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
+from examples.mimo.nemotron_vlm.encoders.radio.entry import Radio
+from examples.mimo.nemotron_vlm.energon import conversation
+from examples.mimo.nemotron_vlm.energon.encoding import File
+from examples.mimo.nemotron_vlm.model.presets import find_preset, nano_omni_30b_a3b
+
+MAY_LACK = re.compile(
+    "lambda1$|summary_idxs$|num_batches_tracked$|norm_(mean|std)$"
+    "|feature_extractor|video_patch_projection"
+)
+"""Tensors that the program's models do not have; transformers fills them as they have to be. The
+last embeds video, which is refused for such a model."""
+
+
+def their_model(directory: Path, as_ours: bool = False):
+    """Load a whole VLM or a language model.
+
+    Args:
+        as_ours: in fp32, with Mamba-2's time steps as they are.
+
+    Raises:
+        UserError: the directory lacks tensors.
+    """
+    from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+    transformers.logging.set_verbosity_error()  # its hints about kernels; lacks are looked for
+    transformers.logging.disable_progress_bar()
+    config = config_of(directory)
+    is_language = config.model_type == LANGUAGE.model_type
+    kind = transformers.NemotronHForCausalLM if is_language else NemotronH_Omni_Reasoning_V3
+    if as_ours:
+        getattr(config, "text_config", config).time_step_min = TIME_STEP_MIN
+    dtype = torch.float32 if as_ours else "auto"
+    how = {"config": config, "dtype": dtype, "output_loading_info": True}
+    model, found = kind.from_pretrained(directory, **how)
+    if lacking := [name for name in found["missing_keys"] if not MAY_LACK.search(name)]:
+        raise UserError(f"{directory} lacks {', '.join(lacking)}")
+    return model.eval()
+
+
+def embedded(model, ids: torch.Tensor, rows: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """Return embeddings of tokens [1, n, hidden].
+
+    Args:
+        ids: [1, n].
+        rows: encoders' rows, in the places of these tokens.
+    """
+    found = model.get_input_embeddings()(ids)
+    for token, parts in rows.items():
+        if parts:
+            found[ids == token] = torch.cat(parts).to(found.dtype)
+    return found
+
+
+def their_rows(model, images: Radio, made: torch.Tensor) -> torch.Tensor:
+    """Return the rows that transformers' encoder makes of an input.
+
+    Args:
+        images: the program's encoder of images.
+        made: patches of an image or a clip, as `PatchGrids` and `ClipGrids` cut them, or a sound.
+    """
+    if made.ndim == 1:
+        bins = model.config.audio_config.num_mel_bins
+        heard = transformers.ParakeetFeatureExtractor(bins)([made.numpy()], sampling_rate=16000)
+        given = heard["input_features"], heard["attention_mask"]
+        return model.get_audio_features(*given).pooler_output
+    mean, std = (torch.tensor(v)[:, None, None] for v in (images.pixel_mean, images.pixel_std))
+    if made.ndim == 4:
+        cut = "n h w (t c y x) -> n t c (h y) (w x)"
+        sides = {"t": images.tubelet, "y": images.patch, "x": images.patch}
+        pixels = (rearrange(made, cut, **sides) / 255 - mean) / std
+        return torch.cat(list(model.get_video_features(pixels.flatten(1, 2)[None]).pooler_output))
+    mean, std = (each.flatten().repeat_interleave(images.patch**2) for each in (mean, std))
+    patches, grid = (made.flatten(0, 1) / 255 - mean) / std, torch.tensor([made.shape[:2]])
+    return model.get_image_features(patches, grid).pooler_output[0]
+
+
+class Conversation:
+    """A conversation with a model of transformers.
+
+    Args:
+        directory: a Hugging Face directory with a tokenizer; and, if the program trained the model,
+            with the model's sizes and how inputs were prepared.
+
+    Raises:
+        UserError: it lacks a tokenizer, or tensors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        inputs = {"prompt": "", "image_token": "<image>", "dynamic_resolution": True}
+        inputs |= {"video_frames": None, "video_fps": None, "tokenizer_model": str(directory)}
+        if (directory / INPUTS).is_file():
+            inputs |= json.loads((directory / INPUTS).read_text())
+            preset = find_preset(str(directory / MODEL))
+        else:
+            base = nano_omni_30b_a3b()
+            preset = preset_of(sources_of(directory, base), base, None)
+        if inputs["dynamic_resolution"]:
+            preset = preset.with_images_of_any_size()
+        try:
+            self._encoder = make_encoder(Namespace(**inputs), preset)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self._model = their_model(directory)
+        self._preset, self._turns, self._media = preset, [], []
+
+    def ask(self, question: str, files: list[File], max_tokens: int) -> str:
+        """Return the answer to a question with media, after those asked before."""
+        counts = {
+            kind: sum(file.kind == kind for file in files) for kind in conversation.PLACEHOLDERS
+        }
+        turns = [conversation.Turn("user", question, True), conversation.Turn("assistant", "-")]
+        placed, kinds = conversation.place_media(turns, counts)
+        rest = {
+            kind: [file for file in files if file.kind == kind]
+            for kind in conversation.PLACEHOLDERS
+        }
+        self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
+        self._turns.append(placed[0])
+        ids = torch.from_numpy(self._encoder.question(self._turns, self._media))[None]
+        with torch.no_grad():
+            made = self._model.generate(
+                inputs_embeds=self._embedded(ids),
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=self._encoder.chat.end,
+                pad_token_id=self._encoder.chat.pad_token,
+            )
+        answer = self._encoder.chat.words(made[0].tolist()).strip()
+        self._turns.append(conversation.Turn("assistant", answer))
+        return answer
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of tokens [1, n, hidden], with the rows of media in their places."""
+        images, tokens = self._preset.images, self._encoder.chat.ids
+        rows = {token: [] for token in tokens.values()}
+        for medium in self._media:
+            encoder = SOUND if medium.kind in conversation.KINDS_OF[SOUND] else IMAGES
+            made = self._encoder.inputs([medium], encoder)
+            if isinstance(made, torch.Tensor):  # tiles, each of which is an image
+                cut = "n c (h y) (w x) -> n h w (c y x)"
+                made = rearrange(made, cut, y=images.patch, x=images.patch)
+            rows[tokens[encoder]] += [their_rows(self._model, images, each) for each in made]
+        return embedded(self._model, ids, rows)
