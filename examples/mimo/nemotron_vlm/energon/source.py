@@ -120,14 +120,6 @@ class EnergonSource(SampleSource):
                 raise ValueError(f"{found} tokens, but {surveyed} in the survey")
         return Text(*(part[: self._seq_length] for part in text))
 
-    def tiles(self, split: str, number: int) -> torch.Tensor:
-        """Return the tiles of a sample, uint8 [n, 3, tile, tile]; n is 0 for text only.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
-        return self.inputs(split, number, IMAGES)
-
     def pictures(self, split: str, number: int) -> list[torch.Tensor]:
         """See `SampleSource`.
 

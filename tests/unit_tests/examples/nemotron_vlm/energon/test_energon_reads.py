@@ -124,15 +124,21 @@ def shard(digits, tmp_path):
     return copied / Path(source(copied).name("train", SAMPLE)).parent.name
 
 
-@pytest.mark.parametrize("part", ["text", "tiles"])
+PARTS = {
+    "text": lambda opened: opened.text("train", SAMPLE),
+    "tiles": lambda opened: opened.inputs("train", SAMPLE, IMAGES),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 class TestReadsThatFail:
     """Reads of a sample with an image: of its text, as all ranks do, or of its tiles."""
 
     def test_are_tried_again_after_growing_pauses(self, shard, part, monkeypatch, slept, caplog):
         opened = source(shard.parent)
-        wanted = getattr(source(shard.parent), part)("train", SAMPLE)
+        wanted = part(source(shard.parent))
         ShardReads(monkeypatch).failing[shard.name] = 2
-        found = getattr(opened, part)("train", SAMPLE)
+        found = part(opened)
         assert slept == PAUSES_S[:2]
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
         assert f"{shard}: [Errno 5] Input/output error; next try in 2 s" in caplog.text
@@ -143,20 +149,20 @@ class TestReadsThatFail:
         reads.failing[shard.name] = ALWAYS
         text = f"^{shard} cannot be read, also after 63 s: .Errno 5. Input/output error$"
         with pytest.raises(OSError, match=text):
-            getattr(opened, part)("train", SAMPLE)
+            part(opened)
         assert slept == PAUSES_S
         reads.failing.clear()
-        assert len(getattr(opened, part)("train", SAMPLE))
+        assert len(part(opened))
 
     def test_are_not_awaited_where_the_shard_has_changed(self, shard, part, slept):
         opened = source(shard.parent)
         text = f"{shard}/train-.* has changed since the survey: "
         shard.write_bytes((shard.parent / "val-0000.tar").read_bytes()[:5000])
         with pytest.raises(ValueError, match=text):
-            getattr(opened, part)("train", SAMPLE)
+            part(opened)
         shard.unlink()
         with pytest.raises(ValueError, match=text):
-            getattr(source(shard.parent), part)("train", SAMPLE)
+            part(source(shard.parent))
         assert not slept
 
 

@@ -211,7 +211,7 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
     for number in range(3):
         text = opened.text("train", number)
         answers.append(text.labels[text.loss_mask == 1].tolist())
-        assert opened.tiles("train", number).shape == (1, 3, 16, 16)
+        assert opened.inputs("train", number, IMAGES).shape == (1, 3, 16, 16)
     assert sorted(answers) == [[10 + n, 10 + n, 2] for n in range(3)]
     with pytest.raises(ValueError, match="has no samples for val or test"):
         opened.costs("test", 0, 1)
@@ -220,8 +220,10 @@ def test_captions_are_read_through_a_field_map(digits, tmp_path):
 def test_a_pickle_reads_the_same(digits):
     """Loading processes that are forked are in rows.py."""
     opened = source(digits)
-    opened.tiles("train", 0)  # files are open when it is pickled
+    opened.inputs("train", 0, IMAGES)  # files are open when it is pickled
     again = pickle.loads(pickle.dumps(opened))
     assert again.fingerprint == opened.fingerprint
     for number in range(TRAIN):
-        assert torch.equal(again.tiles("train", number), opened.tiles("train", number))
+        assert torch.equal(
+            again.inputs("train", number, IMAGES), opened.inputs("train", number, IMAGES)
+        )
