@@ -20,7 +20,7 @@ class BadImage(BadMedium):
 
 
 class UnreadFormat(BadMedium):
-    """An image in a format that Pillow does not read."""
+    """A medium in a format that is not read."""
 
     kind = "unread format"
 

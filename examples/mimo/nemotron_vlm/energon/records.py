@@ -31,8 +31,15 @@ ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
+UNREAD = dict.fromkeys(OTHERS, "a format that Pillow does not read")
+SOUNDS, CLIPS = ("aac", "m4a", "mp3", "ogg", "opus"), ("avi", "mkv", "mov", "webm")
+UNREAD |= dict.fromkeys(SOUNDS, "convert it to wav or flac")
+UNREAD |= dict.fromkeys(CLIPS, "convert it to mp4 or to frames")
+"""What is said of formats that are not read, by suffix."""
+
 SUFFIXES = dict.fromkeys(FORMATS.keys() | OTHERS, IMAGES)
-SUFFIXES |= {"wav": SOUND, "flac": SOUND, "mp4": VIDEO}
+SUFFIXES |= dict.fromkeys(("wav", "flac", *SOUNDS), SOUND)
+SUFFIXES |= dict.fromkeys(("mp4", *CLIPS), VIDEO)
 FRAME = re.compile(rf"(?i)(video\d*)\.\d+\.(?:{'|'.join(FORMATS.keys() | OTHERS)})")
 """Name of a frame of a clip, and of the clip therein."""
 
@@ -90,7 +97,7 @@ def read_record(sample: Any, prompt: str) -> Record:
 
     Raises:
         BadConversation: fields are missing or have the wrong type, or do not fit the files.
-        UnreadFormat: a file is an image by its name, in a format that Pillow does not read.
+        UnreadFormat: a file is a medium by its name, in a format that is not read.
     """
     if isinstance(sample, CaptioningSample):
         return _record(_captioning(prompt, sample.caption), [sample.image])
@@ -127,8 +134,8 @@ def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
     for file in files:
         if not isinstance(file, MediaFile):
             raise BadConversation(f"an image is of type {type(file).__name__}")
-        if _suffix(file) in OTHERS:
-            raise UnreadFormat(f"{file}: a format that Pillow does not read")
+        if reason := UNREAD.get(_suffix(file)):
+            raise UnreadFormat(f"{file}: {reason}")
         kind = kind_of(file) or IMAGES  # a field may map to a file of any name
         if kind != VIDEO:
             of[kind].append(Medium(kind, (file,)))

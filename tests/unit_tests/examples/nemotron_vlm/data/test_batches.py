@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
-from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data import SampleSource, make_source
 from examples.mimo.nemotron_vlm.data.balance import cut_evenly
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
+from examples.mimo.nemotron_vlm.data.patch_grids import grids_of, tubelets_of
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows, best_fit
 from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES, Text
 from examples.mimo.nemotron_vlm.data.step_plan import InputRange, Take
+from examples.mimo.nemotron_vlm.model.presets import nano_vl_30b_a3b
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.token_layout import PaddedLengths, zigzag_layout
@@ -26,6 +29,7 @@ from tests.unit_tests.no_host_sync import no_host_sync
 
 SEQ_LENGTH = 32
 TOKENS_PER_TILE = 4
+NANO = nano_vl_30b_a3b().with_images_of_any_size()
 
 
 class VariedSamples(SampleSource):
@@ -148,6 +152,19 @@ def atoms_of(takes: dict[int, list[Take]], side: str, numbers: range) -> list[in
     return [int(rows) for share in shares for rows in np.sum(share, axis=0)]
 
 
+class Photographs(SampleSource):
+    """One or two images a sample, from small ones to the largest."""
+
+    def sizes(self, split, first, count, encoder):
+        drawn = (np.random.default_rng([n, 1]) for n in range(first, first + count))
+        shapes = (np.exp(draw.uniform(5, 7.6, size=(draw.integers(1, 3), 2))) for draw in drawn)
+        return [np.array([NANO.images.grids.size_of(h, w) for h, w in each]) for each in shapes]
+
+    def costs(self, split, first, count):
+        sizes = self.sizes(split, first, count, IMAGES)
+        return np.array([(NANO.images.rows(each).sum() + 50, len(each)) for each in sizes])
+
+
 class TestBalance:
     @pytest.mark.parametrize("encoder_dp", [8, 16])
     def test_the_busiest_rank_of_either_module_has_5_percent_more_at_most(self, encoder_dp):
@@ -173,6 +190,23 @@ class TestBalance:
         assert max(worst[True]) <= 1.05
         assert worst[False][0] > 1.1
         assert unequal[True] < unequal[False] / 6
+
+    def test_ranks_have_equal_work_where_equal_numbers_of_images_have_not(self):
+        rows, parts, dp = Rows(Photographs(), "train", 8192, Packing(256, 8)), 8, 4
+        layouts = Layouts((Layout(dp=parts),), Layout(dp=dp, pp=2), Batch(64, 1, 8192))
+        width, work = NANO.language.hidden_size, {}
+        for part in range(parts):
+            plan = step_plan(layouts, part, part * dp // parts, preset=NANO, balance=True)
+            ranges = [r for t in plan.takes(rows, 0, 16, 1) for r in t.shares[IMAGES].ranges]
+            sizes = [
+                rows.source.sizes("train", one.sample, 1, IMAGES)[0][one.first : one.end]
+                for one in ranges
+            ]
+            work[part] = NANO.images.operations(np.concatenate(sizes), width)
+        even = np.array_split(np.concatenate(list(work.values())), parts)
+        ours, counted = ([each.sum() for each in shares] for shares in (work.values(), even))
+        assert max(ours) / np.mean(ours) < 1.05
+        assert max(counted) / np.mean(counted) > 1.3
 
     @given(st.lists(st.integers(1, 60), max_size=12), st.integers(1, 5))
     def test_inputs_are_cut_where_it_is_nearest_to_even(self, weights, parts):
@@ -234,3 +268,27 @@ class TestReader:
         own = slice(TOKENS_PER_TILE, 2 * TOKENS_PER_TILE)
         assert (encoded.counts, encoded.owners.tolist()) == ([4], owners[own].tolist())
         assert (consumed.counts, consumed.owners.tolist()) == ([12], owners.tolist())
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [("digits", "tiny"), ("digits:2", "tiny"), ("mock", "tiny"), ("digits:2", "tiny-omni")],
+)
+def test_samples_have_as_many_image_tokens_as_their_images_rows(data, model):
+    options = parse(["--data", data, "--model", model, "--dynamic-resolution"], 1)
+    images = options.preset.images
+    source = make_source(options.args, options.preset)
+    found, counts = [], set()
+    for number in range(40):
+        (sizes,) = source.sizes("train", number, 1, IMAGES)
+        text, inputs = source.text("train", number), source.inputs("train", number, IMAGES)
+        assert [image.shape[-3:-1] for image in inputs] == [tuple(g) for g in grids_of(sizes)]
+        tubelets = [len(each) if each.ndim == 4 else 0 for each in inputs]
+        assert tubelets == tubelets_of(sizes).tolist()
+        assert (text.input_ids == IMAGE).sum() == images.rows(sizes).sum()
+        cost = source.costs("train", number, 1)[0]
+        assert cost[0] == len(text.input_ids) <= options.args.seq_length
+        found += sizes.tolist()
+        counts.add(len(sizes))
+    assert len(set(found)) > 8 and len(counts) > 1
+    assert set(tubelets_of(np.array(found))) == ({0, 1, 2} if images.clips else {0})

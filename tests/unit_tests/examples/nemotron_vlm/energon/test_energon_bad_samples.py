@@ -53,13 +53,15 @@ class TestBadSamples:
             {"json": talk, "heic": b"something"},
             {"json": talk, "png": b"something"},
             {"json": json.dumps({"caption": "3", "fps": {"a": "b"}}).encode()},
+            {"json": talk, "mp3": b"something"},
         ]
         make_shard(tmp_path, samples, CRUDE)
         assert main([str(tmp_path), "--tokenizer-model", str(digits / "tokenizer")]) == 0
         printed = capsys.readouterr().out
         for line in (
-            f"{tmp_path} train: 4 samples in 1 shards, 1 good, 0 of them text only",
-            "  unread format: 1\n    a.tar/1: heic: a format that Pillow does not read",
+            f"{tmp_path} train: 5 samples in 1 shards, 1 good, 0 of them text only",
+            "  unread format: 2\n    a.tar/1: heic: a format that Pillow does not read",
+            "    a.tar/4: mp3: convert it to wav or flac",
             "  bad image: 1\n    a.tar/2: image 1: damaged, or not what its name says: Pillow ",
             '    a.tar/3: its fps is {"a": "b"}, no number ',
             f"{tmp_path}: has no samples for val or test: Invalid split part: 'test'",

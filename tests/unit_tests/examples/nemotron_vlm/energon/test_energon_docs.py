@@ -111,7 +111,7 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     glass.with_name("odd.png").write_bytes(image(101, 7))
     Path("talks.json").write_text(json.dumps([talk, more]))
     Path("talks.py").write_text(block("python", '"path" in item'))
-    run("python talks.py media talks.json build/talks")
+    run(re.search("`(python talks.py .*?)`", DOCUMENT)[1])
     run(block("bash", "energon prepare").replace("photos", "talks"))
     assert "train: 1 samples in 1 shards, 1 good" in run(asked.replace("omni ", "talks "))
     given = {"encoder": omni(made / "tokenizer"), "seq_length": 999}

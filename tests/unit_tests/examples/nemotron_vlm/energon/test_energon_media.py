@@ -253,17 +253,23 @@ class TestClips:
 
 
 @pytest.mark.parametrize("kind", ["images", "file"])
-def test_media_are_opened_and_decoded_once_where_they_are_encoded(
-    shards, tmp_path, monkeypatch, kind
-):
-    clip = {f"video.{n}.png": file for n, file in enumerate(pngs())}
-    clip = clip if kind == "images" else {"mp4": mp4()}
-    talk = json.dumps({"caption": "3", "prompt": "copy <video> <image> <sound>"}).encode()
-    files = {"json": talk, "png": image(32, 24), "wav": wav(tone(4000)), **clip}
-    make_shard(tmp_path, [files], CRUDE)
+def test_media_are_opened_once_and_stand_in_the_texts_order(shards, tmp_path, monkeypatch, kind):
+    """An image between two clips, and a sound; text alone; and a clip with a damaged frame."""
+    clip = {f"video1.{n}.png": file for n, file in enumerate(pngs())}
+    other = {f"video2.{n}.png": file for n, file in enumerate(pngs()[:2])}
+    first = clip if kind == "images" else {"video1.mp4": mp4()}
+    both = {**first, **other, "png": image(32, 24), "wav": wav(tone(4000))}
+    talks = ["copy <video> 3 <image> <video> <sound>", "copy", "copy <video>"]
+    samples = [both, {}, clip | {"video1.3.png": b"nothing"}]
+    for sample, question in zip(samples, talks, strict=True):
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "3"}]
+        sample["json"] = json.dumps({"conversations": turns}).encode()
+    make_shard(tmp_path, samples, CRUDE)
     tokenizer, calls = shards / "tokenizer", Counter()
     survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
-    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=128)
+    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=256)
+    assert opened.left_out("train") == {"bad video": 1}
+    numbers = {len(opened.sizes("train", n, 1, IMAGES)[0]): n for n in range(2)}
     counted = [(Image, "open"), (Image.Image, "convert"), (sounds.wavfile, "read")]
     counted += [(pytest.importorskip("av"), "open")] * (kind == "file")
     for owner, name in counted:
@@ -274,37 +280,16 @@ def test_media_are_opened_and_decoded_once_where_they_are_encoded(
             return real(*given, **options)
 
         monkeypatch.setattr(owner, name, call)
-    opened.text("train", 0)
-    assert not calls
-    assert len(opened.inputs("train", 0, SOUND)) == 1 and calls == {"scipy.io.wavfile.read": 1}
-    assert len(opened.inputs("train", 0, IMAGES)) == 2
-    images = 1 + len(SHADES) if kind == "images" else 1
-    wanted = {"PIL.Image.open": images, "Image.convert": images, "scipy.io.wavfile.read": 1}
-    assert calls == wanted | ({"av.open": 1} if kind == "file" else {})
-
-
-def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
-    shards, tmp_path, monkeypatch
-):
-    """An image between two clips, text alone, and a clip of which a frame is damaged."""
-    clip = {f"video.{n}.png": file for n, file in enumerate(pngs())}
-    other = {f"video2.{n}.png": file for n, file in enumerate(pngs()[:2])}
-    talks = ["copy <video> 3 <image> <video>", "copy", "copy <video>"]
-    samples = [{**clip, **other, "png": image(32, 24)}, {}, clip | {"video.3.png": b"nothing"}]
-    for sample, question in zip(samples, talks, strict=True):
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "3"}]
-        sample["json"] = json.dumps({"conversations": turns}).encode()
-    make_shard(tmp_path, samples, CRUDE)
-    tokenizer = shards / "tokenizer"
-    survey(tmp_path, tokenizer, splits=["train"], makes=[omni])
-    opened = source(tmp_path, tokenizer, encoder=omni(tokenizer), seq_length=128)
-    assert opened.left_out("train") == {"bad video": 1}
     reads = ShardReads(monkeypatch)
-    numbers = {len(opened.sizes("train", n, 1, IMAGES)[0]): n for n in range(2)}
     text = opened.text("train", numbers[3])
-    assert not reads.images
+    assert not reads.images and not calls
+    (heard,) = opened.inputs("train", numbers[3], SOUND)
+    assert len(heard) == 4000 and calls == {"scipy.io.wavfile.read": 1}
     inputs = opened.inputs("train", numbers[3], IMAGES)
     assert [each.ndim for each in inputs] == [4, 3, 4]
+    images = 1 + 2 + (len(SHADES) if kind == "images" else 0)
+    wanted = {"PIL.Image.open": images, "Image.convert": images, "scipy.io.wavfile.read": 1}
+    assert calls == wanted | ({"av.open": 1} if kind == "file" else {})
     sizes = np.array([GRIDS.size_of(24, 32), CLIPS.size_of(1, 24, 32)])
     image_rows, tubelet_rows = GRIDS.rows(sizes).tolist()
     assert image_rows != tubelet_rows
@@ -312,5 +297,6 @@ def test_clips_and_images_are_inputs_of_one_encoder_in_the_texts_order(
         ::2
     ]
     assert runs.tolist() == [tubelet_rows] * 3 + [image_rows, tubelet_rows]
-    pictures = opened.pictures("train", numbers[3])
+    *pictures, spectrum = opened.pictures("train", numbers[3])
     assert [picture.shape for picture in pictures] == [(3, 24, 32)] * (5 + 1 + 2)
+    assert len(spectrum) == 3
