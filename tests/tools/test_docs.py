@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from doc_commands import DOCUMENTS
+from test_docs_commands import DOCUMENTS
 
 from mini import REPOSITORY
 from overlay.patchset import PatchSet

@@ -8,17 +8,20 @@ the command starts; nothing is trained.
 """
 
 import argparse
+import contextlib
+import itertools
 import logging
 import re
 import runpy
+import shlex
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from doc_commands import DOCUMENTS, LANGUAGES, NOT_TESTED, Command, blocks, commands
 from torch.distributed.run import get_args_parser
 
 import show_layout
@@ -28,6 +31,77 @@ from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.own_options import own_options
 from mini import REPOSITORY, UPSTREAM, World, git
 from overlay.cli import _parser as overlay_parser
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+LANGUAGES = {"bash", "diff", "json", "mermaid", "python", "text", "toml", "yaml"}
+"""Languages that a fenced block may have; commands are in ``bash``."""
+
+NOT_TESTED = "not tested: "
+"""Beginning of the title of a block whose commands no test can run or parse."""
+
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HERE_DOCUMENT = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+SEPARATORS = ("&&", ";")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    language: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the variables set before it, its words, and what it reads from a here-document."""
+
+    variables: dict[str, str]
+    words: list[str]
+    stdin: str = ""
+
+
+def blocks(document: Path) -> list[Block]:
+    """All fenced blocks."""
+    return [Block(*parts) for parts in FENCE.findall(document.read_text())]
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """The commands of a block, in order."""
+    inputs: list[str] = []
+
+    def taken(match: re.Match) -> str:
+        inputs.append(match[2])
+        return f"<< {len(inputs) - 1}"
+
+    for words in _lines(HERE_DOCUMENT.sub(taken, block.text).replace("\\\n", " ")):
+        for is_separator, command in itertools.groupby(words, SEPARATORS.__contains__):
+            if not is_separator:
+                yield _command(list(command), inputs)
+
+
+def _lines(text: str) -> Iterator[list[str]]:
+    """The words of each line; a line ends where no quotation is open."""
+    line = ""
+    for part in text.splitlines(keepends=True):
+        line += part
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&<")
+        lexer.whitespace_split = True
+        with contextlib.suppress(ValueError):
+            yield list(lexer)
+            line = ""
+
+
+def _command(words: list[str], inputs: list[str]) -> Command:
+    stdin = ""
+    if "<<" in words:
+        at = words.index("<<")
+        stdin, words = inputs[int(words[at + 1])], words[:at]
+    count = next((i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)), len(words))
+    return Command(dict(w.split("=", 1) for w in words[:count]), words[count:], stdin)
+
 
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][

@@ -138,7 +138,7 @@ class TestOneRank:
         assert_back_again(directory, saved)
 
     @requires_world_size(1)
-    def test_rows_of_sound_are_those_of_each_clip_alone(self, tmp_path):
+    def test_rows_of_sound_are_those_of_each_clip_alone(self, vlm, tmp_path):
         """Theirs depend on padding if a clip's last frame has its own row, here in training too.
         Weights that have changed come back changed, though the options name no model with sound."""
         theirs, directory = whole_vlm(sound=True), tmp_path / "ours"
@@ -168,6 +168,9 @@ class TestOneRank:
         back = tensors_of(tmp_path / "back")
         for name, tensor in tensors_of(saved).items():
             assert torch.equal(back[name], tensor + name.startswith("sound_projection.")), name
+        silent, out = vlm.with_name("theirs"), tmp_path / "silent"
+        convert("megatron-to-hf", tmp_path / "saved", "--like", silent, "--out", out)
+        assert tensors_of(out).keys() == tensors_of(silent).keys()
 
     @requires_world_size(1)
     def test_like_may_have_a_configuration_alone(self, vlm, tmp_path):

@@ -132,7 +132,8 @@ def _configured(files: TensorFiles, parts: Mapping[Part, str | None]) -> list[So
     if config.force_image_size:
         config.vision_config.image_size = config.force_image_size
     configs = {part: getattr(config, part.config) if part.config else config for part in parts}
-    return [Source(p, parts[p], files, p.in_vlm, configs[p], tuple(parts)) for p in parts]
+    has = [part for part in parts if configs[part] is not None]  # a VLM may have no sound
+    return [Source(p, parts[p], files, p.in_vlm, configs[p], tuple(has)) for p in has]
 
 
 def config_of(directory: Path) -> Any:

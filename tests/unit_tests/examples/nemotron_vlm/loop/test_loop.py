@@ -117,10 +117,13 @@ class TestMetrics:
             save = training.save_checkpoint
             with replaced(training, save_checkpoint=observe_save):
                 train(session, records.append)
+            step = session.options.args.global_batch_size * session.options.args.seq_length
         assert at_saves == [[1], [1, 2], [1, 2, 3]]
         assert records == [json.loads(line) for line in path.read_text().splitlines()]
         assert [record["lr"] for record in records] == pytest.approx([1e-4, 7.5e-5, 2.5e-5])
         assert ["eval_accuracy" in record for record in records] == [False, True, True]
+        tokens = [record["tokens_per_s"] * record["step_time_s"] for record in records]
+        assert tokens == pytest.approx([step] * 3)
         assert not any(record["skipped"] for record in records)
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):

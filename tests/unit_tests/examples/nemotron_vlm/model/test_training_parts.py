@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.model.layer_specs import layer_specs
 from examples.mimo.nemotron_vlm.options.arguments import parse
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.transformer import transformer_config
+from megatron.core.transformer.moe.layout_free_router import LayoutFreeRouter
+from megatron.core.transformer.moe.router import TopKRouter
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.models.mimo.one_step import PROPORTIONAL_STEP
 from tests.unit_tests.models.mimo.weights import Weights, gather_weights
@@ -125,6 +131,19 @@ def test_each_part_has_its_own_learning_rate_and_weight_decay():
     common, own = moves(*rates), moves(*rates, "--projector-weight-decay", "0.5")
     assert all(torch.equal(move, own["encoder"][name]) for name, move in common["encoder"].items())
     assert all(not torch.equal(m, own["projector"][n]) for n, m in common["projector"].items())
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_routers_balance_alike_in_every_layout_and_delta_nets_have_their_own_activation(
+    implementation,
+):
+    """The MLPs of this model have a squared ReLU; upstream's own spec stays as it is."""
+    found = []
+    for stack in (layer_specs(implementation).hybrid_stack, hybrid_stack_spec):
+        layers = stack.submodules
+        router = layers.moe_layer.submodules.mlp.keywords["submodules"].router
+        found.append((router, layers.gdn_layer.submodules.self_attention.module))
+    assert found == [(LayoutFreeRouter, SiluGatedDeltaNet), (TopKRouter, GatedDeltaNet)]
 
 
 FORMAT = "--fp8-format hybrid --fp8-recipe tensorwise"
