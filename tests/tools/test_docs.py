@@ -24,7 +24,7 @@ PROGRAM = re.compile(r"`((?:tools|docs)/[\w./-]*\w)[^`]*`")
 """A path of the repository at the beginning of a piece of code."""
 
 REVIEWER = REPOSITORY / "docs/reviewer"
-OVERVIEWS = ("index", "architecture", "planner")
+OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
 CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
 TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"

@@ -45,6 +45,8 @@ WHEREVER_SET = {
         --moe-expert-rank-capacity-factor --moe-paged-stash""",
     "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
     "no part of a step here is timed by its detector": "--log-straggler",
+    "it exchanges tokens in Megatron's own TP group, not its module's": """
+        --use-grouped-gemm-for-shared-expert""",
     "tensor parallelism brings sequence parallelism, which all-reduces no activations": """
         --symmetric-ar-type""",
     "process groups are made from the modules' grids": """
@@ -151,13 +153,14 @@ REFUSALS = [
         )
     ),
     not_local("--window-size", lambda args: args.window_size is not None),
+    _set_to(
+        "--softmax-type learnable",
+        "no rule gives its offsets initial values, and the gradient norm would have those of one "
+        "TP rank alone",
+    ),
     not_local("--softmax-type", lambda args: args.softmax_type != "vanilla"),
     not_local("--qk-layernorm", lambda args: args.qk_layernorm),
     not_local("--moe-latent-size", lambda args: args.moe_latent_size),
-    not_local(
-        "--use-grouped-gemm-for-shared-expert",
-        lambda args: args.use_grouped_gemm_for_shared_expert,
-    ),
     not_local("--cp-comm-type", lambda args: set(args.cp_comm_type) - {"p2p", "all_gather"}),
     Refusal(
         "--use-precision-aware-optimizer",

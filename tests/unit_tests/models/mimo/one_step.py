@@ -42,9 +42,9 @@ def arguments(encoder: str, language: str, *options: str, microbatches: int = 2)
 
 
 @functools.cache
-def _step(encoder: str, language: str) -> tuple[Weights, Weights, float]:
+def _step(encoder: str, language: str, *common: str) -> tuple[Weights, Weights, float]:
     """Weights before and after a step, and its loss."""
-    with trainer(*arguments(encoder, language)) as run:
+    with trainer(*arguments(encoder, language, *common)) as run:
         before = gather_weights(run.stages)
         record = run.train_step()
         assert not record["skipped"]
@@ -56,8 +56,9 @@ def check_weights(row: Row) -> None:
 
     There the language model is laid out as the row's encoder, with the same DP, cp=1 and pp=1.
     """
-    before, after, loss = _step(row.encoder, row.encoder)
-    line = arguments(row.encoder, row.language, *row.options, microbatches=row.microbatches or 2)
+    before, after, loss = _step(row.encoder, row.encoder, *row.common)
+    options, count = (*row.common, *row.options), row.microbatches or 2
+    line = arguments(row.encoder, row.language, *options, microbatches=count)
     with trainer(*line) as run:
         assert_shards_equal(run.stages, before)
         made = groups()

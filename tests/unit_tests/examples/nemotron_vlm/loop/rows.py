@@ -308,5 +308,23 @@ WEIGHTS = {
         Row(8, "tiny", "tp=2,dp=4", "pp=2,dp=4,ep=4,vpp=2", BUBBLES, microbatches=4),
         Row(8, "tiny", "tp=1,dp=8", "pp=2,dp=4", ("--recompute-encoder", "1")),
     ],
+    "silent errors": [
+        Row(4, "tiny", "dp=4", language, options, common, microbatches=4)
+        for language, options, common in (
+            ("tp=2,pp=2,dp=1,ep=2,etp=1", (), ("--no-untie-embeddings-and-output-weights",)),
+            (
+                "tp=2,dp=2,ep=4,etp=1",
+                (),
+                ("--moe-shared-expert-gate", "--moe-z-loss-coeff", "0.01"),
+            ),
+            ("tp=2,cp=2,dp=1,ep=2,etp=2", FULL, ("--moe-shared-expert-gate",)),
+            ("tp=4,dp=1,ep=2,etp=1", ALLGATHER, ("--moe-aux-loss-coeff", "0.01")),
+            ("tp=2,dp=2", (), ("--model", "tiny-gdn")),
+            (
+                *("tp=2,cp=2,dp=1", ZIGZAG),
+                ("--normalization", "LayerNorm", "--position-embedding-type", "rope"),
+            ),
+        )
+    ],
 }
-"""Rows whose weights after a step are those of a layout with cp=1 and pp=1."""
+"""Rows whose weights after a step are those of a layout with cp=1, pp=1 and the encoder's tp."""

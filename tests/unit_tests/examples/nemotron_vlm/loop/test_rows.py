@@ -36,7 +36,7 @@ def test_trajectory_is_one_ranks(row, shared_path, record_property):
     check(row, record_property, saved=shared_path)
 
 
-@pytest.mark.parametrize("row", parameters({"weights": WEIGHTS["whole samples"]}))
+@pytest.mark.parametrize("row", parameters(WEIGHTS))
 def test_weights_after_a_step_are_the_references(row):
     check_weights(row)
 

@@ -1,0 +1,54 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient norm counts each element of the model once, however TP, EP and ETP share it."""
+
+import pytest
+
+from megatron.core.models.mimo.joint_optimizer import optimizer
+from tests.unit_tests.examples.nemotron_vlm.runs import Run, trainer
+from tests.unit_tests.test_utilities import requires_world_size
+
+
+def norm_of_ones(run: Run) -> float:
+    """Take a step in which every element of every gradient is one."""
+    prepare = run.optimizer.prepare_grads
+
+    def prepare_ones() -> bool:
+        for stage in run.stages:
+            for parameter in stage.parameters():
+                parameter.main_grad.fill_(1)
+        return prepare()
+
+    run.optimizer.prepare_grads = prepare_ones
+    record = run.train_step()
+    assert not record["skipped"]
+    return record["grad_norm"]
+
+
+@requires_world_size(4)
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "unmarked"])
+@pytest.mark.parametrize(
+    ("language", "options"),
+    [
+        ("tp=2,dp=2,ep=4,etp=1", ()),
+        ("tp=2,cp=2,dp=1,ep=2,etp=1", ("--no-use-distributed-optimizer",)),
+        ("tp=2,pp=2,dp=1,ep=2,etp=1", ("--no-untie-embeddings-and-output-weights",)),
+    ],
+)
+def test_it_is_the_root_of_the_number_of_elements(language, marked, options, monkeypatch):
+    """Also where layers leave weights of whole experts unmarked, which TP ranks do not share then:
+    those of Transformer Engine's grouped GEMM were."""
+    with trainer("--encoder", "dp=4", "--language", "dp=4", *options) as run:
+        whole = sum(p.numel() for stage in run.stages for p in stage.parameters())
+
+    make = optimizer.get_megatron_optimizer
+
+    def unmarked(config, stages, *args, **more):
+        for parameter in (p for stage in stages for p in stage.parameters()):
+            if not getattr(parameter, "allreduce", True):
+                parameter.tensor_model_parallel = marked
+        return make(config, stages, *args, **more)
+
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", unmarked)
+    with trainer("--encoder", "tp=2,dp=2", "--language", language, *options) as run:
+        assert norm_of_ones(run) == pytest.approx(whole**0.5, rel=1e-6)
