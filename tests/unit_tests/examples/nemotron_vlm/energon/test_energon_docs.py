@@ -113,7 +113,8 @@ def test_its_data_with_video_and_sound_are_read(tmp_path, monkeypatch):
     Path("talks.py").write_text(block("python", '"path" in item'))
     run(re.search("`(python talks.py .*?)`", DOCUMENT)[1])
     run(block("bash", "energon prepare").replace("photos", "talks"))
-    assert "train: 1 samples in 1 shards, 1 good" in run(asked.replace("omni ", "talks "))
+    printed = run(asked.replace("build/omni ", "build/talks "))
+    assert "train: 1 samples in 1 shards, 1 good" in printed
     given = {"encoder": omni(made / "tokenizer"), "seq_length": 999}
     opened = source(made.with_name("talks"), made / "tokenizer", **given)
     assert [each.ndim for each in opened.inputs("train", 0, IMAGES)] == [4, 3, 4]
