@@ -4,6 +4,7 @@
 
 import io
 import json
+import shlex
 import sys
 import wave
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.data import make_source
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
 from examples.mimo.nemotron_vlm.data.sound_lengths import SAMPLING_RATE
@@ -245,6 +247,18 @@ class TestClips:
     def test_of_unknown_speed_have_no_frames_in_a_second(self):
         with pytest.raises(BadClip, match='needs "fps" in its json'):
             Watching(CLIPS, fps=2.0).read(pngs(), 0.0)
+
+    def test_of_other_frames_have_a_survey_of_their_own(self, shards, tmp_path):
+        line = ["--data", f"energon:{shards}", "--tokenizer-model", str(shards / "tokenizer")]
+        line += ["--model", "tiny-omni", "--dynamic-resolution", "--surveys", str(tmp_path)]
+        found = []
+        for frames in ("--video-target-num-patches 36", "--video-frames 2", "--video-fps 1"):
+            options = parse([*line, *frames.split()], 1)
+            with pytest.raises(UserError, match="no survey of train") as refusal:
+                make_source(options.args, options.preset)
+            assert main(shlex.split(str(refusal.value).partition("make one: ")[2])[3:]) == 0
+            found.append(make_source(options.args, options.preset).fingerprint)
+        assert len({source(shards, encoder=omni(shards / "tokenizer")).fingerprint, *found}) == 4
 
     def test_of_mp4_need_a_package(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "av", None)
