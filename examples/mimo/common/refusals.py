@@ -77,7 +77,9 @@ WHEREVER_SET = {
     "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
     "--transformer-impl chooses the layers": "--spec",
     "--freeze names the parts": "--freeze-all-layers",
-    "it looks up the embeddings of later tokens, and images have none": "--mtp-num-layers",
+    "it looks up the embeddings of later tokens, and images have none": """
+        --mtp-num-layers --mtp-hsm""",
+    "no tokenizer is loaded, as the samples bring their ids": "--save-tokenizer-assets",
     "it copies checkpoints that a node keeps, and those are not taken": """
         --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
