@@ -3,12 +3,13 @@
 
 PYTHON ?= python3
 VENV := .venv
-CHECKOUT := build/Megatron-LM
+CHECKOUT := build/$(if $(NEXT),next,Megatron-LM)
 DATA ?= digits
 RUN ?= build/runs/$(if $(filter digits,$(DATA)),train,$(DATA))
 TASKS := $(if $(filter omni,$(DATA)),omni,digits)
 SHARDS := build/$(TASKS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NEXT
 
 TRAIN_RANKS ?= 8
 ifeq ($(DATA),omni)
@@ -51,13 +52,13 @@ $(VENV)/installed: pyproject.toml
 	@touch $@
 
 fetch: ## Fetch the pinned upstream into build/
-	@tools/fetch_upstream.sh $(CHECKOUT)
+	@tools/fetch_upstream.sh $(CHECKOUT) $(if $(NEXT),--next $(NEXT))
 
 apply: $(VENV)/installed fetch ## Put the overlay onto the checkout
 	@tools/apply_overlay.sh $(CHECKOUT)
 
 lock: ## After a change to patches or overlay: canonical patches and the lock
-	@tools/python.sh tools/overlay refresh
+	@tools/python.sh tools/overlay refresh $(if $(NEXT),--next $(NEXT))
 
 $(SHARDS)/tokenizer: | setup
 	$(VENV)/bin/python tools/data/make_webdataset.py $(SHARDS) --samples 8000 --seed 1 --tasks $(TASKS)
@@ -73,7 +74,7 @@ train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train t
 test: setup ## Show every capability: each test once, with the first of its rows
 	$(VENV)/bin/python tests/run.py --once
 
-test-all: setup ## Run every row of every test
+test-all: setup ## Run every row of every test; NEXT=GITDIR: on the lock's commit of upstream's main
 	$(VENV)/bin/python tests/run.py
 
 test-gpu: $(if $(IS_GIVEN),fetch,$(VENV)/installed-gpu apply) ## Prove on one or two GPUs what CPU ranks cannot; PYTHON=… takes its packages

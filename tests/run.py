@@ -6,8 +6,8 @@
     tests/run.py [pytest arguments]      e.g. tests/run.py --once, tests/run.py -k layout
 
 Each lane often waits for something, and together they keep two cores busy; all take about equally
-long. Ranks see the checkout in build/ and this repository's tests/; the temporary directory
-shared by the worlds holds the one-rank runs that they are compared with.
+long. Ranks see the checkout in build/ (with NEXT set, build/next) and this repository's tests/; the
+temporary directory shared by the worlds holds the one-rank runs that they are compared with.
 """
 
 import os
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 QUIET = ("-q", "-W", "ignore")
 LANES = (
     {

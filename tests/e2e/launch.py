@@ -19,7 +19,7 @@ import psutil
 from tests.agent import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKOUT = REPOSITORY / "build" / "Megatron-LM"
+CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
 ENVIRONMENT = {
     "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
     "OMP_NUM_THREADS": "1",

@@ -28,7 +28,7 @@ OVERVIEWS = ("index", "architecture", "planner", "silent-errors")
 CAPABILITIES = [p for p in REVIEWER.glob("*.md") if p.stem not in OVERVIEWS]
 
 TROUBLES = REPOSITORY / "docs/user/troubleshooting.md"
-MEGATRON_DDP = REPOSITORY / "build/Megatron-LM/megatron/core/distributed"
+MEGATRON_DDP = Path(find_spec("megatron.core").origin).parent / "distributed"
 TORCH = Path(find_spec("torch").origin).parent
 FROM_ELSEWHERE = {
     "found NaN in local grad norm for bucket": MEGATRON_DDP / "param_and_grad_buffer.py",

@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of the patch set with another Megatron-LM tree, without changing anything."""
 
+import contextlib
 import json
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from overlay import git, series
+from overlay import git, kept, series
 from overlay.checkout import STATE_DIR, Checkout
 from overlay.errors import DIFFERS_FROM_LOCK, OverlayError
 from overlay.fetch import upstream
-from overlay.names import Version, compare
+from overlay.names import Version, compare, upstream_modules
 from overlay.patchset import PatchSet
-from overlay.source import module_name
+from overlay.source import functions, module_name
 
 _NOTHING_TO_DO = ("applies", "applies with offset", "left out", "unchanged")
 _PLACES = 4  # most places of use that the table shows
@@ -29,8 +30,13 @@ class Finding:
     where: list[str] = field(default_factory=list)
 
 
-def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[str], int]:
+def drift(
+    patchset: PatchSet, checkout: Checkout | None, as_json: bool, keep: bool = False
+) -> tuple[list[str], int]:
     """Compare the pin with a pristine tree of another version.
+
+    Without a tree, compare the names only, with what was kept of the next version; ``keep`` keeps
+    it.
 
     Return the report's lines, and 1 if there is work to do, else 0. Its names are only those that
     need work.
@@ -38,7 +44,7 @@ def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[s
     Raises:
         OverlayError: the tree has the overlay applied.
     """
-    if (checkout.root / STATE_DIR).exists():
+    if checkout and (checkout.root / STATE_DIR).exists():
         what = f"{checkout.root} has the overlay applied: revert it first"
         raise OverlayError(DIFFERS_FROM_LOCK, what)
     pin = patchset.lock.pin
@@ -46,8 +52,16 @@ def drift(patchset: PatchSet, checkout: Checkout, as_json: bool) -> tuple[list[s
     with tempfile.TemporaryDirectory() as folder:
         python = {path: data for path, data in old.items() if path.startswith("megatron/")}
         git.write_files(Path(folder), python)
-        versions = Version(Path(folder)), Version(checkout.root)
-    patches, names = _patches(patchset, old, checkout), _names(patchset, versions)
+        before = Version(Path(folder))
+    if checkout is None:
+        return _kept(patchset, old, before)
+    versions = before, Version(checkout.root)
+    if keep:
+        return _keep(patchset, old, checkout, versions)
+    patches, names = _patches(patchset, old, checkout), _names(patchset, old, versions)
+    if checkout.version == patchset.lock.next:
+        known = kept.read(patchset.root)
+        names = [row for row in names if row.state != "body" or row.name not in known]
     files = _files(patchset, old, checkout, versions)
     new_files = len(patchset.overlay) - len(files)
     work = bool(names) or any(row.state not in _NOTHING_TO_DO for row in patches + files)
@@ -77,7 +91,15 @@ def _table(rows: list[Finding]) -> list[str]:
 
 
 def _patches(patchset: PatchSet, old: dict[str, bytes], checkout: Checkout) -> list[Finding]:
-    """Return how each patch gets onto the checkout, upon those before it."""
+    """Return how each patch gets onto the checkout, upon those before it.
+
+    The next version has patches of its own, and all apply.
+    """
+    lock = patchset.lock
+    if checkout.version == lock.next:
+        with contextlib.suppress(OverlayError):  # a newer commit of main
+            patched = patchset.patched_on(checkout.version, checkout.read)
+            return [Finding(one.name, "applies") for one in patched]
     patched = series.build(patchset.series(), old.get, patchset.lock.git_only)
     ported = series.port(patched, checkout.read)
     return [Finding(one.name, state, where=conflicts) for one, state, conflicts in ported]
@@ -102,9 +124,49 @@ def _files(
     return rows
 
 
-def _names(patchset: PatchSet, versions: tuple[Version, Version]) -> list[Finding]:
-    """Return upstream's names that our code uses and that are gone or declared differently."""
+def _patched(patchset: PatchSet, old: dict[str, bytes]) -> set[str]:
+    """Return the full names of the pin's functions that patches change."""
+    patched = series.build(patchset.series(), old.get, patchset.lock.git_only)
+    sides = series.originals(patched), series.last_tree(patched)
+    before, after = ({p: functions(data, p) for p, data in one.items()} for one in sides)
+    return {name for path in before for name, _ in before[path].items() - after[path].items()}
+
+
+def _ours(patchset: PatchSet) -> dict[str, bytes]:
     sources = patchset.sources("tests", "tools/checkpoint")
-    found = compare({path: ours.read_bytes() for path, ours in sources.items()}, *versions)
+    return {path: ours.read_bytes() for path, ours in sources.items()}
+
+
+def _keep(
+    patchset: PatchSet,
+    old: dict[str, bytes],
+    checkout: Checkout,
+    versions: tuple[Version, Version],
+) -> tuple[list[str], int]:
+    if checkout.version != patchset.lock.next:
+        raise OverlayError(DIFFERS_FROM_LOCK, f"{checkout.root} is not the lock's commit of main")
+    ours = _ours(patchset)
+    found = compare(ours, *versions, _patched(patchset, old))
+    (patchset.root / kept.NAMES).write_text(kept.lines(ours, *versions, found))
+    return [f"wrote {kept.NAMES}"], 0
+
+
+def _kept(patchset: PatchSet, old: dict[str, bytes], pin: Version) -> tuple[list[str], int]:
+    """Return how our code fits the next version by what was kept of it."""
+    ours, other = _ours(patchset), kept.Kept((patchset.root / kept.NAMES).read_text(), pin)
+    unknown = sorted({*upstream_modules(ours, pin)} - other.modules)
+    found = compare(ours, pin, other, _patched(patchset, old))
+    lines = [f"{name} was not compared: run drift with --keep" for name in unknown]
+    lines += kept.unread(patchset.root, found)
+    rows = [Finding(name, kind, detail, places) for (kind, name, detail), places in found.items()]
+    lines += _table([row for row in rows if row.state != "body"])
+    return lines or [f"all names that our code uses fit {patchset.lock.next}"], int(bool(lines))
+
+
+def _names(
+    patchset: PatchSet, old: dict[str, bytes], versions: tuple[Version, Version]
+) -> list[Finding]:
+    """Return upstream's names that our code uses and that are gone or declared differently."""
+    found = compare(_ours(patchset), *versions, _patched(patchset, old))
     rows = [Finding(name, kind, detail, places) for (kind, name, detail), places in found.items()]
     return sorted(rows, key=lambda row: (row.state, row.name))

@@ -6,6 +6,7 @@ The tree is prepared beside its destination and then renamed: the destination is
 """
 
 import functools
+import io
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from overlay.checkout import Checkout, sha256
-from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, OverlayError, refuse
+from overlay.errors import DIFFERS_FROM_LOCK, FAILED, NOT_THE_PIN, USAGE, OverlayError, refuse
 from overlay.git import user_git
 from overlay.patchset import Lock, Version, check_version
 
@@ -31,9 +32,9 @@ def upstream(lock: Lock, version: str, root: Path) -> dict[str, bytes]:
 
 @functools.cache
 def _files(sdist: Path) -> dict[str, bytes]:
-    with tarfile.open(sdist) as archive:
-        members = {m.name.partition("/")[2]: m for m in archive if m.isfile()}
-        return {path: archive.extractfile(member).read() for path, member in members.items()}
+    with tarfile.open(sdist) as packed:
+        members = {m.name.partition("/")[2]: m for m in packed if m.isfile()}
+        return {path: packed.extractfile(member).read() for path, member in members.items()}
 
 
 def sdist_file(version: Version, root: Path) -> Path:
@@ -50,6 +51,39 @@ def sdist_file(version: Version, root: Path) -> Path:
         what = f"{cached.name} has sha256 {found}, the lock wants {wanted}: file removed"
         raise OverlayError(DIFFERS_FROM_LOCK, what)
     return cached
+
+
+def archive(lock: Lock, directory: Path) -> bytes:
+    """Return a tar archive of the lock's commit of main from a git directory.
+
+    Raises:
+        OverlayError: the folder is no git directory, or has not that commit.
+    """
+    commit = lock.next and lock.versions[lock.next].commit
+    if not commit:
+        raise OverlayError(NOT_THE_PIN, "the lock has no commit of main")
+    if not directory.is_dir():
+        raise OverlayError(FAILED, f"{directory} is not a git directory")
+    found = user_git(directory, "cat-file", "-t", commit)
+    if found.stdout.strip() != "commit":
+        reason = (found.stderr.strip().splitlines() or ["it is something else"])[-1]
+        what = f"{directory} has no commit {commit}, which the lock wants: {reason}"
+        raise OverlayError(DIFFERS_FROM_LOCK, what)
+    with tempfile.TemporaryDirectory() as work:
+        target = Path(work, "next.tar")
+        done = user_git(directory, "archive", f"--output={target}", commit)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise OverlayError(FAILED, f"git archive of {directory} failed: {reason}")
+        return target.read_bytes()
+
+
+def next_files(lock: Lock, directory: Path) -> dict[str, bytes]:
+    """Return the files of the lock's commit of main that the patch set may change, by path."""
+    with tarfile.open(fileobj=io.BytesIO(archive(lock, directory))) as packed:
+        ours = ("megatron/", "examples/mimo/")
+        members = [one for one in packed if one.isfile() and one.name.startswith(ours)]
+        return {one.name: packed.extractfile(one).read() for one in members}
 
 
 def _download(version: Version, work: Path, target: Path) -> None:
@@ -73,18 +107,30 @@ def _download(version: Version, work: Path, target: Path) -> None:
 
 
 def fetch(
-    lock: Lock, root: Path, destination: Path, version: str | None, remote: str | None
+    lock: Lock,
+    root: Path,
+    destination: Path,
+    version: str | None,
+    remote: str | None,
+    directory: Path | None = None,
 ) -> str:
     """Make ``destination`` a checkout of a locked version; return what was done, in one line.
+
+    With ``directory``, a git directory, it is the tree of the lock's commit of main.
 
     Raises:
         OverlayError: the fetched tree is not that version (nothing is kept), or the destination is
             something else.
     """
-    version = version or lock.pin
+    if directory and remote:
+        raise OverlayError(USAGE, "--next and --git are two sources: give one")
+    version = (lock.next if directory else version) or lock.pin
     if version not in lock.versions:
         versions = " and ".join(lock.versions)
         raise OverlayError(NOT_THE_PIN, f"the lock has {versions}, not {version}")
+    if version == lock.next and not directory:
+        what = f"{version} is a commit of main: give a git directory that has it with --next"
+        raise OverlayError(NOT_THE_PIN, what)
     if os.path.lexists(destination):
         check_version(destination, Checkout(destination).version, [version])
         return f"{destination}: already Megatron-LM {version}"
@@ -92,17 +138,23 @@ def fetch(
     part = destination.with_name(f".{destination.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        if remote:
+        if directory:
+            tree, source = part, f"commit {lock.versions[version].commit}"
+            with tarfile.open(fileobj=io.BytesIO(archive(lock, directory))) as packed:
+                packed.extractall(part, filter="data")
+            _refuse_wrong(lock, version, tree, str(directory))
+        elif remote:
             tree, source = part, _clone(lock, version, remote, part)
         else:
             sdist = sdist_file(lock.versions[version], root)
-            with tarfile.open(sdist) as archive:
-                archive.extractall(part, filter="data")
+            with tarfile.open(sdist) as packed:
+                packed.extractall(part, filter="data")
             (tree,), source = part.iterdir(), f"sha256 {lock.versions[version].sdist_sha256}"
         check_version(tree, Checkout(tree).version, [version])
         os.rename(tree, destination)
     except tarfile.TarError as error:
-        raise OverlayError(FAILED, f"{sdist.name}: refused to unpack: {error}") from None
+        name = directory or sdist.name
+        raise OverlayError(FAILED, f"{name}: refused to unpack: {error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"{destination}: Megatron-LM {version} ({source})"
@@ -116,12 +168,17 @@ def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no output"]
         raise OverlayError(FAILED, f"git clone {remote} failed: {reason[-1]}")
-    commit, read = user_git(into, "rev-parse", "HEAD").stdout.strip(), Checkout(into).read
+    commit = user_git(into, "rev-parse", "HEAD").stdout.strip()
     wrong = [f"the tag is commit {commit}, the lock wants {wanted.commit}"]
     wrong = wrong if wanted.commit not in ("", commit) else []
-    for path, (before, _) in lock.files.get(version, {}).items():
-        if sha256(read(path) or b"") != before:
-            wrong.append(f"{path} differs from the lock")
-    lines = [f"{wanted.tag} at {remote}: {line}: nothing kept" for line in wrong]
-    refuse(DIFFERS_FROM_LOCK, lines)
+    _refuse_wrong(lock, version, into, f"{wanted.tag} at {remote}", *wrong)
     return f"commit {commit}"
+
+
+def _refuse_wrong(lock: Lock, version: str, tree: Path, source: str, *wrong: str) -> None:
+    """Refuse a tree of which something is wrong, or in which a file that we change is not as the
+    lock has it."""
+    read, locked = Checkout(tree).read, lock.files.get(version, {}).items()
+    differ = [path for path, (before, _) in locked if sha256(read(path) or b"") != before]
+    lines = [*wrong, *(f"{path} differs from the lock" for path in differ)]
+    refuse(DIFFERS_FROM_LOCK, [f"{source}: {line}: nothing kept" for line in lines])

@@ -10,9 +10,11 @@ import functools
 import gc
 import inspect
 import logging
+import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from overlay.errors import FAILED, OverlayError
@@ -23,7 +25,7 @@ try:
 except ImportError:
     griffe = None
 
-_DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
+DEFAULT = type("Default", (), {"__repr__": lambda self: "…"})()
 Finding = tuple[str, str, str]  # kind, upstream's name, detail
 
 
@@ -42,6 +44,7 @@ class Version:
         gc.freeze()
         gc.enable()
         self.find, self.signature = functools.cache(self.find), functools.cache(self.signature)
+        self.body = functools.cache(self.body)
 
     def find(self, name: str):
         """Return griffe's object of a full name; None if there is none.
@@ -70,9 +73,30 @@ class Version:
         for one in list(found.parameters)[int(found.is_class or of_object) :]:
             kind = getattr(inspect.Parameter, one.kind.name.upper())
             optional = not one.required and "VAR" not in one.kind.name.upper()
-            default = _DEFAULT if optional else inspect.Parameter.empty
+            default = DEFAULT if optional else inspect.Parameter.empty
             parameters.append(inspect.Parameter(one.name, kind, default=default))
         return inspect.Signature(parameters, __validate_parameters__=False)
+
+    def body(self, name: str) -> str | None:
+        """Return a function's code without its docstrings and comments; None for other names."""
+        found = self.find(name)
+        if found is None or found.is_alias or not found.is_function:
+            return None
+        tree = ast.parse(textwrap.dedent(found.source))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        return ast.unparse(tree)
+
+    def members(self, module: str) -> set[str]:
+        """Return the full names of what a module defines, and of the members of its classes."""
+        owners, found = [self.find(module)], set()
+        while owners:
+            for member in owners.pop().members.values():
+                if not member.is_alias and not member.is_module:
+                    found.add(member.path)
+                    owners += [member] * member.is_class
+        return found
 
     def declared(self, module: str) -> dict[str, str]:
         """Return the signatures of a module's functions, classes and methods, by full name."""
@@ -85,10 +109,24 @@ class Version:
         return found
 
 
-def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Finding, list[str]]:
+def upstream_modules(ours: dict[str, bytes], pin: Version) -> list[str]:
+    """Return upstream's modules that our files use, in order.
+
+    ours: our files; path to source.
+    """
+    names = {use.name for path, source in ours.items() for use in uses(source, path)}
+    names = {one for name in names if name.startswith("megatron.") for one in prefixes(name)}
+    found = {one.path for one in map(pin.find, names) if one is not None and one.is_module}
+    return sorted(found - {module_name(path) for path in ours})
+
+
+def compare(
+    ours: dict[str, bytes], pin: Version, other: Version, patched: Collection[str] = ()
+) -> dict[Finding, list[str]]:
     """Return upstream's names that are gone or do not fit any more, with their places in our files.
 
-    ours: our files, which both versions get; path to source.
+    ours: our files, which both versions get; path to source. patched: full names of functions that
+    patches change.
     """
     modules = {module_name(path) for path in ours}
     found = {path: list(uses(source, path)) for path, source in ours.items()}
@@ -98,10 +136,15 @@ def compare(ours: dict[str, bytes], pin: Version, other: Version) -> dict[Findin
         if not use.name.startswith((".", "megatron.")) or modules & prefixes(use.name):
             continue
         known = not use.name.startswith(".") and pin.find(use.name) is not None
+        if not known and (isinstance(use.node, ast.FunctionDef) or use.name == ".__init__"):
+            continue  # an own method, or a constructor of any class
         for name in [use.name] if known else members.get(use.name.rpartition(".")[2], ()):
             for kind, *finding in _check(name, use, pin, other):
                 places = findings[kind if known else f"perhaps {kind}", *finding]
                 places += [f"{path}:{use.line}"] * (f"{path}:{use.line}" not in places)
+    for name in sorted(patched):
+        if other.find(name) is not None and pin.body(name) != other.body(name):
+            findings["body", name, "changed upstream, and by a patch"] = []
     return findings
 
 
@@ -127,16 +170,26 @@ def _check(name: str, use: Use, pin: Version, other: Version) -> Iterator[Findin
         yield "gone", label, ""
         return
     was, now = pin.signature(name), other.signature(name)
+    ours = use.replaces or isinstance(use.node, ast.FunctionDef)
+    if ours and not use.name.startswith(".") and pin.body(name) != other.body(name):
+        yield "body", label, "changed upstream, and overridden or replaced by ours"
     if was is None or now is None or str(was) == str(now):
         return
-    if use.replaces or isinstance(use.node, ast.FunctionDef):
-        what = f"overridden or replaced by ours; was {was}, now {now}"
-        yield "signature", label, what
+    if ours:
+        if not (use.name.startswith(".") or _takes_all(use.node)):
+            yield "signature", label, f"overridden or replaced by ours; was {was}, now {now}"
     elif isinstance(use.node, ast.Call) and _misfit(use.node, was) is None:
-        pairs = zip(use.node.args, was.parameters, now.parameters, strict=False)
+        old = was.parameters.values()
+        placed = [one.name for one in takewhile(lambda one: one.kind < one.VAR_POSITIONAL, old)]
+        pairs = zip(use.node.args, placed, now.parameters, strict=False)
         moved = [f"passes {old} where {new} is now" for _, old, new in pairs if old != new]
         if problem := _misfit(use.node, now) or ", ".join(moved):
             yield "signature", label, f"{problem}; now {now}"
+
+
+def _takes_all(node: ast.AST) -> bool:
+    """Return whether a function takes and passes on whatever it is given."""
+    return isinstance(node, ast.FunctionDef) and bool(node.args.vararg and node.args.kwarg)
 
 
 def _misfit(call: ast.Call, signature: inspect.Signature) -> str | None:

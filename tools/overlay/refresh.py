@@ -4,17 +4,19 @@
 
 The files that patches change come from the sdists, or, if only git checkouts have them, from the
 given checkout; without one, the patches of such files and their part of the lock stay as they are.
+So do the next version's patches and its part of the lock without a git directory that has it.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 
 from overlay import git, series
 from overlay.checkout import Checkout, sha256
 from overlay.errors import FAILED, OverlayError, refuse
-from overlay.fetch import upstream
+from overlay.fetch import next_files, upstream
 from overlay.journal import Journal, Known
-from overlay.patchset import Lock, PatchSet, check_version
+from overlay.patchset import NEXT, Lock, PatchSet, check_version, with_own
 from overlay.series import Original, Patched
 
 Texts = dict[str, bytes]  # patches by name
@@ -26,18 +28,25 @@ def refresh(
     into: Collection[str] = (),
     pin: str | None = None,
     only_check: bool = False,
+    next_directory: Path | None = None,
 ) -> list[str]:
     """Bring patches and lock to their canonical form.
 
     Args:
         checkout: its edits go into the patches that ``into`` names, or that own the files.
         pin: the version to which the patches are carried.
+        next_directory: a git directory that has the next version.
 
     Raises:
         OverlayError: the patch set is inconsistent; or, with ``only_check``, not in canonical form.
     """
     lock, patches, lines, conflicts = patchset.lock, patchset.series(), [], {}
     journal = Journal(checkout) if checkout else None
+    following = next_files(lock, next_directory) if next_directory else None
+    if checkout and checkout.version == lock.next:
+        if following is None:
+            raise OverlayError(FAILED, f"{checkout.root}: give a git directory that has its commit")
+        return _refresh_next(patchset, following, only_check, journal, into)
 
     def upstream_at(version: str) -> Original:
         sdist = upstream(lock, version, patchset.root)
@@ -49,7 +58,9 @@ def refresh(
             what = f"patches/{one.name} was edited: refresh with a git checkout, which has"
             raise OverlayError(FAILED, f"{what} {', '.join(git.paths_of(one.diff))}")
     if checkout:
-        lines = _take_edits(patchset, journal, patched, into, upstream_at(lock.pin))
+        sdist = upstream(lock, lock.pin, patchset.root)
+        owners = _take_edits(patchset, journal, patched, into, sdist)
+        lines = [f"{len(owners)} edited", *owners]
     elif pin:
         patched, conflicts = _move_pin(lock, patched, pin, upstream_at)
         lines = [f"conflict: {path} with {name}" for name in conflicts for path in conflicts[name]]
@@ -63,7 +74,13 @@ def refresh(
             del texts[one.name]
             lines.append(f"dropped patches/{one.name}: it changes nothing any more")
     _lock_files(patchset, texts, upstream_at)
-    lines += _write(patchset, patches, texts, only_check)
+    own = patchset.own()
+    if following:
+        own_texts = _lock_next(patchset, with_own(texts, own), following)
+    else:
+        lines += _notice_stale(patchset, with_own(texts, own), only_check)
+        own_texts = own
+    lines += _write(patchset, patches | own, texts | own_texts, only_check)
     if checkout:
         _adopt(patchset, checkout, patched)
     return lines
@@ -91,12 +108,20 @@ def _take_edits(
     journal: Journal,
     patched: list[Patched],
     into: Collection[str],
-    original: Original,
-) -> list[str]:
-    """Put the edits of a checkout of the pin into the patches; return lines that list the edits."""
-    checkout, pin = journal.checkout, patchset.lock.pin
-    check_version(checkout.root, checkout.version, [pin])
-    sdist, applied = upstream(patchset.lock, pin, patchset.root), series.last_tree(patched)
+    sdist: dict[str, bytes],
+) -> dict[str, int]:
+    """Put the edits of a checkout of the pin, or of the next version, into the patched; return the
+    index of the step that took each.
+
+    sdist: upstream's files of that version.
+    """
+    checkout, lock = journal.checkout, patchset.lock
+    check_version(checkout.root, checkout.version, [lock.pin, *[lock.next] * bool(lock.next)])
+    applied = series.last_tree(patched)
+
+    def original(path: str) -> bytes | None:
+        return sdist[path] if path in sdist else journal.read(path)
+
     for path, data in applied.items():
         known = journal.paths.get(path)
         if known is None and path not in sdist:
@@ -105,7 +130,9 @@ def _take_edits(
             what = f"{checkout.root} has not the present patches applied (see {path})"
             raise OverlayError(FAILED, what)
     # A git checkout has other files than the sdist. They count only where a patch is applied.
-    paths = [path for path in sdist if path.startswith("megatron/") and path.endswith(".py")]
+    named = [of for _, _, of in (one.partition(":") for one in into)]
+    paths = [path for path in sdist if path.startswith("megatron/") or path in [*applied, *named]]
+    paths = [path for path in paths if path.endswith(".py")]
     paths += [path for path in applied if path not in sdist and path in journal.paths]
     edits = {path: checkout.read(path) for path in paths if path not in patchset.overlay}
     before = {path: applied.get(path, original(path)) for path in edits}
@@ -113,7 +140,7 @@ def _take_edits(
     owners = {path: _owner(patched, path, into) for path in edits}
     for path, edited in edits.items():
         series.carry(patched, owners[path], path, before[path], edited, original)
-    return [f"{len(edits)} edited", *edits]
+    return owners
 
 
 def _owner(patched: list[Patched], path: str, into: Collection[str]) -> int:
@@ -123,7 +150,7 @@ def _owner(patched: list[Patched], path: str, into: Collection[str]) -> int:
     """
     named = [number for number, _, of in (i.partition(":") for i in into) if of in ("", path)]
     if named:
-        found = [i for i, one in enumerate(patched) if one.name.startswith(f"{named[-1]}-")]
+        found = [i for i, one in enumerate(patched) if _file(one).startswith(f"{named[-1]}-")]
         if not found or patched[found[0]].left_out:
             raise OverlayError(FAILED, f"--into {named[-1]}: no patches/{named[-1]}-*.patch")
         return found[0]
@@ -137,7 +164,7 @@ def _owner(patched: list[Patched], path: str, into: Collection[str]) -> int:
 def _lock_files(patchset: PatchSet, texts: Texts, upstream_at: Callable[[str], Original]) -> None:
     """Update the lock's tables by applying the patches to every version in it."""
     lock, files, git_only = patchset.lock, {}, {}
-    for version in lock.versions:
+    for version in [version for version in lock.versions if version != lock.next]:
         sdist, original = upstream(lock, version, patchset.root), upstream_at(version)
         try:
             patched = series.build(texts, original, lock.git_only)
@@ -159,14 +186,71 @@ def _lock_files(patchset: PatchSet, texts: Texts, upstream_at: Callable[[str], O
         files[version] = {path: both for path, both in sides.items() if path in sdist}
         git_only |= {path: both for path, both in sides.items() if path not in sdist}
     lock.patches = {name: sha256(text) for name, text in texts.items()}
-    lock.files, lock.git_only = files, git_only
+    kept = {lock.next: lock.files[lock.next]} if lock.next in lock.files else {}
+    lock.files, lock.git_only = files | kept, git_only
+
+
+def _file(one: Patched) -> str:
+    return one.name.rpartition("/")[2]
+
+
+def _refresh_next(
+    patchset: PatchSet,
+    tree: dict[str, bytes],
+    only_check: bool,
+    journal: Journal,
+    into: Collection[str],
+) -> list[str]:
+    """Take the edits of a checkout of the next version: a patch that takes one becomes its own."""
+    patches, own = patchset.series(patchset.lock.next), patchset.own()
+    patched = series.build(patches, tree.get)
+    owners = _take_edits(patchset, journal, patched, into, tree)
+    for one in (patched[index] for index in owners.values()):
+        one.name = f"{NEXT}/{_file(one)}"
+        own[one.name] = one.text() or one.header
+    base = patchset.series()
+    texts = base | _lock_next(patchset, with_own(base, own), tree)
+    lines = [f"{len(owners)} edited", *owners]
+    lines += _write(patchset, base | patchset.own(), texts, only_check)
+    _adopt(patchset, journal.checkout, patched)
+    return lines
+
+
+def _lock_next(patchset: PatchSet, patches: Texts, tree: dict[str, bytes]) -> Texts:
+    """Update the next version's part of the lock; return the canonical texts of its own patches.
+
+    tree: its files.
+    """
+    lock = patchset.lock
+    try:
+        patched = series.build(patches, tree.get)
+    except OverlayError as error:
+        raise OverlayError(FAILED, f"on {lock.next}: {error.lines[0]}") from None
+    own = {one.name: one.text() or one.header for one in patched if one.name != _file(one)}
+    made = series.last_tree(patched)
+    made |= {path: ours.read_bytes() for path, ours in patchset.overlay.items() if path in tree}
+    lock.files[lock.next] = {p: [sha256(tree[p]), sha256(made[p])] for p in sorted(made)}
+    lock.next_patches = {name: sha256(text) for name, text in own.items()}
+    digest = patchset.next_digest(with_own(patches, own))
+    lock.versions[lock.next] = replace(lock.versions[lock.next], digest=digest)
+    return own
+
+
+def _notice_stale(patchset: PatchSet, patches: Texts, only_check: bool) -> list[str]:
+    """Return a line, or refuse, if the next version's part of the lock was made of others."""
+    version = patchset.lock.next
+    if not version or patchset.next_digest(patches) == patchset.lock.versions[version].digest:
+        return []
+    line = f"{version} in the lock is stale: refresh with --next GITDIR"
+    refuse(FAILED, [line] * only_check)
+    return [line]
 
 
 def _write(patchset: PatchSet, patches: Texts, texts: Texts, only_check: bool) -> list[str]:
     folder, files = patchset.patch_dir, texts | {"upstream.toml": patchset.lock.text().encode()}
-    present = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    present = patches | {"upstream.toml": (folder / "upstream.toml").read_bytes()}
     stale = [name for name, text in files.items() if present.get(name) != text]
-    gone = [name for name in patches if name not in texts]
+    gone = [name for name in patches if name not in files]
     if only_check:
         lines = [f"patches/{name} is stale: run `make lock`" for name in stale + gone]
         refuse(FAILED, lines)

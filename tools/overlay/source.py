@@ -32,6 +32,19 @@ def module_name(path: str) -> str:
     return path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
 
 
+def functions(source: bytes, path: str) -> dict[str, str]:
+    """Return the code of a file's functions and methods by full name."""
+    found, owners = {}, [(module_name(path), ast.parse(source))]
+    while owners:
+        name, owner = owners.pop()
+        for node in owner.body:
+            if isinstance(node, ast.ClassDef):
+                owners.append((f"{name}.{node.name}", node))
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[f"{name}.{node.name}"] = ast.unparse(node)
+    return found
+
+
 def prefixes(name: str) -> set[str]:
     """Return ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
     parts = name.split(".")

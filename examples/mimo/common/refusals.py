@@ -77,13 +77,17 @@ WHEREVER_SET = {
     "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
     "--transformer-impl chooses the layers": "--spec",
     "--freeze names the parts": "--freeze-all-layers",
-    "it looks up the embeddings of later tokens, and images have none": "--mtp-num-layers",
+    "it looks up the embeddings of later tokens, and images have none": """
+        --mtp-num-layers --mtp-hsm""",
     "it copies checkpoints that a node keeps, and those are not taken": """
         --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
         --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank""",
 }
 """Options that are refused wherever they are set, by reason."""
+
+ONLY_ON_MAIN = ("--mtp-hsm", "--save-tokenizer-assets")
+"""Refused options that upstream's main has, and its releases do not."""
 
 NEEDS_GPU = """
     --async-save --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion

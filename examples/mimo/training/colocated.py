@@ -87,6 +87,7 @@ def take_sizes(args: argparse.Namespace) -> None:
             f"--mimo-layout {COLOCATED} needs --llm-offset 0, not {args.llm_offset}: both modules "
             "start at rank 0"
         )
+    args.save_tokenizer_assets = False  # upstream's main would save those of one that is loaded
     refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, NO_GRAPHS])
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language

@@ -67,7 +67,10 @@ def _load(
     *arguments,
     **named,
 ) -> tuple[int, int]:
-    before = args.no_load_rng, args.verify_integrity
+    before = args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler
+    # The scheduler knows this option. Upstream's main would give all modules --lr for it, and count
+    # skipped steps as steps of the schedule.
+    args.override_opt_param_scheduler = False
     if optimizer:  # there is none with --skip-train
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
@@ -92,7 +95,7 @@ def _load(
     except (CheckpointingException, pickle.UnpicklingError, AssertionError, ValueError) as error:
         raise _refusal(args, error) from error
     finally:
-        args.no_load_rng, args.verify_integrity = before
+        args.no_load_rng, args.verify_integrity, args.override_opt_param_scheduler = before
 
 
 def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> UserError:

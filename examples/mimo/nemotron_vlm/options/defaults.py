@@ -41,6 +41,7 @@ TRAINING = {
     "adam_eps": 1e-5,
     "eval_iters": 0,
     "save_interval": 500,
+    "save_tokenizer_assets": False,  # upstream's main saves those of the tokenizer that it loads
     "calculate_per_token_loss": True,
     "use_distributed_optimizer": True,
     "linear_cp_mode": "chunkwise",

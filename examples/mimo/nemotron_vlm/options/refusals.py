@@ -81,5 +81,10 @@ TURNED_BACK = [
         lambda args: args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
         "an optimizer of several modules is saved so that any layout can load it, and no other way",
     ),
+    Refusal(
+        "--save-tokenizer-assets",
+        lambda args: args.save_tokenizer_assets,
+        "no tokenizer is loaded, as the samples bring their ids",
+    ),
 ]
 """Refusals to switch off the program's defaults, which others lack."""

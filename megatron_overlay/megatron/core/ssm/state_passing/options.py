@@ -29,6 +29,8 @@ def check_options(config) -> None:
             f"attention_cp_layout={CONTIGUOUS!r} takes one CP rank, not "
             f"{config.context_parallel_size}: attention over several is balanced by {ZIGZAG} tokens"
         )
+    if passes_states(config) and config.experimental_attention_variant == "gdn2":
+        raise ValueError(f"linear_cp_mode={CHUNKWISE!r} does not take gdn2 layers")
     if passes_states(config) and config.mamba_training_ssm_states_dtype is not None:
         raise ValueError(
             f"linear_cp_mode={CHUNKWISE!r} takes no mamba_training_ssm_states_dtype: "

@@ -28,7 +28,7 @@ STAGES = "MEM*|MEM*"
 
 VALUES = {
     "--attention-backend": "flash",
-    "--batch-invariant-mode": "--attention-backend flash --flash-attention-version 3 "
+    "--batch-invariant-mode": "--attention-backend flash --flash-attention-version 3 --bf16 "
     "--language tp=2",
     "--bias-gelu-fusion": "--bias-linear --no-squared-relu",
     "--bias-linear": "--no-bias-gelu-fusion",

@@ -52,10 +52,8 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     qkv, gate, beta, alpha = projected.split(widths, dim=-1)
     on_kernels = qkv.is_cuda and not layer.config.deterministic_mode
     qkv = _convolve(qkv, layer.conv1d, plan, tokens.cp_group, on_kernels)
-    query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
-        qkv, gate.reshape(batch, length, heads, -1), batch, length, beta, alpha
-    )
-    g, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
+    gate = gate.reshape(batch, length, heads, -1)
+    query, key, value, gate, g, beta = _inputs(layer, qkv, gate, beta, alpha)
     kernels = gpu_kernels("gated_delta.kernels") if on_kernels else None
     rule = kernels.kernel_rule if kernels and kernels.takes(key) else reference_rule
     y = rule(query, key, value, g, beta, plan, tokens.cp_group)
@@ -66,6 +64,17 @@ def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqPa
     if again:
         again.discard_output_and_register_recompute(out)
     return out, bias
+
+
+def _inputs(layer, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+    """Query, key, value, gate, log decay and writing strength, by the layer's own methods."""
+    sizes, decay = qkv.shape[:2], (layer.A_log, layer.dt_bias)
+    if hasattr(layer, "_compute_gates"):  # upstream's main
+        made = layer._prepare_input_for_gated_delta_rule(qkv, gate, *decay, *sizes, beta, alpha)
+        return tuple(made[name] for name in ("q", "k", "v", "gate", "g", "beta"))
+    *made, beta, alpha = layer._prepare_input_for_gated_delta_rule(qkv, gate, *sizes, beta, alpha)
+    g, beta = layer._compute_g_and_beta(*decay, alpha, beta)
+    return *made, g, beta
 
 
 def _norm(layer, plan: RecurrencePlan, y: Tensor, gate: Tensor) -> Tensor:
