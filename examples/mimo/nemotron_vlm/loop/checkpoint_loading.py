@@ -1,6 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line.
+"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line, as is
+a save that fails.
 
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,8 +50,8 @@ def safe_loading(args: Namespace) -> Iterator[None]:
     """Make Megatron's training loop load checkpoints this way inside the block.
 
     Raises:
-        UserError: inside the block, if a checkpoint is damaged (on every rank alike) or is of
-            another model (on the ranks that notice).
+        UserError: inside the block, if a checkpoint is damaged (on every rank alike), is of another
+            model or cannot be saved (on the ranks that notice).
     """
     loaded: set[Path] = set()
     load = partial(_load, training.load_checkpoint, args, loaded)
@@ -67,9 +69,30 @@ def _save(
     """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
 
     A run that had nothing left to do would else write the last good one anew, at the risk of it.
+
+    Raises:
+        UserError: a file cannot be written, on the ranks that notice.
     """
-    if Path(args.save, f"iter_{iteration:07d}").resolve() not in loaded:
+    if Path(args.save, f"iter_{iteration:07d}").resolve() in loaded:
+        return
+    try:
         save(iteration, *rest, **named)
+    except CheckpointException as error:  # raised on all ranks
+        raise _unsaved(args, iteration, [cause for cause, _ in error.failures.values()]) from error
+    except OSError as error:
+        raise _unsaved(args, iteration, [error], args.rank) from error
+
+
+def _unsaved(
+    args: Namespace, iteration: int, errors: list[BaseException], rank: int | None = None
+) -> UserError:
+    reasons = [" ".join(str(error).split())[:300] for error in errors] or ["no reason is known"]
+    free = shutil.disk_usage(args.save).free / 1e9  # Megatron's writer names the error's class only
+    return UserError(
+        f"--save {args.save}: step {iteration} was not saved: {reasons[0]}; {free:.2f} GB are free "
+        "there; the checkpoint before it is as it was",
+        rank,
+    )
 
 
 def _load(
