@@ -21,7 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.mimo.common.errors import BAD_INPUT, UserError, report  # noqa: E402
+from examples.mimo.common.errors import (  # noqa: E402
+    BAD_INPUT,
+    UserError,
+    lost_contact,
+    report,
+)
 from examples.mimo.nemotron_vlm.options.environment import at_start, uses_gpus  # noqa: E402
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -82,6 +87,10 @@ def main(argv: list[str]) -> int:
         if error.rank is not None or os.environ["RANK"] == "0":
             report(str(error))
         return BAD_INPUT
+    except RuntimeError as error:
+        if reason := lost_contact(error):
+            report(f"rank {os.environ['RANK']}: {reason}")
+        raise
     return 0
 
 

@@ -2,9 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a run with one line and exit code 2."""
 
+import re
 import sys
 
 BAD_INPUT = 2
+
+CONTACT = {
+    r"timed? ?out": "another rank did not answer within the limit (--distributed-timeout-minutes, "
+    "--distributed-timeout-seconds-after-init): it hangs, or the network between them does",
+    r"connection|broken pipe|socket|remote": "another rank has gone, or cannot be reached",
+}
+"""What a collective's error means, by a pattern in its text."""
 
 
 def report(text: str) -> None:
@@ -24,3 +32,15 @@ class UserError(Exception):
     def __init__(self, text: str, rank: int | None = None) -> None:
         super().__init__(text if rank is None else f"rank {rank}: {text}")
         self.rank = rank
+
+
+def lost_contact(error: BaseException) -> str | None:
+    """Say in one line that a collective has failed, and why; None if the error is another one."""
+    text = " ".join(str(error).split())
+    if not re.search(r"(?i)gloo|nccl|c10d", f"{type(error).__module__} {text}"):
+        return None
+    for pattern, meaning in CONTACT.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            found = re.sub(r"\[/[^\]]*\] ?", "", text)  # the place in PyTorch's source
+            return f"{meaning} ({found[:200]})"
+    return None
