@@ -7,11 +7,13 @@
 FAULT is JSON: rank, at (PLACES), iteration, kind.
 """
 
+import contextlib
 import functools
 import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 
@@ -47,12 +49,29 @@ def strike(kind: str) -> None:
     elif kind == "hang":
         while True:
             time.sleep(1)
+    elif kind == "node":  # the agent, and this rank
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", training.get_args().save], check=True)
+    elif kind == "full":
+        with contextlib.suppress(OSError), open(f"{training.get_args().save}/rest", "wb") as file:
+            while True:
+                file.write(bytes(2**16))
     elif kind == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def train(fault: dict, arguments: list[str]) -> None:
-    """Train as one rank, which has the fault if it is the fault's rank."""
+def train(fault: dict | None, arguments: list[str]) -> None:
+    """Train as one rank, which has the fault, if there is one, if it is the fault's rank."""
+    if fault:
+        set_fault(fault)
+    if code := main(arguments):
+        sys.exit(code)
+
+
+def set_fault(fault: dict) -> None:
+    """Make the fault strike where and when it says."""
     owner, name = PLACES[fault["at"]]
     original, struck = getattr(owner, name), []
 
@@ -67,8 +86,6 @@ def train(fault: dict, arguments: list[str]) -> None:
         return original(*arguments, **named)
 
     setattr(owner, name, faulty)
-    if code := main(arguments):
-        sys.exit(code)
 
 
 if __name__ == "__main__":

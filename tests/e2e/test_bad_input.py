@@ -60,5 +60,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    ends = run(2, "--load", tmp_path, "--log-file", tmp_path / "log.txt")
+    before = (tmp_path / "config.yaml").read_text()
+    ends = run(2, "--load", tmp_path, "--save", tmp_path, "--log-file", tmp_path / "log.txt")
     assert_refused(ends, "is damaged", damaged.name, "--ckpt-step 1")
+    assert (tmp_path / "config.yaml").read_text() == before

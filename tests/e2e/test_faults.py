@@ -168,3 +168,30 @@ class TestRestart:
         assert "step 6 of 6: loss" in logs[2]
         assert losses(cut) == losses(whole)
         assert sorted(losses(cut)) == [1, 2, 3, 4, 5, 6]
+
+
+class TestFileSystem:
+    """A file system of its own, which needs root."""
+
+    @pytest.fixture
+    def disk(self, tmp_path):
+        path = tmp_path / "disk"
+        path.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "disk", path])
+        if done.returncode:
+            pytest.skip("no file system can be mounted here")
+        yield path
+        subprocess.run(["umount", "-l", path], check=True)
+
+    @pytest.mark.parametrize(
+        ("kind", "reason"),
+        [("full", "; 0.00 GB are free there"), ("read-only", "Read-only file system")],
+    )
+    def test_that_fails_at_a_save_ends_the_run_with_the_reason(self, kind, reason, disk):
+        """The checkpoint before it is as it was."""
+        ended = strike(kind, ENCODER, 4, "optimizer", disk)
+        assert ended.code != 0
+        assert re.findall(r"(?m)^error: .*--save .*: step 4 was not saved: .*$", ended.errors)
+        assert reason in ended.errors
+        assert newest(disk) == 2
+        assert_whole(disk / "iter_0000002")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.cpu_runtime.__main__ import main
+from megatron.core.cpu_runtime.collectives import _devices_of
 from megatron.core.tensor_parallel import random
 from tests.unit_tests.test_utilities import (
     COLLECTIVE_TIMEOUT,
@@ -235,6 +236,12 @@ class TestInstall:
         subprocess.run([*runtime, script, tmp_path], check=True, timeout=120)
         with pytest.raises(SystemExit, match="no file at 'nowhere.py'"):
             main(["nowhere.py"])
+
+
+def test_gloo_takes_the_interface_that_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere")
+    with pytest.raises(RuntimeError, match="Unable to find address for: nowhere"):
+        _devices_of(-1)  # of no process: it is made anew
 
 
 class TestProcessGroups:

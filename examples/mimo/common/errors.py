@@ -15,6 +15,8 @@ BAD_INPUT, FAILED = 2, 1
 LOST = re.compile("by peer|Broken pipe|[Tt]imed out|timeout|remote|aborted")
 """Words of errors of which another rank is the cause."""
 
+SILENT = "did not answer within --distributed-timeout-minutes: it hangs, or the network does"
+
 REJECTED = 16, 17
 """Exit codes of Megatron's rerun state machine, which prints nothing on the terminal."""
 
@@ -66,7 +68,8 @@ def end_rank(error: Exception | SystemExit) -> int:
             report(text)
     elif _is_of_a_peer(error):
         reason = re.sub(r"^\[.*?\] *", "", text).partition(". ")[0][:120]
-        text = f"rank {rank} has lost another rank, which has ended or hangs: {reason}"
+        found = SILENT if re.search("(?i)timed? ?out", text) else "has ended or hangs"
+        text = f"rank {rank} has lost another rank, which {found}: {reason}"
         report(text)
         time.sleep(GRACE_S)
     else:

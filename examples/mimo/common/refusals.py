@@ -95,6 +95,9 @@ NEEDS_GPU = """
     --moe-shared-expert-overlap --record-memory-history --log-memory-to-tensorboard
     --log-device-memory-used"""
 
+ADAM_TYPES = "main-grads main-params exp-avg exp-avg-sq"
+"""Numbers that only the precision-aware optimizer keeps in other types than fp32."""
+
 
 class Refusal(NamedTuple):
     """An option, the condition under which it is refused, and the reason."""
@@ -138,6 +141,17 @@ def with_graphs(option: str, applies: Callable[[Namespace], object], reason: str
     )
 
 
+def _needs_aware_optimizer(option: str) -> Refusal:
+    return Refusal(
+        f"{option} other than fp32",
+        lambda args: (
+            not args.use_precision_aware_optimizer
+            and str(_value(args, option)) not in ("fp32", "torch.float32")
+        ),
+        "it needs --use-precision-aware-optimizer",
+    )
+
+
 def _has_stages(args: Namespace) -> bool:
     """Return whether ranks hold different layers; False until the layout is known."""
     is_apart = getattr(args, "placement", COLOCATED) != COLOCATED
@@ -175,6 +189,7 @@ REFUSALS = [
         ),
         "Transformer Engine, whose Adam it takes, is not installed",
     ),
+    *(_needs_aware_optimizer(f"--{name}-dtype") for name in ADAM_TYPES.split()),
     _set_to("--transformer-impl inference_optimized", "its layers are not trained"),
     Refusal("--no-initialization", lambda args: not args.perform_initialization, WEIGHTS),
     _set_to(

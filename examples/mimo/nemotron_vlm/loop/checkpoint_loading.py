@@ -1,12 +1,14 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line.
+"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line, as is
+a save that fails.
 
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
 import os
 import pickle
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.nemotron_vlm.data import PREPARATION
+from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -33,10 +35,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import Call, Caller
 from megatron.training import checkpointing, training
 
-STREAM = ("data", "seed", "seq_length", "pack", "pack_window", "sample_multiple", *PREPARATION)
-"""Arguments that may change which sample has which number, for the refusal's text; whether it has
-changed is decided by the fingerprint of the data."""
-
 ARRAY = (np.ndarray(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.int64)))
 """Classes and functions that a pickle of an int64 array names."""
 
@@ -50,17 +48,55 @@ def safe_loading(args: Namespace) -> Iterator[None]:
     """Make Megatron's training loop load checkpoints this way inside the block.
 
     Raises:
-        UserError: inside the block, if a checkpoint is damaged (on every rank alike) or is of
-            another model (on the ranks that notice).
+        UserError: inside the block, if a checkpoint is damaged (on every rank alike), is of another
+            model or cannot be saved (on the ranks that notice).
     """
-    load = partial(_load, training.load_checkpoint, args)
-    with no_code_from_checkpoints(), replaced(training, load_checkpoint=load):
+    loaded: set[Path] = set()
+    load = partial(_load, training.load_checkpoint, args, loaded)
+    save = partial(_save, training.save_checkpoint_and_time, args, loaded)
+    with (
+        no_code_from_checkpoints(),
+        replaced(training, load_checkpoint=load, save_checkpoint_and_time=save),
+    ):
         yield
+
+
+def _save(
+    save: Callable, args: Namespace, loaded: set[Path], iteration: int, *rest, **named
+) -> None:
+    """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
+
+    A run that had nothing left to do would else write the last good one anew, at the risk of it.
+
+    Raises:
+        UserError: a file cannot be written, on the ranks that notice.
+    """
+    if Path(args.save, f"iter_{iteration:07d}").resolve() in loaded:
+        return
+    try:
+        save(iteration, *rest, **named)
+    except CheckpointException as error:  # raised on all ranks
+        raise _unsaved(args, iteration, [cause for cause, _ in error.failures.values()]) from error
+    except OSError as error:
+        raise _unsaved(args, iteration, [error], args.rank) from error
+
+
+def _unsaved(
+    args: Namespace, iteration: int, errors: list[BaseException], rank: int | None = None
+) -> UserError:
+    reasons = [" ".join(str(error).split())[:300] for error in errors] or ["no reason is known"]
+    free = shutil.disk_usage(args.save).free / 1e9  # Megatron's writer names the error's class only
+    return UserError(
+        f"--save {args.save}: step {iteration} was not saved: {reasons[0]}; {free:.2f} GB are free "
+        "there; the checkpoint before it is as it was",
+        rank,
+    )
 
 
 def _load(
     load: Callable,
     args: Namespace,
+    loaded: set[Path],
     model: list[MimoModel],
     optimizer: MimoOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
@@ -75,13 +111,19 @@ def _load(
         optimizer.takes_saved_rates = args.use_checkpoint_opt_param_scheduler
     try:
         directory = newest(args)
+        if directory and not os.path.isdir(directory):
+            known = ", ".join(map(str, steps_in(Path(directory).parent)))
+            raise UserError(
+                f"--load {args.load} has no {Path(directory).name}; steps there: {known}"
+            )
         if directory and args.verify_integrity:
             verify_manifest(directory)  # before anything is read; Megatron verifies after reading
             args.verify_integrity = False
         if directory:
             saved = load_common_state_dict(directory).get("args")
             if goes_on(args, directory):
-                _check_data(args, saved)
+                check_resume(args, saved)
+                loaded.add(Path(directory).resolve())
             if changes(args, saved, LAYOUT):
                 args.no_load_rng = True
             say(beginning(args, directory, saved), args)
@@ -108,9 +150,17 @@ def _refusal(args: Namespace, error: BaseException, rank: int | None = None) -> 
 def _earlier(args: Namespace) -> int | None:
     """Return the step of the newest checkpoint before the one that is loaded, if there is one."""
     directory = Path(newest(args) or "")
-    others = [path.name[5:] for path in directory.parent.glob("iter_*") if path.is_dir()]
     before = directory.name[5:]
-    return max((int(step) for step in others if step.isdigit() and step < before), default=None)
+    return max(
+        (step for step in steps_in(directory.parent) if before.isdigit() and step < int(before)),
+        default=None,
+    )
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints in a directory, in their order."""
+    names = [path.name[5:] for path in directory.glob("iter_*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def newest(args: Namespace) -> str | None:
@@ -120,20 +170,3 @@ def newest(args: Namespace) -> str | None:
         if source and os.path.isfile(checkpointing.get_checkpoint_tracker_filename(source)):
             return checkpointing.get_load_checkpoint_path_by_args(args, name)
     return None
-
-
-def _check_data(args: Namespace, saved: Namespace | None) -> None:
-    """Check that the data is the stream of samples that the saved run left, wherever it lies."""
-    if getattr(saved, "data_fingerprint", args.data_fingerprint) == args.data_fingerprint:
-        return
-    others = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} in place of {getattr(saved, name, None)}"
-        for name in STREAM
-        if getattr(args, name) != getattr(saved, name, None)
-    ]
-    raise UserError(
-        f"--load {args.load}: {args.data} has other samples than when this was saved, or another "
-        f"order of them ({', '.join(others) or 'with the same options'}), so that the run cannot "
-        "go on where it stood; give what was given then, or --finetune, which takes the weights "
-        "and begins anew"
-    )

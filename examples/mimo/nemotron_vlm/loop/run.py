@@ -119,8 +119,6 @@ def run(argv: list[str]) -> None:
         _check_outputs(args)
         source = make_source(args, options.preset)
         _say_left_out(source, args)
-        if (directory := _directory(args)) and args.rank == 0:
-            write_config(directory / "config.yaml", options.config)
         session = open_session(options, source)
     log = _log_file(args)
     with log.open("a", buffering=1) if log else nullcontext(sys.stdout) as file, _output_to(file):
@@ -204,12 +202,21 @@ def store_of_attempt() -> dist.Store | None:
 def train(session: Session, note: Callable[[Record], object] | None = None) -> None:
     """Run Megatron's ``pretrain``; call ``note`` with each step's record on the last rank."""
     args, loading = session.options.args, session.loading
+    data = data_provider(loading)
+
+    def provider(*sizes, **named):
+        # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
+        if (directory := _directory(args)) and args.rank == 0:
+            write_config(directory / "config.yaml", session.options.config)
+        return data(*sizes, **named)
+
+    provider.is_distributed = data.is_distributed
     # Megatron saves before it ends with a result that is not finite, also without --save.
     saving = {} if args.save else {"save_checkpoint_and_time": lambda *_, **__: None}
     with observed(args, loading, note), safe_loading(args), replaced(training, **saving):
         pretrain(
             session.cfg,
-            data_provider(loading),
+            provider,
             ModelType.encoder_or_decoder,
             partial(forward_step, score=loading.reader.source.score),
             skip_model_parallel_init=True,

@@ -8,9 +8,27 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-RATES = ("lr", "min_lr", "encoder_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters")
-RATES += ("lr_warmup_fraction", "lr_warmup_init", "train_iters", "weight_decay")
+RATES = ("lr", "min_lr", "encoder_lr", "projector_lr", "lr_decay_style", "lr_decay_iters")
+RATES += ("lr_wsd_decay_iters", "lr_wsd_decay_style", "lr_warmup_iters", "lr_warmup_fraction")
+RATES += ("lr_warmup_init", "train_iters", "weight_decay", "weight_decay_incr_style")
+RATES += ("encoder_weight_decay", "projector_weight_decay")
 """Arguments that decide the learning rate and the weight decay of a step."""
+
+OTHERS = {
+    "another schedule of learning rates": RATES,
+    "another optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
+    "another batch": ("global_batch_size", "step_batch_size_schedule", "seq_length"),
+    "another precision": (
+        *("bf16", "fp16", "fp8", "fp8_recipe", "fp8_parts", "use_precision_aware_optimizer"),
+        *("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    ),
+    "other frozen parts": ("freeze",),
+    "another loss or dropout": (
+        *("hidden_dropout", "attention_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        "moe_router_load_balancing_type",
+    ),
+}
+"""Arguments that a run may change when it goes on, and that decide what it learns."""
 
 LAYOUT = ("placement", "encoder", "language")
 """Arguments that determine which rank holds which part of the model."""
@@ -45,12 +63,14 @@ def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -
         return f"a new run, with the weights of {path}"
     step = path.name.removeprefix("iter_").lstrip("0")
     said = f"going on after step {step} of {args.train_iters}, from {path}"
-    changed = changes(args, saved, RATES)
-    if changed and args.use_checkpoint_opt_param_scheduler:
-        changed += "; the saved schedule is used, as --use-checkpoint-opt_param-scheduler asks"
-    layout = changes(args, saved, LAYOUT)
-    said += f"\nanother layout: {layout}; random states begin anew" if layout else ""
-    return said + (f"\nanother schedule of learning rates: {changed}" if changed else "")
+    if layout := changes(args, saved, LAYOUT):
+        said += f"\nanother layout: {layout}; random states begin anew"
+    for what, names in OTHERS.items():
+        changed = changes(args, saved, names)
+        if changed and names is RATES and args.use_checkpoint_opt_param_scheduler:
+            changed += "; the saved schedule is used, as --use-checkpoint-opt_param-scheduler asks"
+        said += f"\n{what}: {changed}" if changed else ""
+    return said
 
 
 def goes_on(args: Namespace, directory: str) -> bool:

@@ -21,9 +21,15 @@ def gloo_for(backend: Any) -> Any:
 
 
 @functools.cache
-def _device_of(process: int) -> dist.ProcessGroupGloo.Device:
-    """Return the gloo device of a process; a fork has another, without the parent's thread."""
-    return dist.ProcessGroupGloo.create_default_device()
+def _devices_of(process: int) -> list[dist.ProcessGroupGloo.Device]:
+    """Return the gloo devices of a process; a fork has others, without the parent's threads.
+
+    PyTorch reads the variable only where it makes the devices itself.
+    """
+    gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    if not names:
+        return [gloo.create_default_device()]
+    return [gloo.create_device(interface=name) for name in names.split(",")]
 
 
 class _OneDevice(type(dist.ProcessGroupGloo)):
@@ -35,7 +41,7 @@ class _OneDevice(type(dist.ProcessGroupGloo)):
     def __call__(cls, store, rank, size, timeout):
         original = cls.__base__
         options = original._Options()
-        options._devices = [_device_of(os.getpid())]
+        options._devices = _devices_of(os.getpid())
         options._timeout = timeout
         return original(store, rank, size, options)
 

@@ -39,6 +39,8 @@ REFUSED = [
     "--moe-layer-freq 2",
     "--moe-router-load-balancing-type quantile_balancing",
     "--use-nccl-ub",
+    "--main-params-dtype fp16",
+    "--exp-avg-sq-dtype bf16",
     "--non-persistent-save-interval 1",
     "--yaml-cfg options.yaml",
     "--cp-comm-type a2a",

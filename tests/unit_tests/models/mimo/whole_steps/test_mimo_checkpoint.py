@@ -192,7 +192,7 @@ class TestRefusals:
 
     def test_of_another_model(self, saved):
         wider = replace(tiny(), name="wider", language=replace(tiny().language, hidden_size=32))
-        self.assert_refused(saved, "shape mismatch", wider)
+        self.assert_refused(saved, "hidden_size 64 → 32", wider)
         images = replace(tiny().images, projector_ffn=64)
         other = replace(tiny(), name="other", encoders=(images,))
         self.assert_refused(saved, "input_projections", other)

@@ -30,7 +30,10 @@ OWN_OF_LAYOUT = ("params", "is_expert_parallel")
 """Fields of a parameter group that depend on the layout."""
 
 OWN_OF_RUN = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Fields of a parameter group that a resumed run may have changed."""
+"""Fields of a parameter group that a resumed run may have changed, and which tell groups apart."""
+
+OF_ADAM = ("betas", "eps")
+"""Fields of a parameter group that are the run's in any case."""
 
 Group = dict[str, object]
 
@@ -117,7 +120,8 @@ def restore_common_state(
 
     Args:
         takes_rates: take learning rates and weight decay from the state instead of keeping this
-            run's. Groups that differ only in their rates are matched in the order of their rates.
+            run's. Groups that differ only in their rates are then matched in the order of their
+            rates; otherwise they have the same state, and a run may have more or fewer of them.
 
     Raises:
         ValueError: the optimizer has a parameter group that the state lacks.
@@ -132,8 +136,7 @@ def restore_common_state(
             part["param_state_sharding_type"] = MODEL_SPACE
         if groups is not None:
             current = leaf.optimizer.state_dict()["param_groups"]
-            own = OWN_OF_LAYOUT if takes_rates else OWN_OF_LAYOUT + OWN_OF_RUN
-            restored = _restored(name, groups, current, own)
+            restored = _restored(name, groups, current, takes_rates)
             part.setdefault("optimizer", {})["param_groups"] = restored
             for group, loaded in zip(leaf.optimizer.param_groups, restored, strict=True):
                 # Megatron identifies groups by their rates too.
@@ -193,16 +196,19 @@ def _distinct(chain: list[list[Group]]) -> list[Group]:
 
 
 def _restored(
-    name: str, saved: list[Group], current: list[Group], kept: tuple[str, ...]
+    name: str, saved: list[Group], current: list[Group], takes_rates: bool
 ) -> list[Group]:
-    """Return the current groups with the saved settings, except for the keys in ``kept``."""
-    known = dict(zip(_identities(saved), saved, strict=True))
-    own = _identities(current)
-    missing = [identity for identity in own if identity not in known]
-    if missing:
+    """Return the current groups with the saved settings, except for those of the run."""
+    kept = (*OWN_OF_LAYOUT, *OF_ADAM, *(() if takes_rates else OWN_OF_RUN))
+    end = None if takes_rates else -1  # the last part of an identity is the place by rates
+    known = {
+        identity[:end]: group for identity, group in zip(_identities(saved), saved, strict=True)
+    }
+    own = [identity[:end] for identity in _identities(current)]
+    if any(identity not in known for identity in own):
         raise ValueError(
-            f"the optimizer state of {name} has {len(saved)} parameter groups, and none for "
-            f"{missing[0]}: other parts of the model are frozen, or have settings of their own"
+            f"the optimizer state of {name} has {len(saved)} parameter groups, which are not "
+            f"those of this run: other parts of the model are frozen, or have settings of their own"
         )
     return [
         deepcopy(known[identity]) | {key: group[key] for key in kept if key in group}

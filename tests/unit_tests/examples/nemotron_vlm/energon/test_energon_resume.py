@@ -1,0 +1,235 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that go on with other options: the table "When options change" of docs/user/checkpoints.md.
+
+Each row there has its cases here.
+"""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from examples.mimo.common.errors import UserError
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
+    byte_tokenizer,
+    make_digits,
+    shared_digits,
+    survey,
+)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.runs import trainer
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+PAGE = Path(__file__).resolve().parents[5] / "docs" / "user" / "checkpoints.md"
+
+RUN = "--train-iters 6 --micro-batch-size 4 --seq-length 64 --seed 3 --hybrid-layer-pattern ME*M"
+RUN += " --encoder tp=2 --language dp=2 --data energon:{data} --tokenizer-model {data}/tokenizer"
+BATCH = " --global-batch-size 8"
+BEFORE, AFTER = 2, 2
+"""Steps before the save and after it; the second loss after it depends on the optimizer."""
+
+STEPS = "its steps are those of the run that was not stopped"
+
+
+class GoesOn(NamedTuple):
+    """The run goes on after the saved step, with the next sample.
+
+    says: what the terminal names. tolerance: of the first loss, relative; None where the change
+    gives another loss.
+    """
+
+    says: str
+    tolerance: float | None = 1e-5
+
+
+class Refused(NamedTuple):
+    """All ranks refuse in one line, which has this pattern."""
+
+    text: str
+
+
+MODEL, SAMPLES = "another model was saved there .*{}.*--finetune", "has other samples .*--finetune"
+FORM = "state there has another form .*--no-load-optim"
+NO_SURVEY = "no survey of train"
+TEMPLATE = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}"
+
+ROWS = {
+    "learning rates, weight decay, their schedule; also of a part": [
+        ("--lr 5e-3", GoesOn("learning rates: lr 0.0001 → 0.005")),
+        ("--lr-decay-style linear --lr-warmup-iters 3", GoesOn("lr_decay_style cosine → linear")),
+        ("--encoder-lr 1e-3", GoesOn("encoder_lr None → ['1e-3']")),
+        ("--projector-weight-decay 0.5", GoesOn("projector_weight_decay None → ['0.5']")),
+        ("--weight-decay 0.5", GoesOn("weight_decay 0.01 → 0.5")),
+        ("--train-iters 20", GoesOn("train_iters 6 → 20")),
+    ],
+    "the same with `--use-checkpoint-opt_param-scheduler`": [
+        ("--lr 5e-3 --use-checkpoint-opt_param-scheduler", STEPS),
+        (
+            "--encoder-lr 1e-3 --use-checkpoint-opt_param-scheduler",
+            Refused("other parts had rates of their own .*None → "),
+        ),
+    ],
+    "`--adam-beta1`, `--adam-beta2`, `--adam-eps`, `--clip-grad`": [
+        ("--adam-beta2 0.5", GoesOn("another optimizer: adam_beta2 0.95 → 0.5")),
+        ("--adam-eps 1e-6 --clip-grad 0.1", GoesOn("adam_eps 0.001 → 1e-06, clip_grad 1.0 → 0.1")),
+    ],
+    "the batch's size or its growth": [
+        ("--global-batch-size 16", GoesOn("another batch: global_batch_size 8 → 16", None)),
+        ("--step-batch-size-schedule '0:8 2K:16'", GoesOn("another batch: ")),
+    ],
+    "how a step is carried out, saved and read": [
+        ("--micro-batch-size 2 --num-workers 1 --no-balance", STEPS),
+        ("--save-interval 3 --bad-samples refuse --long-samples cut", STEPS),
+    ],
+    "layout and placement": [
+        ("--encoder dp=2 --language tp=2", STEPS),
+        ("--placement non-colocated --encoder dp=1 --language dp=1", STEPS),
+    ],
+    "the place of the data": [
+        ("--data energon:{moved} --tokenizer-model {moved}/tokenizer", STEPS)
+    ],
+    "`--seq-length`, without packing": [
+        ("--seq-length 96", STEPS),
+        ("--seq-length 24", Refused("--seq-length 24 in place of 64.*--finetune")),
+    ],
+    "the data, `--seed`, packing, image sizes, tokenizer, `--prompt`": [
+        ("--data energon:{other}", Refused(SAMPLES)),
+        ("--data digits", Refused(SAMPLES)),
+        ("--seed 4", Refused("--seed 4 in place of 3.*--finetune")),
+        ("--pack --micro-batch-size 1", Refused("--pack True in place of False.*--finetune")),
+        ("--dynamic-resolution", Refused("--dynamic-resolution True in place of False")),
+        ("--tokenizer-model {tokenizer}", Refused(NO_SURVEY)),
+        ("--prompt Why?", Refused(NO_SURVEY)),
+    ],
+    "more parts in `--freeze`": [("--freeze encoder", GoesOn("frozen parts: freeze  → encoder"))],
+    "fewer parts in `--freeze`": [
+        ("--freeze '' --lr 1e-4", Refused("encoder was frozen .*--finetune"), "--freeze encoder")
+    ],
+    "what the model computes, its sizes": [
+        ("--hidden-size 32", Refused(MODEL.format("hidden_size 64 → 32"))),
+        ("--hybrid-layer-pattern ME*E", Refused(MODEL.format(r"ME\*M → ME\*E"))),
+        ("--vocab-size 1024", Refused(MODEL.format("vocab_size 64 → 1024"))),
+        ("--moe-router-topk 3", Refused(MODEL.format("moe_router_topk 2 → 3"))),
+        ("--position-embedding-type rope", Refused(MODEL.format("none → rope"))),
+        ("--no-untie-embeddings-and-output-weights", Refused(MODEL.format("True → False"))),
+    ],
+    "dropout, losses of the router": [
+        ("--hidden-dropout 0.1", GoesOn("hidden_dropout 0.0 → 0.1", None)),
+        ("--moe-aux-loss-coeff 1e-2", GoesOn("moe_aux_loss_coeff 0.0001 → 0.01")),
+    ],
+    "fp32 to `--bf16`, or back": [
+        ("--bf16", GoesOn("another precision: bf16 False → True", 1e-2)),
+        ("", GoesOn("another precision: bf16 True → False", 1e-2), "--bf16"),
+    ],
+    "to or from `--fp16`, `--no-use-distributed-optimizer`": [
+        ("--fp16", Refused(FORM)),
+        ("--no-use-distributed-optimizer", Refused(FORM)),
+        ("", Refused(FORM), "--no-use-distributed-optimizer"),
+        ("--no-use-distributed-optimizer --no-load-optim", GoesOn("")),
+    ],
+    "`--ckpt-step` that is not there": [("--ckpt-step 7", Refused("iter_0000007; steps there: 2"))],
+}
+"""Options of the run that goes on and what happens, by the table's row; a third member is options
+of the run that was saved."""
+
+CASES = [
+    pytest.param(*(*case, "")[:3], id=" after ".join(case[::2]), marks=pytest.mark.shows(what))
+    for what, cases in ROWS.items()
+    for case in cases
+]
+
+
+@pytest.fixture(scope="module")
+def places():
+    """Data sets by the names that options have for them."""
+    with shared_digits(samples=96) as data:
+        found = {name: data.with_name(name) for name in ("moved", "other", "tokenizer")}
+        with Utils.first_rank_first() as first:
+            if first:
+                shutil.copytree(data, found["moved"])
+                make_digits(found["other"], samples=96, seed=7)
+                survey(found["other"])
+                byte_tokenizer(found["tokenizer"], TEMPLATE, special=["<image>"])
+        yield found | {"data": data}
+
+
+@pytest.fixture(scope="module")
+def saved(places):
+    """Return a checkpoint and the steps that follow it, by the options that it was saved with."""
+    made = {}
+    with Utils.shared_directory() as directory:
+
+        def save(options: str) -> tuple[Path, list[dict]]:
+            if options not in made:
+                path = directory / str(len(made))
+                with trainer(*words(RUN + BATCH, options, places)) as run:
+                    [run.train_step() for _ in range(BEFORE)]
+                    run.save(path)
+                    made[options] = path, [run.train_step() for _ in range(AFTER)]
+            return made[options]
+
+        yield save
+        dist.barrier()  # a rank may still look at the files
+
+
+def words(run: str, options: str, places: dict[str, Path]) -> list[str]:
+    return [word.format(**places) for word in shlex.split(f"{run} {options}")]
+
+
+@requires_world_size(2)
+class TestChanges:
+    @pytest.mark.parametrize(("options", "outcome", "before"), CASES)
+    def test_goes_on_or_is_refused(self, options, outcome, before, saved, places, capsys):
+        path, after = saved(before)
+        batch = "" if "--step-batch-size" in options else BATCH
+        line = [*words(RUN + batch, options, places), "--load", str(path)]
+        files = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+        if isinstance(outcome, Refused):
+            with pytest.raises(UserError, match=outcome.text) as refusal, trainer(*line):
+                pass
+            assert "\n" not in str(refusal.value)
+            assert "going on" not in capsys.readouterr().err
+        else:
+            self.assert_goes_on(line, outcome, after, capsys)
+        assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == files
+
+    def assert_goes_on(self, line, outcome, after, capsys):
+        with trainer(*line) as run:
+            assert (run.step, run.args.consumed_train_samples) == (BEFORE, BEFORE * 8)
+            found = [run.train_step()["loss"] for _ in range(AFTER)]
+        said = capsys.readouterr().err
+        expected = [record["loss"] for record in after]
+        if outcome is STEPS:
+            assert found == pytest.approx(expected, rel=1e-5)
+        elif outcome.tolerance:
+            assert found[0] == pytest.approx(expected[0], rel=outcome.tolerance)
+            assert found[1] != expected[1]
+        if Utils.rank == 0:
+            assert f"going on after step {BEFORE}" in said
+            assert outcome is STEPS or outcome.says in said
+
+    def test_another_stage_begins_anew_with_the_weights(self, saved, places):
+        line = words(RUN + BATCH, "--seed 4 --moe-router-topk 3 --finetune", places)
+        with trainer(*line, "--load", str(saved("")[0])) as run:
+            assert (run.step, run.args.consumed_train_samples) == (0, 0)
+
+    def test_a_run_that_has_ended_does_not_write_its_checkpoint_again(self, places, shared_path):
+        """Megatron saves at the end, whether or not a step was taken."""
+        line = words(RUN + BATCH, "--train-iters 2", places) + ["--save", str(shared_path)]
+        assert len(trajectory(*line)) == BEFORE
+        (checkpoint,) = shared_path.glob("iter_*")
+        dist.barrier()
+        files = {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()}
+        dist.barrier()
+        assert trajectory(*line, "--load", str(shared_path)) == []
+        assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == files
+
+
+def test_the_page_has_these_rows():
+    table = PAGE.read_text().partition("## When options change\n")[2].partition("\n## ")[0]
+    assert re.findall(r"(?m)^\| (.*?) \| ", table)[1:] == list(ROWS)
