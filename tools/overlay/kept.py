@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the next version declares otherwise than the pin, kept in ``patches/next/names.txt``.
+"""Keep in ``patches/next/names.txt`` what the next version declares otherwise than the pin.
 
 With this file, drift needs no tree of the next version. A line is a module that was compared; a
 name that is gone; a function or class with its parameters there; or, after ``!``, a function that

@@ -105,7 +105,7 @@ def _sum_chunks(states, decay, seq_idx, found, crossed) -> None:
 def _through_links(
     states: Tensor, decays: Tensor, links: list[int], plan: RecurrencePlan
 ) -> Tensor | None:
-    """What arrives at this rank's links from those before them in ``links``; None from none."""
+    """Return what arrives at this rank's links from those before them in ``links``, if any do."""
     if len(links) == 1:
         return None
     found = states.new_empty(states.shape[1:])
