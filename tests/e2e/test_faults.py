@@ -135,7 +135,7 @@ class TestEnds:
         if kind == "kill":  # its peer has one line, or was ended before it noticed
             assert ended.errors.count("\n  File ") == 0
             peers = re.findall("^error: (.*)", ended.errors, re.MULTILINE)
-            assert [line[:28] for line in peers] in ([], [f"rank {1 - rank} has lost another ra"])
+            assert [line[:28] for line in peers] in ([], [f"rank {1 - rank} has lost another rank"])
         assert newest(saved) >= 2
         assert_whole(saved / f"iter_{newest(saved):07d}")
 
