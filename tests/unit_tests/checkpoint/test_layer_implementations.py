@@ -87,6 +87,6 @@ class TestOneRank:
         language = replace(language, hybrid_layer_pattern=language.hybrid_layer_pattern + "M")
         longer = replace(tiny(), name="longer", language=language)
         with engine_norms(), pytest.raises(UserError) as refusal:
-            with run_of("--load", str(tmp_path), preset=longer):
+            with run_of("--load", str(tmp_path), "--finetune", preset=longer):
                 pass
         assert re.search(r"layers\.8\.\S+ from model not in state dict", str(refusal.value))

@@ -49,8 +49,8 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
     _check_data(args, saved)
     if model := _changes(args, saved, MODEL):
         raise UserError(
-            f"--load {args.load}: another model was saved there ({model}); --finetune takes the "
-            "weights that fit, and begins anew"
+            f"--load {args.load}: another model was saved there ({model}); give what was given "
+            "then, or --finetune, which takes the weights if all fit, and begins anew"
         )
     state = _changes(args, saved, STATE)
     if state and not (args.no_load_optim or getattr(saved, "no_save_optim", False)):
