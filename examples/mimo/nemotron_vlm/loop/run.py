@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
+import functools
 import io
 import logging
 import os
@@ -204,13 +205,13 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
     args, loading = session.options.args, session.loading
     data = data_provider(loading)
 
+    @functools.wraps(data)
     def provider(*sizes, **named):
         # Megatron asks once a checkpoint is loaded: a run refused there keeps the last run's file.
         if (directory := _directory(args)) and args.rank == 0:
             write_config(directory / "config.yaml", session.options.config)
         return data(*sizes, **named)
 
-    provider.is_distributed = data.is_distributed
     # Megatron saves before it ends with a result that is not finite, also without --save.
     saving = {} if args.save else {"save_checkpoint_and_time": lambda *_, **__: None}
     with observed(args, loading, note), safe_loading(args), replaced(training, **saving):
