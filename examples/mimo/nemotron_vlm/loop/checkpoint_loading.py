@@ -67,11 +67,13 @@ def _save(
     """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
 
     A run that had nothing left to do would else write the last good one anew, at the risk of it.
+    Without ``--save`` nothing is saved: Megatron saves before it ends with a result that is not
+    finite.
 
     Raises:
         UserError: a file cannot be written, on the ranks that notice.
     """
-    if Path(args.save, f"iter_{iteration:07d}").resolve() in loaded:
+    if not args.save or Path(args.save, f"iter_{iteration:07d}").resolve() in loaded:
         return
     try:
         save(iteration, *rest, **named)

@@ -44,7 +44,6 @@ from examples.mimo.nemotron_vlm.options.own_options import HELP, own_options
 from megatron.core.enums import ModelType
 from megatron.core.models.mimo.bridge.encoders_to_language import encoders_to_language
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.models.mimo.setup.module_groups import (
     ModuleGroups,
     limit_waiting,
@@ -55,7 +54,7 @@ from megatron.core.models.mimo.setup.module_groups import (
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-from megatron.training import async_utils, training
+from megatron.training import async_utils
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
 from megatron.training.global_vars import set_global_variables, unset_global_variables
@@ -212,9 +211,7 @@ def train(session: Session, note: Callable[[Record], object] | None = None) -> N
             write_config(directory / "config.yaml", session.options.config)
         return data(*sizes, **named)
 
-    # Megatron saves before it ends with a result that is not finite, also without --save.
-    saving = {} if args.save else {"save_checkpoint_and_time": lambda *_, **__: None}
-    with observed(args, loading, note), safe_loading(args), replaced(training, **saving):
+    with observed(args, loading, note), safe_loading(args):
         pretrain(
             session.cfg,
             provider,
