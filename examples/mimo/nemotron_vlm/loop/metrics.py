@@ -64,9 +64,7 @@ def observed(
         train_step=_watched(training.train_step, watch.train_step),
         training_log=_watched(training.training_log, watch.training_log),
         evaluate=_watched(training.evaluate, watch.evaluate),
-        save_checkpoint_and_time=_watched(
-            training.save_checkpoint_and_time, watch.save_checkpoint
-        ),
+        save_checkpoint_and_time=_watched(training.save_checkpoint_and_time, watch.save_checkpoint),
     )
     with watched, closing(watch):
         yield
