@@ -110,8 +110,8 @@ def _take_edits(
     into: Collection[str],
     sdist: dict[str, bytes],
 ) -> dict[str, int]:
-    """Put the edits of a checkout of the pin, or of the next version, into the patched; return the
-    index of the step that took each.
+    """Put the edits of a checkout of the pin, or of the next version, into the patches; return the
+    index of the patch that took each.
 
     sdist: upstream's files of that version.
     """

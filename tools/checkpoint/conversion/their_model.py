@@ -125,15 +125,13 @@ class Conversation:
 
     def ask(self, question: str, files: list[File], max_tokens: int) -> str:
         """Return the answer to a question with media, after those asked before."""
-        counts = {
-            kind: sum(file.kind == kind for file in files) for kind in conversation.PLACEHOLDERS
-        }
-        turns = [conversation.Turn("user", question, True), conversation.Turn("assistant", "-")]
-        placed, kinds = conversation.place_media(turns, counts)
         rest = {
             kind: [file for file in files if file.kind == kind]
             for kind in conversation.PLACEHOLDERS
         }
+        counts = {kind: len(given) for kind, given in rest.items()}
+        turns = [conversation.Turn("user", question, True), conversation.Turn("assistant", "-")]
+        placed, kinds = conversation.place_media(turns, counts)
         self._media += self._encoder.read([rest[kind].pop(0) for kind in kinds])
         self._turns.append(placed[0])
         ids = torch.from_numpy(self._encoder.question(self._turns, self._media))[None]

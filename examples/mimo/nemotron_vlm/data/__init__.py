@@ -91,7 +91,6 @@ def _count(text: str) -> int:
 def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     if args.tokenizer_model is None:
         raise UserError("--data energon needs --tokenizer-model DIR, of a Hugging Face tokenizer")
-    from examples.mimo.nemotron_vlm.energon.__main__ import command
     from examples.mimo.nemotron_vlm.energon.source import EnergonSource
     from examples.mimo.nemotron_vlm.energon.survey import NoSurvey
 
@@ -100,6 +99,8 @@ def _energon(path: str, args: Namespace, preset: VLMPreset) -> SampleSource:
     try:
         return EnergonSource(path, encoder, *rest)
     except NoSurvey as error:
+        from examples.mimo.nemotron_vlm.energon.__main__ import command
+
         raise ValueError(f"{error}; make one: {command(path, args)}") from error
 
 

@@ -35,7 +35,7 @@ UNREAD = dict.fromkeys(OTHERS, "a format that Pillow does not read")
 SOUNDS, CLIPS = ("aac", "m4a", "mp3", "ogg", "opus"), ("avi", "mkv", "mov", "webm")
 UNREAD |= dict.fromkeys(SOUNDS, "convert it to wav or flac")
 UNREAD |= dict.fromkeys(CLIPS, "convert it to mp4 or to frames")
-"""What is said of formats that are not read, by suffix."""
+"""Reasons or cures that are named for formats that are not read, by suffix."""
 
 SUFFIXES = dict.fromkeys(FORMATS.keys() | OTHERS, IMAGES)
 SUFFIXES |= dict.fromkeys(("wav", "flac", *SOUNDS), SOUND)

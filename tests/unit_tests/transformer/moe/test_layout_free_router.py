@@ -113,7 +113,7 @@ class TestBalancingLosses:
     @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4), (1, 2), (2, 1), (1, 1)])
     @pytest.mark.parametrize("padded", [True, False])
     def test_are_those_of_one_rank(self, balancing, tp, cp, padded):
-        """Where no token is padding, there is no mask, and the router gets counts as integers."""
+        """A batch without padding has no mask, and the router gets its counts as integers."""
         Utils.initialize_distributed()
         dp = WORLD // (tp * cp)
         grid = HyperCommGrid([tp, cp, dp, 1], ["tp", "cp", "dp", "pp"])
