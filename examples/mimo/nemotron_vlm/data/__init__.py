@@ -29,6 +29,11 @@ PREPARATION = """tokenizer_model image_token prompt max_tiles thumbnail video_fr
 """Arguments that decide how conversations and media become tokens and inputs."""
 
 
+def have_equal_images(args: Namespace) -> bool:
+    """Return whether all samples have as many images of one size, as graphs of an encoder need."""
+    return (args.data == "mock" or args.data.startswith(DIGITS)) and not args.dynamic_resolution
+
+
 def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
     """Build the source that ``--data`` names, for a model's encoders.
 

@@ -13,6 +13,7 @@ from examples.mimo.common.layout import (
     Layout,
     Layouts,
 )
+from examples.mimo.nemotron_vlm.data import have_equal_images
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 
 FASTEST = 2
@@ -46,7 +47,7 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Return whether bubbles are known, from measurements, to be faster than three phases.
 
-    They are with CUDA graphs, which need a GPU and colocated modules. Checking each loss for NaN
+    They are with CUDA graphs of the encoder, which need a GPU and colocated modules. Checking each loss for NaN
     makes the host wait, but it must run ahead of the device. Axes other than pp and dp were not
     measured.
     """
@@ -54,6 +55,7 @@ def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)
     return (
         args.cuda_graph_impl == "local"
+        and have_equal_images(args)
         and not args.check_for_nan_in_loss_and_grad
         and language.pp > 1
         and language.tp == language.cp == language.ep == language.vpp == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layout, Layouts
+from examples.mimo.nemotron_vlm.data import have_equal_images
 from examples.mimo.nemotron_vlm.encoders.entry import Configs
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs, layer_specs
 from examples.mimo.nemotron_vlm.model.part_settings import LANGUAGE as LANGUAGE_PART
@@ -90,6 +91,8 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
         }
         if (each.name, "encoder") in in_fp8:
             own |= {name: getattr(given, name) for name in FP8}
+        if not have_equal_images(args):
+            own["cuda_graph_impl"] = "none"  # a graph has one shape
         encoders.append(each.configs(shared | own, args.hidden_size))
     return VLMConfigs(tuple(encoders), language)
 

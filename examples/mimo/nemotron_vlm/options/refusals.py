@@ -7,7 +7,6 @@ from argparse import Namespace
 from examples.mimo.common.layout import COLOCATED, asked_layout
 from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.common.refusals import Refusal, not_local, with_graphs
-from examples.mimo.nemotron_vlm.data import ENERGON
 
 
 def _is_unaligned(args: Namespace) -> bool:
@@ -24,15 +23,9 @@ def _is_unaligned(args: Namespace) -> bool:
 
 OF_OWN_OPTIONS = [
     with_graphs(
-        "--data",
-        lambda args: args.data == "digits" or args.data.startswith(ENERGON) or args.pack,
-        "a graph has one shape, and these rows differ in their images and samples; digits:N and "
-        "mock have as many images in each",
-    ),
-    with_graphs(
-        "--dynamic-resolution",
-        lambda args: args.dynamic_resolution,
-        "a graph has one shape, and images of any size have many",
+        "--pack",
+        lambda args: args.pack,
+        "a graph has one shape, and packed rows differ in their samples",
     ),
     with_graphs(
         "--placement", lambda args: args.placement != COLOCATED, "it has not been shown to work"

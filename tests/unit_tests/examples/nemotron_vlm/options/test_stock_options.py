@@ -60,10 +60,7 @@ TOGETHER = [
     *(
         (f"{GRAPHS} {other}", "^--cuda-graph-impl local with --.* is not taken here")
         for other in (
-            "--data energon:shards",
-            "--data digits",
             "--pack --micro-batch-size 1",
-            "--data mock --dynamic-resolution",
             "--placement non-colocated",
             "--freeze projector",
             "--recompute-encoder 1",
