@@ -47,9 +47,9 @@ def set_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
 def bubbles_win(args: Namespace, layouts: Layouts) -> bool:
     """Return whether bubbles are known, from measurements, to be faster than three phases.
 
-    They are with CUDA graphs of the encoder, which need a GPU and colocated modules. Checking each loss for NaN
-    makes the host wait, but it must run ahead of the device. Axes other than pp and dp were not
-    measured.
+    They are with CUDA graphs of the encoder, which need a GPU and colocated modules. Checking each
+    loss for NaN makes the host wait, but it must run ahead of the device. Axes other than pp and dp
+    were not measured.
     """
     language = layouts.language
     at_once = args.encoder_macro_batch or fastest_macro_batch(layouts, in_bubbles=True)

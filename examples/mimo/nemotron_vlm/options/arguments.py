@@ -43,6 +43,7 @@ from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -196,8 +197,6 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
     default("max_position_embeddings", args.seq_length)
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
-    if args.cuda_graph_impl == "local" and not args.cuda_graph_modules:
-        args.cuda_graph_modules = ["attn", "mamba", *(["moe_router"] if args.num_experts else [])]
     is_passing = args.linear_cp_mode == CHUNKWISE
     # Graphs of single layers take their input in the zigzag layout, as attention has it.
     is_contiguous = is_passing and args.cuda_graph_impl == "none"
@@ -263,16 +262,33 @@ def _set_layout(args: argparse.Namespace, preset: VLMPreset, layouts: Layouts) -
         for axis, option in SIZES[module].items():
             setattr(args, option, getattr(layout, axis))
     args.sequence_parallel = layouts.language.sequence_parallel
-    if args.moe_token_dispatcher_type is None:
-        # Token counts that stay on the device, where they were measured to be faster. Modules on
-        # ranks of their own exchange rows of any length, for which Megatron takes alltoall alone.
-        is_spread = layouts.non_colocated or layouts.language.ep * layouts.language.etp > 1
-        is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and not args.fp8
-        is_fast = is_fast and not is_spread and args.cuda_graph_impl == "none"
-        args.moe_token_dispatcher_type = "allgather" if is_fast else "alltoall"
+    _set_experts(args, layouts)
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if "|" not in args.hybrid_layer_pattern and not uneven:
         args.hybrid_layer_pattern = staged_pattern(args.hybrid_layer_pattern, layouts.language)
+
+
+def _set_experts(args: argparse.Namespace, layouts: Layouts) -> None:
+    """Choose how tokens reach their experts and what CUDA graphs have of MoE layers, if not given.
+
+    Where it was measured to be faster, token counts stay on the device, and graphs have whole MoE
+    layers. Elsewhere the host asks for the counts, and graphs have the routers alone.
+    """
+    has_graphs, asked = args.cuda_graph_impl == "local", args.cuda_graph_modules
+    # Modules on ranks of their own exchange rows of any length, for which Megatron takes alltoall.
+    is_spread = layouts.non_colocated or layouts.language.ep * layouts.language.etp > 1
+    is_fast = args.device == "cuda" and args.bf16 and args.moe_grouped_gemm and not args.fp8
+    is_fast = is_fast and not is_spread
+    if has_graphs:
+        others = args.swiglu or args.add_bias_linear or args.recompute_granularity
+        is_fast = is_fast and not others and CudaGraphModule.moe_router not in (asked or ())
+    if args.moe_token_dispatcher_type is None:
+        args.moe_token_dispatcher_type = "allgather" if is_fast else "alltoall"
+    if has_graphs and not asked:
+        is_whole = is_fast and args.moe_token_dispatcher_type == "allgather"
+        experts = CudaGraphModule.moe if is_whole else CudaGraphModule.moe_router
+        args.cuda_graph_modules = [CudaGraphModule.attn, CudaGraphModule.mamba]
+        args.cuda_graph_modules += [experts] if args.num_experts else []
 
 
 def _validate(args: argparse.Namespace, language_ranks: int) -> None:

@@ -238,7 +238,9 @@ class TestRefused:
             ("--bf16", "allgather"),
             ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
             ("--bf16 --language ep=2", "alltoall"),
-            (f"--bf16 {GRAPHS}", "alltoall"),
+            (f"--bf16 {GRAPHS}", "allgather"),
+            (f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "alltoall"),
+            (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
             ("--fp16", "alltoall"),
             ("--bf16 --placement non-colocated", "alltoall"),
         ],
@@ -254,6 +256,7 @@ class TestRefused:
         ("modules", "captured"),
         [
             ("", "attn mamba moe_router"),
+            ("--bf16 --moe-token-dispatcher-type alltoall", "attn mamba moe_router"),
             ("--cuda-graph-modules moe_router attn", "moe_router attn"),
         ],
     )
@@ -270,7 +273,8 @@ class TestRefused:
         ("options", "is_taken"),
         [
             ("--bf16 --moe-token-dispatcher-type allgather", True),
-            ("--bf16", False),
+            ("--bf16", True),
+            ("--bf16 --moe-token-dispatcher-type alltoall", False),
             ("--moe-token-dispatcher-type allgather", False),
             ("--bf16 --moe-token-dispatcher-type allgather --no-squared-relu --swiglu", False),
             (
