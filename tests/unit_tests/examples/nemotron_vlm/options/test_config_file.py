@@ -132,4 +132,4 @@ def test_help_all_has_megatrons_options_too(capsys):
 
 def test_sizes_that_no_dp_completes_are_told_so():
     with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
-        parse(["--language", "cp=3"], 16)
+        parse(["--language", "tp=3"], 16)
