@@ -68,6 +68,7 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
     ("text", "says"),
     [
         ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
+        ("video_pruning_rate: 0.5", "no option video_pruning_rate: training keeps all rows of a"),
         ("lr: many", "--lr: invalid float value: 'many'"),
         ("pack: maybe", "run.yaml: pack: it is a flag: want true or false, not maybe"),
         ("lr: [1, 2]", "run.yaml: lr: it takes one value, not a list"),
@@ -83,9 +84,16 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
     assert "\n" not in str(refusal.value)
 
 
-def test_an_unknown_option_gets_the_nearest_names():
-    with pytest.raises(UserError, match="--seq-lenght.* did you mean --seq-length"):
-        parse(["--seq-lenght", "64"], 1)
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--seq-lenght 64", "--seq-lenght.* did you mean --seq-length"),
+        ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest_names_or_the_reason(line, says):
+    with pytest.raises(UserError, match=says):
+        parse(line.split(), 1)
 
 
 def test_the_environment_sees_the_file(tmp_path):
