@@ -118,6 +118,9 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
     assert "predicted GiB" in dry_run(["--config", str(recipe)], 2)
     with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
         parse(["--config", str(recipe), "--save-interval", "300"], 2)
+    monkeypatch.delenv("OUT")
+    places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")
+    assert parse(["--config", str(recipe), *places], 2).args.save == "saved"  # as train.sbatch
 
 
 def test_help_is_one_screen_with_each_option_of_ours(capsys):
