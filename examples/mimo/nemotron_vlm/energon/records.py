@@ -158,10 +158,11 @@ def _turns(conversations: Any) -> list[Turn]:
     for entry in conversations if isinstance(conversations, list) else [None]:
         if not isinstance(entry, dict) or not {"from", "value"} <= entry.keys():
             raise BadConversation('conversations is no list of {"from": …, "value": …}')
-        role = ROLES.get(entry["from"])
-        if role is None:
-            raise BadConversation(f"unknown speaker {entry['from']!r}; known: {', '.join(ROLES)}")
-        turns.append(Turn(role, _text(entry["value"])))
+        speaker = entry["from"]
+        if not isinstance(speaker, str) or speaker not in ROLES:
+            known = ", ".join(ROLES)
+            raise BadConversation(f"unknown speaker {json.dumps(speaker)}; known: {known}")
+        turns.append(Turn(ROLES[speaker], _text(entry["value"])))
     return turns
 
 
@@ -173,7 +174,9 @@ def _messages(messages: Any) -> list[Turn]:
             raise BadConversation('messages is no list of {"role": …, "content": …}')
         role, content = entry["role"], entry["content"]
         if role not in ROLES.values():
-            raise BadConversation(f"unknown role {role!r}; known: system, user, assistant")
+            raise BadConversation(
+                f"unknown role {json.dumps(role)}; known: system, user, assistant"
+            )
         if isinstance(content, str):
             turns.append(Turn(role, content))
             continue
