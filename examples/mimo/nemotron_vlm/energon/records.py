@@ -101,7 +101,7 @@ def read_record(sample: Any, prompt: str) -> Record:
     """
     if isinstance(sample, CaptioningSample):
         return _record(_captioning(prompt, sample.caption), [sample.image])
-    files = [sample[name] for name in sorted(filter(kind_of, sample), key=_numerically)]
+    files = [sample[name] for name in sorted(filter(kind_of, sample), key=numerically)]
     content = sample.get("json", {})
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
@@ -143,7 +143,7 @@ def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
         frame = FRAME.fullmatch(file)
         clip = frame[1] if frame else file
         clips[clip] = (*clips.get(clip, ()), file)
-    for clip in sorted(clips, key=_numerically):  # video before video2
+    for clip in sorted(clips, key=numerically):  # video before video2
         of[VIDEO].append(Medium(VIDEO, clips[clip], float(fps)))
     turns, kinds = place_media(turns, {kind: len(media) for kind, media in of.items()})
     return Record(turns, [of[kind].pop(0) for kind in kinds])
@@ -204,7 +204,7 @@ def _text(value: Any) -> str:
     return value.strip()
 
 
-def _numerically(name: str) -> list[int | str]:
+def numerically(name: str) -> list[int | str]:
     """Return a sort key that puts 2.png before 10.png."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]
