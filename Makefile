@@ -66,10 +66,9 @@ $(SHARDS)/tokenizer: | setup
 
 train: setup $(if $(filter energon omni,$(DATA)),$(SHARDS)/tokenizer) ## Train the tiny VLM on real digits, on CPU ranks; DATA=energon reads them from shards, DATA=omni has video and sound
 	@mkdir -p $(RUN)
-	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/torchrun \
-	    --standalone --nproc-per-node $(TRAIN_RANKS) \
-	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) \
-	    $(TRAIN_DATA) $(TRAIN_OUT)
+	cd $(CHECKOUT) && OMP_NUM_THREADS=1 PYTHONPATH=$$PWD $(abspath $(VENV))/bin/python \
+	    -m examples.mimo.common.launch --standalone --nproc-per-node $(TRAIN_RANKS) \
+	    examples/mimo/pretrain_nemotron_vlm.py $(TRAIN_ARGS) $(TRAIN_DATA) $(TRAIN_OUT)
 
 test: setup ## Show every capability: each test once, with the first of its rows
 	$(VENV)/bin/python tests/run.py --once

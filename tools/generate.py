@@ -10,7 +10,6 @@ Without --ask, questions are read from the terminal, one a line, in one conversa
 """
 
 import argparse
-import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -73,19 +72,17 @@ def _files(options: Namespace) -> list:
     from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND
     from examples.mimo.nemotron_vlm.energon.conversation import VIDEO
     from examples.mimo.nemotron_vlm.energon.encoding import File
+    from examples.mimo.nemotron_vlm.energon.records import numerically
 
     found = []
     for kind, paths in ((IMAGES, options.image), (VIDEO, options.video), (SOUND, options.sound)):
         for path in paths:
-            parts = sorted(path.iterdir(), key=_number) if path.is_dir() else [path]
-            if not parts or not all(part.is_file() for part in parts):
+            inside = {each.name: each for each in path.iterdir()} if path.is_dir() else {}
+            parts = [inside[name] for name in sorted(inside, key=numerically)] or [path]
+            if not all(part.is_file() for part in parts):
                 raise UserError(f"{path}: no such file, or an empty folder")
             found.append(File(kind, tuple(part.read_bytes() for part in parts)))
     return found
-
-
-def _number(path: Path) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
 def _converted(checkpoint: Path, step: int | None) -> Path:

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from examples.mimo.nemotron_vlm.data.digits import DigitStrips
-from examples.mimo.nemotron_vlm.data.sample import SampleSource, Text
+from examples.mimo.nemotron_vlm.data.sample import SampleSource
 from examples.mimo.nemotron_vlm.energon.conversation import Chat
 from examples.mimo.nemotron_vlm.loop.asking import ask_command
-from tests.unit_tests.checkpoint.conversions import assert_verified, convert
+from tests.unit_tests.checkpoint.conversions import Given, assert_verified, convert
 from tests.unit_tests.checkpoint.hugging_face import save, whole_vlm
 from tests.unit_tests.checkpoint.program_logits import BATCH, SAMPLES, loading, program_logits
 from tests.unit_tests.examples.nemotron_vlm.energon import digits_data as shards
@@ -31,39 +30,26 @@ LENGTH, ANSWER, SEED = 64, 6, 1234
 """Tokens of a sample, and of an answer at most; and the program's default seed."""
 
 
-class Answered(SampleSource):
-    """Held-out samples of a source, with other answers; the loss is on all tokens."""
+def before_answer(source: SampleSource, number: int) -> torch.Tensor:
+    """Return the tokens before the true answer of a held-out sample."""
+    text = source.text("test", number)
+    return text.input_ids[: int(text.loss_mask.argmax()) + 1]
 
-    def __init__(self, source: SampleSource, numbers: list[int], answers: list[list[int]]) -> None:
-        self._source, self._numbers, self._answers = source, numbers, answers
-        self.fingerprint, self.pad_token = source.fingerprint, source.pad_token
-        self.vocab_size = source.vocab_size
 
-    @property
-    def token_ids(self):
-        return self._source.token_ids
-
-    def before_answer(self, number: int) -> torch.Tensor:
-        """Return the tokens before the true answer."""
-        text = self._source.text("test", self._numbers[number])
-        return text.input_ids[: int(text.loss_mask.argmax()) + 1]
-
-    def text(self, split: str, number: int) -> Text:
-        ids = torch.full((LENGTH,), self.pad_token)
-        known = torch.cat([self.before_answer(number), torch.tensor(self._answers[number])])
+def answered(source: SampleSource, answers: dict[int, list[int]]) -> Given:
+    """Return held-out samples of a source, by number, with other answers."""
+    samples = []
+    for number, answer in answers.items():
+        known = torch.cat([before_answer(source, number), torch.tensor(answer)])
+        ids = torch.full((LENGTH,), source.pad_token)
         ids[: len(known)] = known
-        return Text(ids, ids.roll(-1), torch.ones(LENGTH))
-
-    def sizes(self, split: str, first: int, count: int, encoder: str):
-        every = len(self._numbers)
-        chosen = (self._numbers[number % every] for number in range(first, first + count))
-        return [self._source.sizes("test", number, 1, encoder)[0] for number in chosen]
-
-    def inputs(self, split: str, number: int, encoder: str):
-        return self._source.inputs("test", self._numbers[number], encoder)
-
-    def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        return np.full((count, 2), (LENGTH, 1))
+        inputs = {
+            name: (source.sizes("test", number, 1, name)[0], source.inputs("test", number, name))
+            for name in source.token_ids
+        }
+        samples.append((ids, inputs))
+    same = ("fingerprint", "pad_token", "vocab_size", "token_ids")
+    return Given(samples, **{name: getattr(source, name) for name in same})
 
 
 def digits(path: Path) -> tuple[SampleSource, list[str]]:
@@ -138,12 +124,12 @@ def test_answers_are_the_most_likely_tokens_of_our_model(trained, capsys, monkey
     said = answers(capsys, path / "saved", asked.values())
     found = [list(map(int, line.split())) for line in said]
     assert len(set(said)) == SAMPLES and min(map(len, found)) > 1
-    ours = Answered(source, [*asked], found)
+    answers_of = dict(zip(asked, found, strict=True))
     model = "--model", str(path / "first/model.json"), "--load", str(path / "saved")
-    likely = program_logits(*options, *model, source=ours).argmax(-1)
-    for number, answer in enumerate(found):
-        start = len(ours.before_answer(number)) - 1
-        assert likely[number, start : start + len(answer)].tolist() == answer
+    likely = program_logits(*options, *model, source=answered(source, answers_of)).argmax(-1)
+    for row, (number, answer) in zip(likely, answers_of.items(), strict=True):
+        start = len(before_answer(source, number)) - 1
+        assert row[start : start + len(answer)].tolist() == answer
     Utils.destroy()
     capsys.readouterr()
     converted = path / "saved-hugging-face/iter_0000001"

@@ -19,6 +19,7 @@ from overlay.checkout import sha256
 A, SUB, REPLACED = "megatron/core/a.py", "megatron/core/sub", "megatron/core/replaced.py"
 B, RUN, MODULE = f"{SUB}/b.py", "examples/mimo/run.py", "megatron/core/new/deep/module.py"
 INFO, JOURNAL = "megatron/core/package_info.py", f"{STATE}/applied.json"
+DIFFERS = "differs from the lock, as git diff shows: restore it or fetch anew"
 APPLIED = {
     A: numbered("a", {3: "A_three", 10: "a_10\nA_ten_and_a_half"}),
     B: numbered("b", {3: "B_three"}),
@@ -89,7 +90,7 @@ def test_status_names_the_state_and_the_files_and_apply_repairs(world):
         return result.out
 
     assert status() == world.apply("--revert").out == ["not applied"]
-    assert status(text="edited\n") == ["not applied", f"{A} differs from the lock"]
+    assert status(text="edited\n") == ["not applied", f"{A} {DIFFERS}"]
     assert status(text=APPLIED[A])[1].startswith(f"{A} is patched already, but its original is")
     assert status(text=UPSTREAM[A]) == ["not applied"]
     world.apply()
@@ -202,7 +203,7 @@ PRISTINE = [
     (remove(INFO), 3, "not a Megatron-LM checkout"),
     (write(INFO, package_info("1.2.9")), 3,
      "is Megatron-LM 1.2.9; this overlay needs 1.2.3 or 1.2.4"),
-    (write(A, "dirty\n"), 4, f"{A} differs from the lock"),
+    (write(A, "dirty\n"), 4, f"{A} {DIFFERS}"),
     (write(REPLACED, "dirty\n"), 4, f"{REPLACED} differs from the lock"),
     (lambda w: write_tree(w.checkout, {A: "x", B: "x"}), 4, f"{A} + {B}"),
     (remove(A), 4, f"{A} is missing"),

@@ -105,7 +105,7 @@ def test_says_and_draws_4096_ranks_without_a_process(ending, begin, tmp_path, ca
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("--encoder tp=3 --world 8", "tp=3 must divide the 8 attention heads"),
+        ("--encoder tp=3 --world 8", "= 3 must divide the 8 ranks: 3·dp is never 8"),
         ("--language pp=2,vpp=2 --world 8 --microbatches 3", "must divide the 3 microbatches"),
         ("--world 8 --model none", "--model none"),
         ("--world 8 --model tiny-omni", "models of one encoder are shown, not of images and"),

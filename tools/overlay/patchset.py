@@ -174,7 +174,8 @@ class PatchSet:
                 what = "is patched already, but its original is lost: restore it or fetch anew"
                 wrong.append(f"{path} {what}")
             elif found[path] != before and path not in git_only:
-                wrong.append(f"{path} {'differs from the lock' if found[path] else 'is missing'}")
+                what = "differs from the lock, as git diff shows" if found[path] else "is missing"
+                wrong.append(f"{path} {what}: restore it or fetch anew")
         refuse(DIFFERS_FROM_LOCK, wrong)
         lost = {path for path, (before, _) in git_only.items() if found[path] != before}
         patches = self.series(version)

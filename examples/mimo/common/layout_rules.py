@@ -14,16 +14,23 @@ CHUNKWISE = "chunkwise"
 """State passing, the default of ``--linear-cp-mode``; the other value is ``headwise``."""
 
 
+def never_spanned(layout: Layout, world_size: int) -> str | None:
+    """Return why no dp makes a layout span ``world_size`` ranks, or None."""
+    others = layout.tp * layout.cp * layout.pp
+    if world_size <= others or world_size % others == 0:
+        return None
+    return (
+        f"tp·cp·pp = {layout.tp}·{layout.cp}·{layout.pp} = {others} must divide the "
+        f"{world_size} ranks: {others}·dp is never {world_size}"
+    )
+
+
 def size_violation(layout: Layout, world_size: int) -> str | None:
     """Return why a layout does not span ``world_size`` ranks, or None."""
     if layout.size == world_size:
         return None
-    others = layout.tp * layout.cp * layout.pp
-    if world_size > others and world_size % others:
-        return (
-            f"tp·cp·pp = {layout.tp}·{layout.cp}·{layout.pp} = {others} must divide the "
-            f"{world_size} ranks: {others}·dp is never {world_size}"
-        )
+    if broken := never_spanned(layout, world_size):
+        return broken
     launcher = f"; torchrun --nproc-per-node {layout.size} starts more" if world_size == 1 else ""
     return (
         f"tp·cp·dp·pp = {layout.tp}·{layout.cp}·{layout.dp}·{layout.pp} = {layout.size} "

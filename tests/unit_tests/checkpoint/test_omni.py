@@ -5,7 +5,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +16,12 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
     NemotronH_Omni_Reasoning_V3VideoProcessor,
 )
 
-from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES, SampleSource, Text
-from examples.mimo.nemotron_vlm.encoders.sound import Sound
+from examples.mimo.nemotron_vlm.data.sample import IMAGE, IMAGES
 from examples.mimo.nemotron_vlm.loop.dry_run import dry_run
 from examples.mimo.nemotron_vlm.model.presets import nano_omni_30b_a3b, tiny_omni
 from tests.unit_tests.checkpoint.conversions import (
     TOLERANCE,
+    Given,
     assert_back_again,
     assert_verified,
     config_of,
@@ -31,7 +30,7 @@ from tests.unit_tests.checkpoint.conversions import (
     sources_of,
 )
 from tests.unit_tests.checkpoint.hugging_face import released_config, whole_vlm
-from tests.unit_tests.checkpoint.program_logits import SAMPLES, loading, program_logits
+from tests.unit_tests.checkpoint.program_logits import loading, program_logits
 from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 LENGTH = 48
@@ -53,38 +52,23 @@ def pictures(number: int) -> list[torch.Tensor]:
     return [torch.randint(256, shape, generator=rng, dtype=torch.uint8) for shape in shapes]
 
 
-class Conversations(SampleSource):
-    """Text, sounds, text, images and clips, text."""
-
-    token_ids: Mapping[str, int] = {IMAGES: IMAGE, Sound.name: Sound.token}
-
-    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        sizes = CLIPS
-        if encoder == IMAGES:
-            grids = {2: PICTURES.grids, 3: PICTURES.clips}
-            sizes = [[grids[len(shape)].size_of(*shape) for shape in each] for each in SHAPES]
-        return [np.array(sizes[n % SAMPLES], dtype=np.int64) for n in range(first, first + count)]
-
-    def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
-        if encoder == Sound.name:
-            rng = torch.Generator().manual_seed(number)
-            return [torch.randn(samples, generator=rng) for samples in CLIPS[number]]
-        grids = {3: PICTURES.grids, 4: PICTURES.clips}
-        return [grids[each.ndim].cut(each) for each in pictures(number)]
-
-    def text(self, split: str, number: int) -> Text:
+def conversations() -> Given:
+    """Return samples of text, sounds, text, images and clips, text."""
+    grids, samples = {3: PICTURES.grids, 4: PICTURES.clips}, []
+    for number, (shapes, lengths) in enumerate(zip(SHAPES, CLIPS, strict=True)):
+        rng = torch.Generator().manual_seed(number)
+        sounds = [torch.randn(length, generator=rng) for length in lengths]
+        sizes = [grids[len(shape) + 1].size_of(*shape) for shape in shapes]
+        cut = [grids[each.ndim].cut(each) for each in pictures(number)]
         ids = torch.randint(6, 64, (LENGTH,), generator=torch.Generator().manual_seed(number))
         start = 3
-        for entry in (HEARD, PICTURES):
-            (sizes,) = self.sizes(split, number, 1, entry.name)
-            rows = int(entry.rows(sizes).sum())
+        for entry, given in ((HEARD, lengths), (PICTURES, sizes)):
+            rows = int(entry.rows(np.array(given, np.int64)).sum())
             ids[start : start + rows] = entry.token
             start += rows + 2
         assert start < LENGTH
-        return Text(ids, ids.roll(-1), torch.ones(LENGTH))
-
-    def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        return np.array([(LENGTH, len(shapes)) for shapes in SHAPES[first : first + count]])
+        samples.append((ids, {IMAGES: (sizes, cut), HEARD.name: (lengths, sounds)}))
+    return Given(samples, token_ids={IMAGES: IMAGE, HEARD.name: HEARD.token}, vocab_size=64)
 
 
 def their_rows(model: NemotronH_Omni_Reasoning_V3, picture: torch.Tensor) -> torch.Tensor:
@@ -110,15 +94,14 @@ def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
 
     Its forward takes no images beside clips, so their rows are put into the text here.
     """
-    source, logits = Conversations(), []
-    model = model.to(Utils.device)
-    for number in range(SAMPLES):
-        ids = source.text("test", number).input_ids[None].to(Utils.device)
+    logits, model = [], model.to(Utils.device)
+    for number, (ids, inputs) in enumerate(conversations().samples):
+        ids = ids[None].to(Utils.device)
         given = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
         if rows := [their_rows(model, each) for each in pictures(number)]:
             given["inputs_embeds"][ids == IMAGE] = torch.cat(rows)
-        if clips := source.inputs("test", number, Sound.name):
-            made = ParakeetFeatureExtractor(HEARD.num_mel_bins)([clip.numpy() for clip in clips])
+        if sounds := [sound.numpy() for sound in inputs[HEARD.name][1]]:
+            made = ParakeetFeatureExtractor(HEARD.num_mel_bins)(sounds)
             given["input_features"] = made["input_features"].to(Utils.device)
             given["input_features_mask"] = made["attention_mask"].to(Utils.device)
         logits.append(model(**given).logits.cpu())
@@ -147,7 +130,7 @@ def test_logits_of_conversations_are_theirs(layout, shared_path, record_property
         assert_verified(directory, theirs, "text image video sound")
     any_size = ("--dynamic-resolution", "--dynamic-resolution-min-patches", "4")
     options = (*loading(directory), "--seq-length", str(LENGTH), *any_size, *layout.split())
-    ours, theirs = program_logits(*options, source=Conversations()), their_logits(model)
+    ours, theirs = program_logits(*options, source=conversations()), their_logits(model)
     assert theirs.std() > 0.5
     apart = float((ours - theirs).square().mean().sqrt() / theirs.std())
     record_property("root mean square, of their deviation", apart)

@@ -117,6 +117,16 @@ class LanguagePart(Part):
         """See `Part`."""
         return language_preset(config, base)
 
+    def fields(self, sizes: LanguagePreset) -> dict[str, Any]:
+        """See `Part`."""
+        names = {theirs: ours for each in SIZES.values() for ours, theirs in each.items()}
+        config = {theirs: getattr(sizes, ours) for theirs, ours in names.items()}
+        config["intermediate_size"] = config["intermediate_size"] or sizes.hidden_size  # no "-"
+        config["hybrid_override_pattern"] = sizes.hybrid_layer_pattern
+        config["time_step_min"] = TIME_STEP_MIN
+        config["norm_topk_prob"] = sizes.moe_router_topk > 1
+        return config | {"model_type": self.model_type}
+
     def table(self, sizes: LanguagePreset) -> Table:
         """See `Part`."""
         return language_table(sizes)
@@ -145,16 +155,6 @@ def language_preset(config: Any, base: LanguagePreset) -> LanguagePreset:
         if symbol in pattern:
             sizes |= {ours: getattr(config, theirs) for ours, theirs in names.items()}
     return replace(base, **sizes)
-
-
-def language_config(preset: LanguagePreset) -> dict[str, Any]:
-    """Return the fields of a NemotronHConfig for a language preset."""
-    names = {theirs: ours for each in SIZES.values() for ours, theirs in each.items()}
-    config = {theirs: getattr(preset, ours) for theirs, ours in names.items()}
-    config["intermediate_size"] = config["intermediate_size"] or preset.hidden_size  # without "-"
-    config["hybrid_override_pattern"] = preset.hybrid_layer_pattern
-    config["time_step_min"] = TIME_STEP_MIN
-    return config | {"norm_topk_prob": preset.moe_router_topk > 1}
 
 
 def language_table(sizes: LanguagePreset) -> Table:

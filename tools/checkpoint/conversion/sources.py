@@ -34,6 +34,11 @@ def parts_of(preset: VLMPreset) -> dict[Part, str | None]:
     }
 
 
+def sizes_of(preset: VLMPreset, encoder: str | None) -> Any:
+    """Return the sizes of an encoder, or of the language model (None)."""
+    return next((each for each in preset.encoders if each.name == encoder), preset.language)
+
+
 @dataclass(frozen=True)
 class Source:
     """A part of the model in a directory.
@@ -55,18 +60,12 @@ class Source:
         """The whole prefix of the part's names in the files."""
         return self.part.outer(self.files, self.prefix)
 
-    def held(self, preset: VLMPreset) -> Any:
-        """Return the sizes that the part belongs to: the language model's, or an encoder's."""
-        if self.encoder is None:
-            return preset.language
-        return next(each for each in preset.encoders if each.name == self.encoder)
-
     def translation(self, preset: VLMPreset, ours: Mapping[str, Shape]) -> Translation:
         """Return the part's translation; ``ours`` are the shapes of our whole model."""
         prefix, outer = self.part.ours, self.outer
         whole = {
             prefix + name: tuple(replace(row, name=outer + row.name) for row in rows)
-            for name, rows in self.part.table(self.held(preset)).items()
+            for name, rows in self.part.table(sizes_of(preset, self.encoder)).items()
         }
         return Translation(whole, {n: shape for n, shape in ours.items() if n.startswith(prefix)})
 
@@ -159,7 +158,7 @@ def preset_of(sources: list[Source], base: VLMPreset, tile: int | None) -> VLMPr
     """
     preset = replace(base, name="converted")
     for source in sources:
-        given = source.held(preset), source.config, source.files, source.outer, tile
+        given = sizes_of(preset, source.encoder), source.config, source.files, source.outer, tile
         sizes = source.part.sizes(*given)
         if source.encoder is None:
             preset = replace(preset, language=sizes)

@@ -13,11 +13,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from conversion.directions import MODEL, preset_of_run, to_hugging_face
-from conversion.nemotron_h import language_config
+from conversion.sources import parts_of, sizes_of
 from conversion.torch_dist import Checkpoint
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.data.sample import FIRST_DIGIT, IMAGES, SOUND
-from examples.mimo.nemotron_vlm.encoders.radio.weights import SIZES
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset, write_preset
 
 INPUTS = "inputs.json"
@@ -67,36 +66,18 @@ def _config(preset: VLMPreset, args: Namespace):
     """Return transformers' configuration of a model of the program."""
     from transformers.models.nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 
-    images = preset.images
     if not preset.is_in_transformers:
         raise UserError(f"{preset.name}: transformers' nemotron_h has no gated delta nets")
-    sound = next((each for each in preset.encoders if each.name == SOUND), None)
-    parakeet = None
-    if sound:
-        parakeet = {k: v for k, v in vars(sound).items() if k not in ("layers", "projector_ffn")}
-        parakeet |= {"num_hidden_layers": sound.layers, "projection_bias": False}
-        parakeet["projection_hidden_size"] = sound.projector_ffn
+    of_parts: dict = {}
+    for part, encoder in parts_of(preset).items():
+        found = of_parts.setdefault(part.config, {})
+        found |= part.fields(sizes_of(preset, encoder))
+    of_parts["text_config"] |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return NemotronH_Omni_Reasoning_V3_Config(
-        vision_config={
-            **{theirs: getattr(images, ours) for ours, theirs in SIZES.items()},
-            "model_type": "radio",
-            "mlp_ratio": images.ffn / images.hidden,
-            "image_size": images.tile,
-            "num_cls_tokens": min(3, images.class_tokens),
-            "num_registers": max(0, images.class_tokens - 3),
-            "norm_mean": list(images.pixel_mean),
-            "norm_std": list(images.pixel_std),
-            "video_temporal_patch_size": max(2, images.tubelet),  # theirs always embeds video
-        },
-        text_config={
-            **language_config(preset.language),
-            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-            "model_type": "nemotron_h",
-        },
-        audio_config=parakeet,
-        vision_hidden_size=images.hidden,
-        projector_hidden_size=images.projector_ffn,
-        video_temporal_patch_size=max(2, images.tubelet),
+        **of_parts.pop(None),
+        **{"audio_config": None} | of_parts,
+        vision_hidden_size=preset.images.hidden,
+        video_temporal_patch_size=of_parts["vision_config"]["video_temporal_patch_size"],
         image_token_id=args.token_ids[IMAGES],
         audio_token_id=args.token_ids.get(SOUND),
     )

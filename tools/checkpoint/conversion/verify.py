@@ -4,10 +4,10 @@
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,57 +32,69 @@ LEAST = 4
 """Patches of an image at least: small models have small positions."""
 
 
-class Medium(NamedTuple):
-    """A kind of input: its encoder, the encoder's input, and its size as sources give it."""
+Inputs = Mapping[str, tuple[Sequence[int], Sequence[torch.Tensor]]]
+"""Sizes of a sample's inputs, as sources give them, and the inputs; by encoder."""
 
-    kind: str
-    encoder: str = ""
-    made: torch.Tensor | None = None
-    size: int = 0
+NONE = ((), ())
 
 
-class Samples(SampleSource):
-    """A sample of text, and one of text and each kind of media that both models take."""
+class Given(SampleSource):
+    """Samples that are given, over and over: tokens [n], all of which are asked for, and inputs.
 
-    def __init__(self, preset: VLMPreset, config) -> None:
-        self._preset, self.vocab_size, images = preset, preset.language.vocab_size, preset.images
-        rng, sides = torch.Generator().manual_seed(1), (images.tile, images.tile)
-        clip = torch.randint(256, (3, 3, *sides), generator=rng, dtype=torch.uint8)
-        sound = torch.randn(SAMPLING_RATE // 2, generator=rng)
-        self.media, grids, clips = [Medium("text")], images.grids, images.clips
-        if hasattr(config, "vision_config"):
-            self.media += [Medium("image", IMAGES, grids.cut(clip[0]), grids.size_of(*sides))]
-            if clips:
-                self.media += [Medium("video", IMAGES, clips.cut(clip), clips.size_of(3, *sides))]
-            if SOUND in preset.names and config.audio_config:
-                self.media += [Medium("sound", SOUND, sound, len(sound))]
+    fields: attributes of a source that differ from the usual ones.
+    """
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        return {each.name: each.token for each in self._preset.encoders}
+    def __init__(self, samples: Sequence[tuple[torch.Tensor, Inputs]], **fields) -> None:
+        self.samples = samples
+        vars(self).update(fields)
 
-    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        some = [self.media[n % len(self.media)] for n in range(first, first + count)]
-        return [np.array([each.size] * (each.encoder == encoder), np.int64) for each in some]
-
-    def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
-        each = self.media[number]
-        return [each.made] * (each.encoder == encoder)
+    def _from(self, first: int, count: int = 1) -> list[tuple[torch.Tensor, Inputs]]:
+        return [self.samples[n % len(self.samples)] for n in range(first, first + count)]
 
     def text(self, split: str, number: int) -> Text:
-        rng = torch.Generator().manual_seed(number)
-        ids = torch.randint(self.vocab_size, (TEXT,), generator=rng)
-        for token in self.token_ids.values():
-            ids[ids == token] = self.vocab_size - 1
-        for encoder in self._preset.encoders:
-            rows = int(encoder.rows(*self.sizes(split, number, 1, encoder.name)).sum())
-            media = torch.full((rows,), encoder.token)
-            ids = torch.cat([ids[: TEXT // 2], media, ids[TEXT // 2 :]])
+        ((ids, _),) = self._from(number)
         return Text(ids, ids.roll(-1), torch.ones(len(ids)))
 
+    def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
+        given = [inputs.get(encoder, NONE) for _, inputs in self._from(first, count)]
+        return [np.array(sizes, np.int64) for sizes, _ in given]
+
+    def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
+        ((_, inputs),) = self._from(number)
+        return inputs.get(encoder, NONE)[1]
+
     def costs(self, split: str, first: int, count: int) -> np.ndarray:
-        numbers = range(first, first + count)
-        return np.array([(len(self.text(split, n).input_ids), 1) for n in numbers])
+        return np.array([(len(ids), 1) for ids, _ in self._from(first, count)])
+
+
+def of_each_kind(preset: VLMPreset, config: Any) -> tuple[list[str], Given]:
+    """Return the kinds of media that both models take, ``text`` first, and a sample of each.
+
+    Args:
+        preset: the program's model. config: of transformers' model.
+    """
+    rng, images = torch.Generator().manual_seed(1), preset.images
+    grids, clips, sides = images.grids, images.clips, (images.tile, images.tile)
+    clip = torch.randint(256, (3, 3, *sides), generator=rng, dtype=torch.uint8)
+    sound = torch.randn(SAMPLING_RATE // 2, generator=rng)
+    kinds: dict[str, Inputs] = {"text": {}}
+    if hasattr(config, "vision_config"):
+        kinds["image"] = {IMAGES: ([grids.size_of(*sides)], [grids.cut(clip[0])])}
+        if clips:
+            kinds["video"] = {IMAGES: ([clips.size_of(3, *sides)], [clips.cut(clip)])}
+        if SOUND in preset.names and config.audio_config:
+            kinds["sound"] = {SOUND: ([len(sound)], [sound])}
+    tokens, vocabulary = {e.name: e.token for e in preset.encoders}, preset.language.vocab_size
+    samples = []
+    for inputs in kinds.values():
+        ids = torch.randint(vocabulary, (TEXT,), generator=rng)
+        ids[torch.isin(ids, torch.tensor([*tokens.values()]))] = vocabulary - 1
+        for encoder in preset.encoders:
+            sizes = np.array(inputs.get(encoder.name, NONE)[0], np.int64)
+            media = torch.full((int(encoder.rows(sizes).sum()),), encoder.token)
+            ids = torch.cat([ids[: TEXT // 2], media, ids[TEXT // 2 :]])
+        samples.append((ids, inputs))
+    return list(kinds), Given(samples, token_ids=tokens, vocab_size=vocabulary)
 
 
 def differences(
@@ -102,24 +114,24 @@ def differences(
         raise UserError(f"{checkpoint}: give the directory that --load takes, not one step's")
     preset = preset.with_images_of_any_size(LEAST)
     model, theirs = their_model(directory, as_ours=True), []
-    source = Samples(preset, model.config)
-    for number in range(len(source.media)):
-        ids, rows = source.text("test", number).input_ids[None], {}
+    kinds, source = of_each_kind(preset, model.config)
+    for ids, inputs in source.samples:
         with torch.no_grad():
-            for encoder in preset.encoders:
-                made = source.inputs("test", number, encoder.name)
-                rows[encoder.token] = [their_rows(model, preset.images, each) for each in made]
-            theirs.append(model(inputs_embeds=embedded(model, ids, rows)).logits[0])
+            rows = {
+                source.token_ids[encoder]: [their_rows(model, preset.images, each) for each in made]
+                for encoder, (_, made) in inputs.items()
+            }
+            theirs.append(model(inputs_embeds=embedded(model, ids[None], rows)).logits[0])
     del model  # one of the two is in memory
     ours = our_logits(checkpoint, preset, source)
-    for number, logits in enumerate(theirs):
+    for number, (kind, logits) in enumerate(zip(kinds, theirs, strict=True)):
         difference = (ours[number][: len(logits)] - logits).abs().max()
-        yield source.media[number].kind, float(difference), float(logits.std())
+        yield kind, float(difference), float(logits.std())
 
 
-def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int, torch.Tensor]:
+def our_logits(checkpoint: Path, preset: VLMPreset, source: Given) -> dict[int, torch.Tensor]:
     """Return the program's logits [tokens, vocabulary] of all samples, by number."""
-    logits, count = {}, str(len(source.media))
+    logits, count = {}, str(len(source.samples))
 
     def noted(microbatches, stage, score=None):
         output, counted = forward_step(microbatches, stage)
@@ -127,7 +139,7 @@ def our_logits(checkpoint: Path, preset: VLMPreset, source: Samples) -> dict[int
         logits[number] = output[0].float().cpu()
         return output, counted
 
-    length = max(len(source.text("test", n).input_ids) for n in range(len(source.media)))
+    length = max(len(ids) for ids, _ in source.samples)
     words = f"--seq-length {length} --micro-batch-size 1 --global-batch-size {count} --skip-train "
     words += f"--train-iters 1 --eval-iters 1 --dynamic-resolution-min-patches {LEAST} "
     words += "--dynamic-resolution --pretrained-checkpoint"

@@ -68,6 +68,10 @@ class Part:
         """
         raise NotImplementedError
 
+    def fields(self, sizes: Any) -> dict[str, Any]:
+        """Return the fields of transformers' configuration of the part; the inverse of `sizes`."""
+        raise NotImplementedError
+
     def table(self, sizes: Any) -> Table:
         """Return the table of the part's tensors, without ``ours`` and the files' prefix."""
         raise NotImplementedError

@@ -313,6 +313,10 @@ class SoundPart(Part):
         same = {f.name: getattr(config, f.name) for f in fields(base) if hasattr(config, f.name)}
         return replace(base, layers=config.num_hidden_layers, **same)
 
+    def fields(self, sizes: Sound) -> dict[str, Any]:
+        same = {k: v for k, v in vars(sizes).items() if k not in ("layers", "projector_ffn")}
+        return same | {"num_hidden_layers": sizes.layers, "projection_bias": False}
+
     def table(self, sizes: Sound) -> Table:
         with torch.device("meta"):
             names = parakeet(sizes).state_dict()

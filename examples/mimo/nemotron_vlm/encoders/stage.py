@@ -173,6 +173,9 @@ class ProjectorPart(Part):
         inner = files.shapes.get(outer + self.theirs[1])
         return replace(base, projector_ffn=inner[0]) if inner else base
 
+    def fields(self, sizes: Any) -> dict[str, Any]:
+        return {self.width: sizes.projector_ffn}
+
     def table(self, _sizes: Any) -> Table:
         linear = (f"mlp.encoder.linear_fc{number}.weight" for number in (1, 2))
         pairs = zip(("norm.weight", *linear), self.theirs, strict=True)

@@ -101,7 +101,7 @@ def read_record(sample: Any, prompt: str) -> Record:
     """
     if isinstance(sample, CaptioningSample):
         return _record(_captioning(prompt, sample.caption), [sample.image])
-    files = [sample[name] for name in sorted(filter(kind_of, sample), key=_numerically)]
+    files = [sample[name] for name in sorted(filter(kind_of, sample), key=numerically)]
     content = sample.get("json", {})
     if not isinstance(content, dict):
         raise BadConversation("its json is no object")
@@ -143,7 +143,7 @@ def _record(turns: list[Turn], files: Sequence[Any], fps: Any = 0) -> Record:
         frame = FRAME.fullmatch(file)
         clip = frame[1] if frame else file
         clips[clip] = (*clips.get(clip, ()), file)
-    for clip in sorted(clips, key=_numerically):  # video before video2
+    for clip in sorted(clips, key=numerically):  # video before video2
         of[VIDEO].append(Medium(VIDEO, clips[clip], float(fps)))
     turns, kinds = place_media(turns, {kind: len(media) for kind, media in of.items()})
     return Record(turns, [of[kind].pop(0) for kind in kinds])
@@ -158,10 +158,11 @@ def _turns(conversations: Any) -> list[Turn]:
     for entry in conversations if isinstance(conversations, list) else [None]:
         if not isinstance(entry, dict) or not {"from", "value"} <= entry.keys():
             raise BadConversation('conversations is no list of {"from": …, "value": …}')
-        role = ROLES.get(entry["from"])
-        if role is None:
-            raise BadConversation(f"unknown speaker {entry['from']!r}; known: {', '.join(ROLES)}")
-        turns.append(Turn(role, _text(entry["value"])))
+        speaker = entry["from"]
+        if not isinstance(speaker, str) or speaker not in ROLES:
+            known = ", ".join(ROLES)
+            raise BadConversation(f"unknown speaker {json.dumps(speaker)}; known: {known}")
+        turns.append(Turn(ROLES[speaker], _text(entry["value"])))
     return turns
 
 
@@ -173,7 +174,9 @@ def _messages(messages: Any) -> list[Turn]:
             raise BadConversation('messages is no list of {"role": …, "content": …}')
         role, content = entry["role"], entry["content"]
         if role not in ROLES.values():
-            raise BadConversation(f"unknown role {role!r}; known: system, user, assistant")
+            raise BadConversation(
+                f"unknown role {json.dumps(role)}; known: system, user, assistant"
+            )
         if isinstance(content, str):
             turns.append(Turn(role, content))
             continue
@@ -201,7 +204,7 @@ def _text(value: Any) -> str:
     return value.strip()
 
 
-def _numerically(name: str) -> list[int | str]:
+def numerically(name: str) -> list[int | str]:
     """Return a sort key that puts 2.png before 10.png."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]

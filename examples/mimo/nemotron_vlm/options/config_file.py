@@ -19,9 +19,17 @@ CONFIG = "--config"
 FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
+NOT_THERE = {
+    "video-pruning-rate": "training keeps all rows of a clip, because the host must know their "
+    "number before the device has encoded them"
+}
+"""Names that published models have, and why they are no options."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known names that are most like this one, or nothing."""
+    """Return why a name is none, or a hint at the known ones that are most like it, or nothing."""
+    if reason := NOT_THERE.get(name.lstrip("-").replace("_", "-")):
+        return f": {reason}"
     found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 

@@ -22,6 +22,7 @@ from examples.mimo.common.layout import (
 from examples.mimo.common.layout_rules import (
     CHUNKWISE,
     language_violation,
+    never_spanned,
     size_violation,
     undivided,
 )
@@ -61,7 +62,7 @@ def resolve(
         return language_violation(layout, for_language, preset.language, batch, linear_cp_mode)
 
     def check(name: str, layout: Layout, ranks: int, rule: Rule, fitting: str = "") -> None:
-        if broken := rule(layout):
+        if broken := never_spanned(layout, ranks) or rule(layout):
             raise UserError(f"{name}: {broken}. {_nearest(layout, ranks, rule, fitting)}")
 
     checked = [

@@ -57,7 +57,7 @@ class TestRules:
     @pytest.mark.parametrize(
         ("encoder", "language", "world", "text"),
         [
-            ("tp=3", "tp=1", 4, "tp=3 must divide the 8 attention heads"),
+            ("tp=3", "tp=1", 3, "tp=3 must divide the 8 attention heads"),
             ("tp=2,dp=4", "tp=1", 4, "= 8 must equal the 4 ranks"),
             ("tp=1", "tp=8", 8, "tp=8 must divide the 4 query groups"),
             ("cp=2", "tp=1", 4, "an encoder takes tp and dp only"),

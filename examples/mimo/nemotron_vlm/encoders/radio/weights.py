@@ -110,6 +110,19 @@ class RadioPart(Part):
             **pixels,
         )
 
+    def fields(self, sizes: Radio) -> dict[str, Any]:
+        return {
+            **{theirs: getattr(sizes, ours) for ours, theirs in SIZES.items()},
+            "model_type": self.model_type,
+            "mlp_ratio": sizes.ffn / sizes.hidden,
+            "image_size": sizes.tile,
+            "num_cls_tokens": min(3, sizes.class_tokens),
+            "num_registers": max(0, sizes.class_tokens - 3),
+            "norm_mean": list(sizes.pixel_mean),
+            "norm_std": list(sizes.pixel_std),
+            "video_temporal_patch_size": max(2, sizes.tubelet),  # theirs always embeds video
+        }
+
     def table(self, sizes: Radio) -> Table:
         top = TOP | ({"video_embedder.weight": VIDEO_EMBEDDER} if sizes.tubelet > 1 else {})
         table = {ours: (TensorRows(theirs),) for ours, theirs in top.items()}

@@ -147,7 +147,8 @@ class TestRecords:
             (b"[]", "is no object"),
             (b"{}", "neither conversations, messages nor a caption"),
             (json.dumps({"conversations": "hello"}).encode(), "is no list of"),
-            (json.dumps({"conversations": [{"from": "x", "value": ""}]}).encode(), "speaker 'x'"),
+            (json.dumps({"conversations": [{"from": "x", "value": ""}]}).encode(), 'speaker "x";'),
+            (b'{"conversations": [{"from": {"a": 1}, "value": ""}]}', 'speaker {"a": 1};'),
             (json.dumps({"caption": 3}).encode(), "a text is of type int"),
         ],
     )

@@ -68,6 +68,7 @@ def test_what_a_run_writes_starts_it_again(tmp_path):
     ("text", "says"),
     [
         ("seq-lenght: 64", "run.yaml: no option seq-lenght; did you mean seq-length"),
+        ("video_pruning_rate: 0.5", "no option video_pruning_rate: training keeps all rows of a"),
         ("lr: many", "--lr: invalid float value: 'many'"),
         ("pack: maybe", "run.yaml: pack: it is a flag: want true or false, not maybe"),
         ("lr: [1, 2]", "run.yaml: lr: it takes one value, not a list"),
@@ -83,9 +84,16 @@ def test_a_file_that_cannot_work_is_refused(tmp_path, text, says):
     assert "\n" not in str(refusal.value)
 
 
-def test_an_unknown_option_gets_the_nearest_names():
-    with pytest.raises(UserError, match="--seq-lenght.* did you mean --seq-length"):
-        parse(["--seq-lenght", "64"], 1)
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--seq-lenght 64", "--seq-lenght.* did you mean --seq-length"),
+        ("--video-pruning-rate 0.5", "--video-pruning-rate.*: training keeps all rows of a clip"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest_names_or_the_reason(line, says):
+    with pytest.raises(UserError, match=says):
+        parse(line.split(), 1)
 
 
 def test_the_environment_sees_the_file(tmp_path):
@@ -110,6 +118,9 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
     assert "predicted GiB" in dry_run(["--config", str(recipe)], 2)
     with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
         parse(["--config", str(recipe), "--save-interval", "300"], 2)
+    monkeypatch.delenv("OUT")
+    places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")
+    assert parse(["--config", str(recipe), *places], 2).args.save == "saved"  # as train.sbatch
 
 
 def test_help_is_one_screen_with_each_option_of_ours(capsys):
@@ -132,4 +143,4 @@ def test_help_all_has_megatrons_options_too(capsys):
 
 def test_sizes_that_no_dp_completes_are_told_so():
     with pytest.raises(UserError, match=r"= 3 must divide the 16 ranks: 3·dp is never 16"):
-        parse(["--language", "cp=3"], 16)
+        parse(["--language", "tp=3"], 16)

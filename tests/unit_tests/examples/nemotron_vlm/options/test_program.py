@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from examples.mimo.common import errors
 from examples.mimo.common.errors import UserError, end_rank
+from examples.mimo.common.launch import launch
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.pretrain_nemotron_vlm import GPU_KERNELS, ROOT, share_gpus, uses_gpus
 
@@ -144,3 +145,29 @@ def test_an_error_is_one_line_that_torchruns_report_repeats(
     last = ChildFailedError("main", {1: failure}).format_msg().splitlines()[-2]
     assert last.startswith("  traceback : error: ")
     assert last.endswith(said[-1] if said else "layout")
+
+
+RANKS = {
+    "refuse": ("raise UserError('no such option')", 2, "error: no such option"),
+    "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero"),
+    "kill": ("rank == 1 and os.kill(os.getpid(), 9)", 137, "error: rank 1 ended with SIGKILL"),
+}
+"""What ranks do, the exit code that they end with, and the last line."""
+
+
+@pytest.mark.parametrize("does", RANKS)
+def test_launched_ranks_end_with_the_line_of_the_one_that_failed_first(does, tmp_path, capfd):
+    """The others wait: torchrun ends them."""
+    text, code, line = RANKS[does]
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(
+        "import os, sys, time\n"
+        "from examples.mimo.common.errors import UserError, end_rank\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"try:\n    {text}\nexcept Exception as error:\n    sys.exit(end_rank(error))\n"
+        "time.sleep(60)\n"
+    )
+    assert launch(["--standalone", "--nproc-per-node", "2", str(ranks)]) == code
+    said = capfd.readouterr().err.splitlines()
+    assert said[-1] == line
+    assert not any("ChildFailedError" in each for each in said)
