@@ -221,6 +221,11 @@ REFUSALS = [
     _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
     Refusal(
+        "--optimizer-cpu-offload with --async-save",
+        lambda args: args.async_save and args.optimizer_cpu_offload,
+        "training would change the state on the host while it is written",
+    ),
+    Refusal(
         "--exit-signal SIGTERM with --async-save",
         lambda args: args.async_save and args.exit_signal_handler and args.exit_signal == SIGTERM,
         "it ends the process that writes the last save, too; add --exit-signal SIGUSR1",

@@ -92,15 +92,15 @@ class Saves:
     def _finish(self, directory: Path, steps: list[Callable[[], object]]) -> None:
         """End an asynchronous save, once all ranks have written."""
         try:
+            if not self._args.async_save:  # it would take what is left of that one's results
+                raise CheckpointingException("the save before it failed")
             for step in steps:
                 step()
             self._failed = None
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
-            # Later saves that are under way would take what is left of this one's results.
-            async_utils._async_calls_queue.async_calls.clear()
-            async_utils._async_calls_queue.close(abort=True)
             self._args.async_save = False
+            async_utils._async_calls_queue.close(abort=True)
 
     def _note(self, directory: Path, cause: str) -> None:
         args, iteration = self._args, int(directory.name[5:])

@@ -45,6 +45,7 @@ REFUSED = [
     "--yaml-cfg options.yaml",
     "--cp-comm-type a2a",
     "--exit-signal SIGTERM --exit-signal-handler --async-save --device cuda",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer --async-save --device cuda",
     "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex --device cuda --bf16",
     "--transformer-impl inference_optimized --device cuda --bf16",
     "--fp8-recipe delayed --fp8-format hybrid --language pp=2 --device cuda --bf16",
@@ -188,8 +189,32 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
-        args = parsed("--device cuda --async-save", 1).args
-        assert args.async_save and args.use_persistent_ckpt_worker
+
+    @pytest.mark.parametrize(
+        ("options", "memory", "is_asynchronous"),
+        [
+            ("--async-save", "", True),
+            ("", "", False),  # nothing is saved
+            ("--save saved", "", True),
+            ("--save saved --no-async-save", "", False),
+            ("--save saved --skip-train", "", False),
+            ("--save saved", "expandable_segments:True", False),
+            ("--save saved --exit-signal-handler --exit-signal SIGUSR1", "", True),
+            ("--save saved --exit-signal-handler", "", False),
+            (
+                "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer",
+                "",
+                False,
+            ),
+        ],
+    )
+    def test_saves_on_gpus_are_asynchronous_by_default(
+        self, options, memory, is_asynchronous, monkeypatch
+    ):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
+        args = parsed(f"--device cuda {options}", 1).args
+        assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
+        assert args.async_strategy == "mcore" and not parsed("--save saved", 1).args.async_save
 
     @pytest.mark.parametrize(
         ("options", "expected"),
