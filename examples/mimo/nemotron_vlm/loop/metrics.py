@@ -31,10 +31,10 @@ SHOWN = {"loss": "loss", "eval_accuracy": "eval_accuracy", "tokens_per_s": "toke
 SHOWN |= {"tflops": "TFLOP/s", "memory_gib": "GiB", "data_wait_s": "data wait s"}
 """Metrics in the progress bar, with the names that they have there; of a GPU or rank."""
 
-IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s")
+IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s", "pause_s")
 """Metrics that Megatron does not write there."""
 
-LINE_INTERVAL_S = 10
+LINE_INTERVAL_S = 60
 """Seconds between lines of progress in the log, and where there is no terminal; the last step has a
 line, too."""
 
@@ -109,17 +109,20 @@ class _Watch:
         self._held: Record | None = None
         self._reported = _OnTheWay({})
         self._of_step: Record = {}
+        self._idle_since: float | None = None
 
     def train_step(self, call: Callable, seen: dict) -> object:
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
         result = call()
+        pause = started - (self._idle_since or started)
         seconds, samples = time.perf_counter() - started, get_current_global_batch_size()
         of_one = 1 / (seconds * self._args.world_size)
         self._of_step = {
             "lr": lr,
             "step_time_s": seconds,
+            "pause_s": pause,
             "data_wait_s": self._loading.waited_s - waited,
             "tokens_per_s": samples * self._args.seq_length * of_one,
             "tflops": num_floating_point_operations(self._args, samples) * of_one / 1e12,
@@ -139,10 +142,14 @@ class _Watch:
             **self._of_step,
             "skipped": bool(seen["skipped_iter"]),
         }
+        self._idle_since = time.perf_counter()
         return result
 
     def evaluate(self, call: Callable, _) -> tuple:
+        started = time.perf_counter()
         result = call()
+        if self._idle_since:
+            self._idle_since += time.perf_counter() - started
         found = {name: float(value) for name, value in (result[0] or {}).items()}
         if self._held is not None and LOSS in found:
             names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
@@ -194,7 +201,7 @@ class MetricsWriter:
     def __init__(self, path: Path | None, total_steps: int | None) -> None:
         self._path, self._total_steps = path, total_steps
         self._file = self._bar = None
-        self._step = self._begin = 0
+        self._step = self._begin = self._skipped = 0
         self._last_line = time.monotonic()
 
     def write(self, record: Record) -> None:
@@ -220,6 +227,9 @@ class MetricsWriter:
         shown = {name: _short(value) for name, value in found.items() if value is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(is_new)
+        self._skipped += is_new and record.get("skipped", False)
+        if self._skipped:
+            shown["skipped steps"] = str(self._skipped)
         now = time.monotonic()
         is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
         if is_new and is_due:

@@ -4,6 +4,8 @@
 
 import gc
 import json
+import time
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
+from examples.mimo.nemotron_vlm.loop import metrics
 from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.run import train
@@ -112,6 +115,7 @@ class TestMetrics:
 
             def observe_save(*arguments, **named):
                 at_saves.append([record["step"] for record in read_metrics(path)])
+                time.sleep(0.5)
                 return save(*arguments, **named)
 
             save = training.save_checkpoint
@@ -125,6 +129,8 @@ class TestMetrics:
         tokens = [record["tokens_per_s"] * record["step_time_s"] for record in records]
         assert tokens == pytest.approx([step] * 3)
         assert not any(record["skipped"] for record in records)
+        pauses = [record["pause_s"] for record in records]
+        assert pauses[0] == 0 and min(pauses[1:]) > 0.5
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
         def log(loss_dict, iteration, grad_norm, skipped_iter):
@@ -145,6 +151,19 @@ class TestMetrics:
         found = [tuple(record[name] for name in names) for record in seen]
         assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
         assert seen == read_metrics(args.metrics_out)
+
+    def test_without_a_terminal_a_line_comes_once_a_minute_and_at_the_end(self, capsys):
+        times = [0, 61, 100, 121, 122, 123]
+        with mock.patch.object(metrics.time, "monotonic", side_effect=times):
+            writer = MetricsWriter(None, total_steps=5)
+            for step in range(1, 6):
+                writer.write({"step": step, "loss": 0.5, "skipped": step == 2})
+        writer.close()
+        assert capsys.readouterr().err.splitlines() == [
+            "step 1 of 5: loss 0.5",
+            "step 3 of 5: loss 0.5, skipped steps 1",
+            "step 5 of 5: loss 0.5, skipped steps 1",
+        ]
 
     def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
