@@ -16,6 +16,7 @@ from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import StragglerDetector
 from megatron.training import get_args
 
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
@@ -26,6 +27,9 @@ Answers = dict[tuple[int, int], int]
 
 answers: Answers = {}
 """Tokens read by this rank in the last evaluation; filled only with ``--report``."""
+
+timer = StragglerDetector()
+"""Does nothing without ``--log-straggler``."""
 
 AT_A_TIME = 512
 """Answer tokens for which a rank gathers whole-vocabulary logits at a time."""
@@ -41,11 +45,13 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
         Losses or logits, and a function of them that returns the loss, the number of tokens and the
         report.
     """
-    batch = dict(next(microbatches))
+    with timer(bdata=True):
+        batch = dict(next(microbatches))
     samples, places = batch.pop("samples"), batch.pop("sample_places")
     if not torch.is_grad_enabled():
         return _read(batch, model, samples, places, score)
-    losses, loss_mask = run_microbatch(model, batch)
+    with timer:
+        losses, loss_mask = run_microbatch(model, batch)
     return losses, partial(_summed_loss, loss_mask=loss_mask, groups=model.pg_collection)
 
 

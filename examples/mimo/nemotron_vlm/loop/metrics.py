@@ -24,15 +24,15 @@ from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
-from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
 SHOWN = {"loss": "loss", "eval_accuracy": "eval_accuracy", "tokens_per_s": "tokens/s"}
 SHOWN |= {"tflops": "TFLOP/s", "memory_gib": "GiB", "data_wait_s": "data wait s"}
 """Metrics in the progress bar, with the names that they have there; of a GPU or rank."""
 
-IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s", "pause_s")
-"""Metrics that Megatron does not write there."""
+IN_BOARDS = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s", "pause_s")
+"""Metrics that Megatron does not write to TensorBoard and W&B."""
 
 LINE_INTERVAL_S = 60
 """Seconds between lines of progress in the log, and where there is no terminal; the last step has a
@@ -131,8 +131,8 @@ class _Watch:
         return result
 
     def training_log(self, call: Callable, seen: dict) -> object:
+        self._write_held()  # before the step's own log: W&B takes no number of an earlier step
         result = call()
-        self._write_held()
         self._reported = _OnTheWay(seen["loss_dict"])
         self._held = {
             "step": seen["iteration"],
@@ -173,9 +173,12 @@ class _Watch:
         self._writer.write(record)
         if self._note:
             self._note(record)
+        numbers = {name: record[name] for name in IN_BOARDS if name in record}
         if board := get_tensorboard_writer():
-            for name in set(IN_TENSORBOARD) & record.keys():
-                board.add_scalar(name, record[name], record["step"])
+            for name, number in numbers.items():
+                board.add_scalar(name, number, record["step"])
+        if (wandb := get_wandb_writer()) and wandb.run:  # Megatron has ended it before the last
+            wandb.log(numbers, record["step"])
 
     def _completed(self) -> Record:
         """Return the held record, completed with the numbers from the device."""

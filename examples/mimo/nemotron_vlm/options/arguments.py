@@ -6,6 +6,7 @@ Bad input is refused here, before any process group is made, with the same messa
 """
 
 import argparse
+import logging
 import os
 import re
 import traceback
@@ -156,6 +157,10 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise UserError("--wandb-project needs --wandb-exp-name NAME")
+    if args.wandb_project and not (args.save or args.wandb_save_dir):
+        raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(
@@ -195,6 +200,8 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
     default("max_position_embeddings", args.seq_length)
+    if args.log_straggler:
+        default("logging_level", logging.INFO)  # that of its lines
     default("async_save", saves_asynchronously(args))
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)

@@ -4,7 +4,10 @@
 
 import gc
 import json
+import re
+import sys
 import time
+from importlib.machinery import ModuleSpec
 from unittest import mock
 
 import numpy as np
@@ -12,10 +15,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
-from examples.mimo.nemotron_vlm.loop import metrics
-from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
+from examples.mimo.nemotron_vlm.loop import forward_step, metrics
+from examples.mimo.nemotron_vlm.loop.forward_step import (
+    LOSS,
+    TOKENS,
+    count_exact,
+    run_microbatch,
+)
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
@@ -92,6 +101,18 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
 
 
 @requires_world_size(2)
+def test_a_slow_rank_is_named_within_ten_steps(monkeypatch, caplog):
+    def slow(*batch):
+        time.sleep(0.2 * (Utils.rank == 1))
+        return run_microbatch(*batch)
+
+    monkeypatch.setattr(forward_step, "run_microbatch", slow)
+    trajectory("--micro-batch-size", "16", "--log-straggler", "--log-interval", "10")
+    named = [re.findall(r"MxRtt/Rnk: [\d.]+ms/(\d)", line) for line in caplog.messages]
+    assert [name for name in named if name] == [["1"]] * (Utils.rank == 0)
+
+
+@requires_world_size(2)
 def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
     """The first rank counts the samples, and those that have an answer."""
     Utils.initialize_distributed()
@@ -151,6 +172,28 @@ class TestMetrics:
         found = [tuple(record[name] for name in names) for record in seen]
         assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
         assert seen == read_metrics(args.metrics_out)
+
+    @requires_world_size(1)
+    def test_tensorboard_and_wandb_have_the_metrics(self, tmp_path, monkeypatch):
+        wandb = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
+        wandb.finish.side_effect = lambda: setattr(wandb, "run", None)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        run = ("--wandb-project", "reading", "--wandb-exp-name", "first", "--log-interval", "1")
+        run += ("--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "saved"))
+        records = trajectory(*ONE_MICROBATCH, *run, steps=3)
+        (made,) = wandb.init.call_args_list
+        assert (made.kwargs["project"], made.kwargs["name"]) == ("reading", "first")
+        board = EventAccumulator(str(tmp_path / "board")).Reload()
+        for name in ("lm loss", *metrics.IN_BOARDS):
+            found = {event.step: event.value for event in board.Scalars(name)}
+            assert list(found) == [1, 2, 3]
+            logged = [call.args for call in wandb.log.call_args_list if name in call.args[0]]
+            steps = [step for _, step in logged]
+            assert steps == ([1, 2] if name in metrics.IN_BOARDS else [1, 2, 3])
+            for record in records:
+                assert found[record["step"]] == pytest.approx(record.get(name, record["loss"]))
+        steps = [step for _, step in (call.args for call in wandb.log.call_args_list)]
+        assert steps == sorted(steps)
 
     def test_without_a_terminal_a_line_comes_once_a_minute_and_at_the_end(self, capsys):
         times = [0, 61, 100, 121, 122, 123]
