@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data.provider import Loading
-from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, OF_MODALITY, TOKENS
 from examples.mimo.nemotron_vlm.loop.terminal import tell
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
@@ -185,6 +185,9 @@ class _Watch:
         reported = self._reported.read()
         self._held["loss"] = _finite(reported.get(LOSS))
         self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        for name in (name for name in reported if name.startswith(OF_MODALITY)):
+            if loss := _finite(reported[name]):
+                self._held[f"loss_{name.removeprefix(OF_MODALITY)}"] = loss
         return self._held
 
 
@@ -227,6 +230,8 @@ class MetricsWriter:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         found = {name: record.get(key) for key, name in SHOWN.items()}
+        losses = {key.replace("_", " "): record[key] for key in record if key.startswith("loss_")}
+        found |= losses if len(losses) > 1 else {}  # the loss of one modality is the whole
         shown = {name: _short(value) for name, value in found.items() if value is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(is_new)

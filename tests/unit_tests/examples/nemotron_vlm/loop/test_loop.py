@@ -31,8 +31,16 @@ from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndVideo
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
+    STEP,
+    PartlyText,
+    SoundAndVideo,
+)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
+    one_rank_trajectory,
+    trajectory,
+)
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -98,6 +106,26 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
     saved = str(tmp_path)
     trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
     assert trajectory("--load", saved, "--skip-train", steps=1) == []
+
+
+@requires_world_size(2)
+@pytest.mark.parametrize("rows", [("--micro-batch-size", "16"), PACK])
+def test_the_losses_of_modalities_are_those_of_one_rank(rows):
+    """A quarter of the first step's samples have tiles, and none of the second's."""
+    run = ("--global-batch-size", str(STEP), *rows)
+    alone = one_rank_trajectory(*run, steps=2, source=PartlyText())
+    records = trajectory(*run, "--language", "cp=2", steps=2, source=PartlyText())
+    names = ("loss_images", "loss_text")
+    for record, other in zip(records, alone, strict=True):
+        assert record["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        for name in names:
+            assert record.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4)
+    first, second = records
+    low, high = sorted(first[name] for name in names)
+    assert low < first["loss"] < high
+    if rows != PACK:  # whose steps have other samples
+        assert second["loss_text"] == pytest.approx(second["loss"], rel=1e-6)
+        assert "loss_images" not in second
 
 
 @requires_world_size(2)
@@ -200,11 +228,13 @@ class TestMetrics:
         with mock.patch.object(metrics.time, "monotonic", side_effect=times):
             writer = MetricsWriter(None, total_steps=5)
             for step in range(1, 6):
-                writer.write({"step": step, "loss": 0.5, "skipped": step == 2})
+                several = {"loss_text": 0.25, "loss_images": 1.0} if step == 3 else {}
+                record = {"step": step, "loss": 0.5, "skipped": step == 2, "loss_text": 0.5}
+                writer.write(record | several)
         writer.close()
         assert capsys.readouterr().err.splitlines() == [
             "step 1 of 5: loss 0.5",
-            "step 3 of 5: loss 0.5, skipped steps 1",
+            "step 3 of 5: loss 0.5, loss text 0.25, loss images 1, skipped steps 1",
             "step 5 of 5: loss 0.5, skipped steps 1",
         ]
 
