@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
+from examples.mimo.nemotron_vlm.loop.metrics import read_metrics
 from tests.e2e.launch import kill, start, wait_until
-from tests.e2e.test_faults import assert_whole, newest
+from tests.e2e.test_faults import assert_whole, newest, saves_that_failed
 
 LIMIT_S = 90
 
@@ -30,12 +32,18 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+def writers(rank: subprocess.Popen) -> list[psutil.Process]:
+    """The process that writes, once it has its priority."""
+    started = psutil.Process(rank.pid).children(recursive=True)
+    return [process for process in started if process.nice() == 10]
+
+
 @contextmanager
-def training(directory: Path) -> Iterator[subprocess.Popen]:
+def training(directory: Path, *more: str) -> Iterator[subprocess.Popen]:
     """A rank that has made its first steps, in a process group with all that it started."""
     metrics = directory / "metrics.jsonl"
     outputs = ("--metrics-out", metrics, "--save", directory / "saved")
-    given = (directory / "hashed", *ARGUMENTS, *outputs)
+    given = (directory / "hashed", *ARGUMENTS, *outputs, *more)
     with (directory / "said").open("w") as said:
         rank = start("tests.e2e.asynchronous_saves", *given, stdout=said, stderr=said)
     try:
@@ -68,3 +76,25 @@ def test_no_process_outlives_a_rank_that_is_killed(tmp_path):
         finally:
             for process in filter(lives, started):
                 process.kill()
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["no writer", "no file"])
+def test_a_save_that_fails_is_reported_and_later_ones_are_synchronous(is_killed, tmp_path):
+    saved, said = tmp_path / "saved", tmp_path / "said"
+    if not is_killed:  # the writer finds a directory in the place of its file
+        (saved / "iter_0000020/__0_0.distcp").mkdir(parents=True)
+    with training(tmp_path, "--save-interval", "20") as rank:
+        if is_killed:
+            wait_until(lambda: writers(rank), LIMIT_S)
+            (writer,) = writers(rank)
+            writer.kill()
+        wait_until(lambda: newest(saved) or rank.poll() is not None, LIMIT_S)
+        rank.send_signal(signal.SIGUSR1)
+        assert rank.wait(LIMIT_S) == 0, said.read_text()
+    failed = saves_that_failed(said.read_text())  # the one after it may have been under way
+    assert failed in ([("warning", "20")], [("warning", "20"), ("warning", "40")])
+    steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, newest(saved) + 1))
+    checkpoints = sorted(saved.glob("iter_*"))
+    assert checkpoints[0].name == f"iter_{20 * (len(failed) + 1):07d}"
+    assert_whole(checkpoints[0], ranks=1)

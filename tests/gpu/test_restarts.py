@@ -84,8 +84,8 @@ class Run:
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
 
-SAVES = ("--async-save", "--save-interval", "4", "--exit-signal-handler")
-SAVES += ("--exit-signal", "SIGUSR1")
+SAVES = ("--save-interval", "4", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
+"""Saves are asynchronous by default."""
 
 
 @contextlib.contextmanager

@@ -44,7 +44,6 @@ WHEREVER_SET = {
     "it looks for the layers of one model": """
         --moe-expert-rank-capacity-factor --moe-paged-stash""",
     "the norm of all modules' gradients is read on the host in each step": "--optimizer-cuda-graph",
-    "no part of a step here is timed by its detector": "--log-straggler",
     "it exchanges tokens in Megatron's own TP group, not its module's": """
         --use-grouped-gemm-for-shared-expert""",
     "tensor parallelism brings sequence parallelism, which all-reduces no activations": """
@@ -221,6 +220,16 @@ REFUSALS = [
     _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
     Refusal(
+        "--wandb-project",
+        lambda args: args.wandb_project and find_spec("wandb") is None,
+        "wandb is not installed: pip install wandb",
+    ),
+    Refusal(
+        "--optimizer-cpu-offload with --async-save",
+        lambda args: args.async_save and args.optimizer_cpu_offload,
+        "training would change the state on the host while it is written",
+    ),
+    Refusal(
         "--exit-signal SIGTERM with --async-save",
         lambda args: args.async_save and args.exit_signal_handler and args.exit_signal == SIGTERM,
         "it ends the process that writes the last save, too; add --exit-signal SIGUSR1",
@@ -259,10 +268,13 @@ REFUSALS = [
     ),
 ]
 
-NO_GRAPHS = _set_to(
-    "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
-)
-"""Refusal of CUDA graphs in other programs."""
+IN_OTHERS = [
+    _set_to(
+        "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
+    ),
+    _set("--log-straggler", "its detector times parts of pretrain_nemotron_vlm.py's steps alone"),
+]
+"""Refusals of other programs than pretrain_nemotron_vlm.py."""
 
 
 def refuse(args: Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:

@@ -58,7 +58,8 @@ class Reader(Dataset):
 
         Returns:
             ``input_ids``, ``position_ids``, ``sample_places`` [b, S] int64; on ranks with a loss,
-            ``labels`` [b, S] int64 and ``loss_mask`` [b, S] float32; ``modality_inputs`` with what
+            ``labels`` [b, S] int64, ``loss_mask`` [b, S] float32 and ``kinds``, by modality bool
+            [samples + 1], which samples have it, and padding none; ``modality_inputs`` with what
             each encoder's entry collates; ``samples``, the sample numbers; with packing,
             ``packing_kwargs``; if modules are colocated, ``batch_plan``, by which the bridges
             route. ``sample_places`` is the index into ``samples`` of each token's sample.
@@ -78,6 +79,8 @@ class Reader(Dataset):
         padded = [self._padded([samples[number].text for number in row]) for row in take.rows]
         batch = self._stacked(padded)
         batch["samples"] = [number for row in take.rows for number in row]
+        if self.reads_labels:
+            batch["kinds"] = self._kinds([samples[number] for number in batch["samples"]])
         lengths = None
         if self.packing:
             lengths = tuple(len(text.input_ids) for text in padded[0])
@@ -96,6 +99,11 @@ class Reader(Dataset):
                 consumed[each.name] = AtomRows(share.consumed, used)
             batch["batch_plan"] = BatchPlan(encoded, consumed, lengths)
         return batch
+
+    def _kinds(self, samples: list[_Sample]) -> dict[str, torch.Tensor]:
+        has = {each.name: [s.bounds[each.name][-1] > 0 for s in samples] for each in self.encoders}
+        has["text"] = [not any(of_sample) for of_sample in zip(*has.values(), strict=True)]
+        return {name: torch.tensor([*of_samples, False]) for name, of_samples in has.items()}
 
     def _owners(
         self, name: str, take: Take, ranges: list[InputRange], samples: dict[int, _Sample]

@@ -1,14 +1,12 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line, as is
-a save that fails.
+"""Safer loading of Megatron's checkpoints: no code in them runs, and refusals are one line.
 
 Random states belong to one layout: they are loaded only if both modules have the saved layouts.
 """
 
 import os
 import pickle
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.checkpoint_saving import Saves
 from examples.mimo.nemotron_vlm.loop.resume_rules import check_resume
 from examples.mimo.nemotron_vlm.loop.terminal import LAYOUT, beginning, changes, goes_on, say
 from megatron.core.dist_checkpointing import load_common_state_dict
@@ -45,54 +44,20 @@ of the plan in its microbatch."""
 
 @contextmanager
 def safe_loading(args: Namespace) -> Iterator[None]:
-    """Make Megatron's training loop load checkpoints this way inside the block.
+    """Make Megatron's training loop load and save checkpoints this way inside the block.
 
     Raises:
-        UserError: inside the block, if a checkpoint is damaged (on every rank alike), is of another
-            model or cannot be saved (on the ranks that notice).
+        UserError: inside the block, if a checkpoint is damaged (on every rank alike) or of another
+            model (on the ranks that notice); at its end, if the last save failed.
     """
-    loaded: set[Path] = set()
-    load = partial(_load, training.load_checkpoint, args, loaded)
-    save = partial(_save, training.save_checkpoint_and_time, args, loaded)
+    saves = Saves(args, training.save_checkpoint_and_time)
+    load = partial(_load, training.load_checkpoint, args, saves.loaded)
     with (
         no_code_from_checkpoints(),
-        replaced(training, load_checkpoint=load, save_checkpoint_and_time=save),
+        replaced(training, load_checkpoint=load, save_checkpoint_and_time=saves.save),
+        saves.all_made(),
     ):
         yield
-
-
-def _save(
-    save: Callable, args: Namespace, loaded: set[Path], iteration: int, *rest, **named
-) -> None:
-    """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
-
-    A run that had nothing left to do would else write the last good one anew, at the risk of it.
-    Without ``--save`` nothing is saved: Megatron saves before it ends with a result that is not
-    finite.
-
-    Raises:
-        UserError: a file cannot be written, on the ranks that notice.
-    """
-    if not args.save or Path(args.save, f"iter_{iteration:07d}").resolve() in loaded:
-        return
-    try:
-        save(iteration, *rest, **named)
-    except CheckpointException as error:  # raised on all ranks
-        raise _unsaved(args, iteration, [cause for cause, _ in error.failures.values()]) from error
-    except OSError as error:
-        raise _unsaved(args, iteration, [error], args.rank) from error
-
-
-def _unsaved(
-    args: Namespace, iteration: int, errors: list[BaseException], rank: int | None = None
-) -> UserError:
-    reasons = [" ".join(str(error).split())[:300] for error in errors] or ["no reason is known"]
-    free = shutil.disk_usage(args.save).free / 1e9  # Megatron's writer names the error's class only
-    return UserError(
-        f"--save {args.save}: step {iteration} was not saved: {reasons[0]}; {free:.2f} GB are free "
-        "there; the checkpoint before it is as it was",
-        rank,
-    )
 
 
 def _load(

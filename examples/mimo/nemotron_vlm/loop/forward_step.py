@@ -16,6 +16,7 @@ from megatron.core.models.mimo.partition.language_batch import packed_parameters
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import StragglerDetector
 from megatron.training import get_args
 
 LOSS, TOKENS, ACCURACY, EXACT = "lm loss", "tokens", "accuracy", "exact match"
@@ -26,6 +27,15 @@ Answers = dict[tuple[int, int], int]
 
 answers: Answers = {}
 """Tokens read by this rank in the last evaluation; filled only with ``--report``."""
+
+OF_MODALITY = f"{LOSS} of "
+"""Begins the name of a modality's loss, which is 0 where a step has no token of it."""
+
+NO_TOKENS = 1e-12
+"""Added to a modality's tokens, so that Megatron does not divide by 0."""
+
+timer = StragglerDetector()
+"""Does nothing without ``--log-straggler``."""
 
 AT_A_TIME = 512
 """Answer tokens for which a rank gathers whole-vocabulary logits at a time."""
@@ -41,20 +51,29 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
         Losses or logits, and a function of them that returns the loss, the number of tokens and the
         report.
     """
-    batch = dict(next(microbatches))
+    with timer(bdata=True):
+        batch = dict(next(microbatches))
     samples, places = batch.pop("samples"), batch.pop("sample_places")
+    kinds, packed = batch.pop("kinds", {}), batch.get("packing_kwargs")
     if not torch.is_grad_enabled():
         return _read(batch, model, samples, places, score)
-    losses, loss_mask = run_microbatch(model, batch)
-    return losses, partial(_summed_loss, loss_mask=loss_mask, groups=model.pg_collection)
+    with timer:
+        losses, loss_mask = run_microbatch(model, batch)
+    if kinds and model.partition_adapter is not None:
+        lengths = model.partition_adapter.lengths(places.size(1), packed_parameters(packed))
+        places = model.partition_adapter.shard_tokens(places, lengths)
+    has = {name: of_samples[places] for name, of_samples in kinds.items()}
+    given = {"loss_mask": loss_mask, "has": has, "groups": model.pg_collection}
+    return losses, partial(_summed_loss, **given)
 
 
-def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, groups):
+def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, groups):
     """Sum the loss over tokens; Megatron divides it by the global number of tokens.
 
     Args:
         losses: [b, S], loss of each token.
         loss_mask: [b, S], 1 for tokens that count.
+        has: by modality bool [b, S], tokens of samples that have it.
     """
     total, tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
     _validate(total)
@@ -64,6 +83,10 @@ def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, groups):
         # Megatron logs a quotient of sums: the shares of all reports add up to 1.
         TOKENS: torch.stack([tokens.double(), torch.full_like(tokens, share).double()]),
     }
+    for name, of_tokens in has.items():
+        counted = loss_mask * of_tokens
+        loss, number = (losses.detach().float() * counted).sum(), counted.sum()
+        report[OF_MODALITY + name] = torch.stack([loss.double(), number.double() + NO_TOKENS])
     return total, tokens.to(torch.int), report
 
 

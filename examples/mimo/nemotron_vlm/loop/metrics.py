@@ -18,23 +18,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.data.provider import Loading
-from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, TOKENS
+from examples.mimo.nemotron_vlm.loop.forward_step import ACCURACY, EXACT, LOSS, OF_MODALITY, TOKENS
 from examples.mimo.nemotron_vlm.loop.terminal import tell
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training import training
-from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
 SHOWN = {"loss": "loss", "eval_accuracy": "eval_accuracy", "tokens_per_s": "tokens/s"}
 SHOWN |= {"tflops": "TFLOP/s", "memory_gib": "GiB", "data_wait_s": "data wait s"}
 """Metrics in the progress bar, with the names that they have there; of a GPU or rank."""
 
-IN_TENSORBOARD = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s")
-"""Metrics that Megatron does not write there."""
+IN_BOARDS = ("tokens_per_s", "tflops", "memory_gib", "data_wait_s", "pause_s")
+"""Metrics that Megatron does not write to TensorBoard and W&B."""
 
-LINE_INTERVAL_S = 10
+LINE_INTERVAL_S = 60
 """Seconds between lines of progress in the log, and where there is no terminal; the last step has a
 line, too."""
 
@@ -109,17 +109,20 @@ class _Watch:
         self._held: Record | None = None
         self._reported = _OnTheWay({})
         self._of_step: Record = {}
+        self._idle_since: float | None = None
 
     def train_step(self, call: Callable, seen: dict) -> object:
         started, waited = time.perf_counter(), self._loading.waited_s
         # Before the step: afterwards, the optimizer has the next step's rate.
         lr = get_canonical_lr_for_logging(seen["optimizer"].param_groups)
         result = call()
+        pause = started - (self._idle_since or started)
         seconds, samples = time.perf_counter() - started, get_current_global_batch_size()
         of_one = 1 / (seconds * self._args.world_size)
         self._of_step = {
             "lr": lr,
             "step_time_s": seconds,
+            "pause_s": pause,
             "data_wait_s": self._loading.waited_s - waited,
             "tokens_per_s": samples * self._args.seq_length * of_one,
             "tflops": num_floating_point_operations(self._args, samples) * of_one / 1e12,
@@ -128,8 +131,8 @@ class _Watch:
         return result
 
     def training_log(self, call: Callable, seen: dict) -> object:
+        self._write_held()  # before the step's own log: W&B takes no number of an earlier step
         result = call()
-        self._write_held()
         self._reported = _OnTheWay(seen["loss_dict"])
         self._held = {
             "step": seen["iteration"],
@@ -139,10 +142,14 @@ class _Watch:
             **self._of_step,
             "skipped": bool(seen["skipped_iter"]),
         }
+        self._idle_since = time.perf_counter()
         return result
 
     def evaluate(self, call: Callable, _) -> tuple:
+        started = time.perf_counter()
         result = call()
+        if self._idle_since:
+            self._idle_since += time.perf_counter() - started
         found = {name: float(value) for name, value in (result[0] or {}).items()}
         if self._held is not None and LOSS in found:
             names = {"eval_loss": LOSS, "eval_accuracy": ACCURACY, "eval_exact_match": EXACT}
@@ -166,15 +173,21 @@ class _Watch:
         self._writer.write(record)
         if self._note:
             self._note(record)
+        numbers = {name: record[name] for name in IN_BOARDS if name in record}
         if board := get_tensorboard_writer():
-            for name in set(IN_TENSORBOARD) & record.keys():
-                board.add_scalar(name, record[name], record["step"])
+            for name, number in numbers.items():
+                board.add_scalar(name, number, record["step"])
+        if (wandb := get_wandb_writer()) and wandb.run:  # Megatron has ended it before the last
+            wandb.log(numbers, record["step"])
 
     def _completed(self) -> Record:
         """Return the held record, completed with the numbers from the device."""
         reported = self._reported.read()
         self._held["loss"] = _finite(reported.get(LOSS))
         self._held["num_tokens"] = round(reported.get(TOKENS, 0.0))
+        for name in (name for name in reported if name.startswith(OF_MODALITY)):
+            if loss := _finite(reported[name]):
+                self._held[f"loss_{name.removeprefix(OF_MODALITY)}"] = loss
         return self._held
 
 
@@ -194,7 +207,7 @@ class MetricsWriter:
     def __init__(self, path: Path | None, total_steps: int | None) -> None:
         self._path, self._total_steps = path, total_steps
         self._file = self._bar = None
-        self._step = self._begin = 0
+        self._step = self._begin = self._skipped = 0
         self._last_line = time.monotonic()
 
     def write(self, record: Record) -> None:
@@ -217,9 +230,14 @@ class MetricsWriter:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         found = {name: record.get(key) for key, name in SHOWN.items()}
+        losses = {key.replace("_", " "): record[key] for key in record if key.startswith("loss_")}
+        found |= losses if len(losses) > 1 else {}  # the loss of one modality is the whole
         shown = {name: _short(value) for name, value in found.items() if value is not None}
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(is_new)
+        self._skipped += is_new and record.get("skipped", False)
+        if self._skipped:
+            shown["skipped steps"] = str(self._skipped)
         now = time.monotonic()
         is_due = step == self._total_steps or now - self._last_line >= LINE_INTERVAL_S
         if is_new and is_due:

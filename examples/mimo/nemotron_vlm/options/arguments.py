@@ -6,6 +6,7 @@ Bad input is refused here, before any process group is made, with the same messa
 """
 
 import argparse
+import logging
 import os
 import re
 import traceback
@@ -38,7 +39,7 @@ from examples.mimo.nemotron_vlm.model.part_settings import (
 )
 from examples.mimo.nemotron_vlm.model.presets import VLMPreset
 from examples.mimo.nemotron_vlm.options.config_file import as_yaml, with_config
-from examples.mimo.nemotron_vlm.options.defaults import defaults
+from examples.mimo.nemotron_vlm.options.defaults import defaults, saves_asynchronously
 from examples.mimo.nemotron_vlm.options.environment import at_start
 from examples.mimo.nemotron_vlm.options.layout_rules import resolve
 from examples.mimo.nemotron_vlm.options.own_options import add_own_options, own_options, preset_of
@@ -125,14 +126,15 @@ def extend(parser: argparse.ArgumentParser, preset: VLMPreset, device: str, pack
 
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, object]) -> None:
-    """Set defaults, and add an opposite option for each flag that a default switches."""
+    """Set defaults, and add an opposite option for each flag that a default switches or, where it
+    is None, may switch later."""
     parser.set_defaults(**values)
     flags = [a for a in parser._actions if a.nargs == 0 and a.dest in values and a.option_strings]
     for flag in flags:
         name, value = flag.option_strings[0], values[flag.dest]
         plain = re.sub("^--(no|disable)-", "--", name)
         opposite = plain if plain != name else f"--no-{name[2:]}"
-        if flag.const == value and opposite not in parser._option_string_actions:
+        if value in (flag.const, None) and opposite not in parser._option_string_actions:
             action = "store_false" if flag.const else "store_true"
             options = {"dest": flag.dest, "default": value, "help": f"not {name}"}
             parser.add_argument(opposite, action=action, **options)
@@ -156,6 +158,10 @@ def _check_own(args: argparse.Namespace) -> None:
         raise UserError("--report draws the metrics file: add --metrics-out FILE")
     if args.report and not args.eval_iters:
         raise UserError("--report shows what the model reads: add --eval-iters N")
+    if args.wandb_project and not args.wandb_exp_name:
+        raise UserError("--wandb-project needs --wandb-exp-name NAME")
+    if args.wandb_project and not (args.save or args.wandb_save_dir):
+        raise UserError("--wandb-project needs --wandb-save-dir DIR, or --save DIR")
     every, kept = args.save_interval, args.save_retain_interval
     if args.save and every and kept and kept % every:
         raise UserError(
@@ -195,6 +201,9 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
     default("max_position_embeddings", args.seq_length)
+    if args.log_straggler:
+        default("logging_level", logging.INFO)  # that of its lines
+    default("async_save", saves_asynchronously(args))
     args.use_persistent_ckpt_worker |= args.async_save  # Megatron has no other worker
     default("eval_interval", args.train_iters or 1000)
     is_passing = args.linear_cp_mode == CHUNKWISE

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """This program's defaults of Megatron's options: the model's, and those that a first run needs."""
 
+import os
+from argparse import Namespace
 from dataclasses import asdict
 from importlib.util import find_spec
+from signal import SIGTERM
 
 import torch
 
@@ -41,6 +44,7 @@ TRAINING = {
     "adam_eps": 1e-5,
     "eval_iters": 0,
     "save_interval": 500,
+    "async_strategy": "mcore",  # the other one waits for ever where a writer has died
     "save_tokenizer_assets": False,  # upstream's main saves those of the tokenizer that it loads
     "calculate_per_token_loss": True,
     "use_distributed_optimizer": True,
@@ -86,8 +90,6 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     chosen["seq_length"] = preset.seq_length
     if packs:
         chosen["micro_batch_size"] = 1
-    if find_spec("nvidia_resiliency_ext") is None:
-        chosen["async_strategy"] = "mcore"
     if device == "cpu":
         return chosen | WITHOUT_KERNELS
     has_engine = find_spec("transformer_engine") is not None
@@ -96,9 +98,22 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     is_recent = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     chosen |= WITH_ENGINE if has_engine else {"transformer_impl": "local"}
     return chosen | {
+        "async_save": None,  # follows from other options
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
         "moe_grouped_gemm": has_grouped_gemm and is_recent,
         "cross_entropy_loss_fusion": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     }
+
+
+def saves_asynchronously(args: Namespace) -> bool:
+    """Return whether saves are asynchronous unless an option says otherwise.
+
+    The process that writes them reads the tensors from the GPU's memory, in which PyTorch shares
+    no expandable segments on every machine. Training would change those that are on the host.
+    """
+    memory = f"{os.environ.get('PYTORCH_ALLOC_CONF')} {os.environ.get('PYTORCH_CUDA_ALLOC_CONF')}"
+    is_ended = args.exit_signal_handler and args.exit_signal == SIGTERM  # the process that writes
+    is_unsafe = is_ended or args.optimizer_cpu_offload or "expandable_segments:True" in memory
+    return bool(args.device == "cuda" and args.save and not args.skip_train and not is_unsafe)

@@ -6,6 +6,7 @@ To support another call, add it to `ANSWERS`, but only if its answer on a CPU is
 """
 
 import contextlib
+import math
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ ANSWERS: dict[str, Any] = {
     "max_memory_allocated": max_memory_allocated,
     "max_memory_reserved": max_memory_allocated,
     "memory_stats": memory_stats,
+    **dict.fromkeys(("temperature", "power_draw", "utilization", "clock_rate"), _returns(math.nan)),
     "Stream": streams.Stream,
     "Event": streams.Event,
     "stream": streams.stream,

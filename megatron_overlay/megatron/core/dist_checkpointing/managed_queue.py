@@ -4,10 +4,12 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing import Process
 from multiprocessing.context import BaseContext
 from multiprocessing.managers import SyncManager
+from multiprocessing.queues import JoinableQueue
 from queue import Queue
 from types import ModuleType
 
@@ -47,6 +49,14 @@ def start_deaf(process: Process) -> None:
     process.start()
     for number, handler in handled.items():
         signal.signal(number, handler)
+
+
+def join(queue: JoinableQueue, process: Process) -> None:
+    """Wait until a process is done with all that is in a queue, or has ended."""
+    waiting = threading.Thread(target=queue.join, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and process.is_alive():
+        waiting.join(1)
 
 
 def managed_queue(context: BaseContext) -> Queue:

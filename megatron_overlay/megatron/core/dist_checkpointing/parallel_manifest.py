@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.first_rank import on_first_rank
 from megatron.core.dist_checkpointing.validation import (
     _HASH_ALGORITHM,
     INTEGRITY_FNAME,
@@ -68,13 +69,13 @@ def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
         hashed: queue that holds the hashes of files already hashed by this rank's writer.
 
     Raises:
-        CheckpointingException: a rank cannot read a file of its share; raised on all ranks.
+        CheckpointingException: a rank cannot read a file of its share, or the first rank cannot
+            write the manifest; raised on all ranks.
     """
     files = _on_all_ranks({} if hashed is None else hashed.get_nowait())
-    chosen = [_files(checkpoint_dir)]
-    dist.broadcast_object_list(chosen)  # a rank may see a file later than others
+    chosen = on_first_rank(_files)(checkpoint_dir)  # a rank may see a file later than others
     for _ in range(TRIES):
-        unread = [name for name in chosen[0] if not files.get(name)]
+        unread = [name for name in chosen if not files.get(name)]
         files |= _digests(checkpoint_dir, unread)
         if all(files.values()):
             break
@@ -82,11 +83,13 @@ def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
     else:
         unread = min(name for name, digest in files.items() if not digest)
         raise CheckpointingException(f"{checkpoint_dir} was not saved: cannot read {unread}")
-    if dist.get_rank() == 0:
-        path = os.path.join(checkpoint_dir, INTEGRITY_FNAME)
-        with open(path, "w") as file:
-            ordered = dict(sorted(files.items()))
-            json.dump({"algorithm": _HASH_ALGORITHM, "files": ordered}, file, indent=2)
+    on_first_rank(_write_manifest)(checkpoint_dir, files)
+
+
+def _write_manifest(checkpoint_dir: str, files: dict[str, str]) -> None:
+    with open(os.path.join(checkpoint_dir, INTEGRITY_FNAME), "w") as file:
+        ordered = dict(sorted(files.items()))
+        json.dump({"algorithm": _HASH_ALGORITHM, "files": ordered}, file, indent=2)
 
 
 def verify_manifest(checkpoint_dir: str) -> None:

@@ -44,8 +44,8 @@ argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 LOCAL = ("--transformer-impl", "local")
 """Megatron's own layers: in fp32, Transformer Engine's attention has neither packed rows nor CP."""
 
-DEVICE = ("--device", "cuda", *LOCAL) if HAVE_CUDA else ("--device", "cpu")
-"""Device and layers; tests/gpu has the layers of Transformer Engine."""
+DEVICE = ("--device", "cuda", "--no-async-save", *LOCAL) if HAVE_CUDA else ("--device", "cpu")
+"""Device and layers; tests/gpu has the layers of Transformer Engine, and asynchronous saves."""
 
 STEPS = 10
 

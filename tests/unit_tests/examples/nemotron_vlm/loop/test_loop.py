@@ -4,23 +4,43 @@
 
 import gc
 import json
+import re
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.mimo.nemotron_vlm.data.rows import COUNTED
-from examples.mimo.nemotron_vlm.loop.forward_step import LOSS, TOKENS, count_exact
+from examples.mimo.nemotron_vlm.loop import forward_step, metrics
+from examples.mimo.nemotron_vlm.loop.forward_step import (
+    LOSS,
+    TOKENS,
+    count_exact,
+    run_microbatch,
+)
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
 from examples.mimo.nemotron_vlm.loop.run import train
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
-from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import SoundAndVideo
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import trajectory
+from tests.unit_tests.examples.nemotron_vlm.loop.models import PACK
+from tests.unit_tests.examples.nemotron_vlm.loop.sound_and_images import (
+    STEP,
+    PartlyText,
+    SoundAndVideo,
+)
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
+    one_rank_trajectory,
+    trajectory,
+)
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import Utils, requires_world_size
@@ -89,6 +109,38 @@ def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
 
 
 @requires_world_size(2)
+@pytest.mark.parametrize("rows", [("--micro-batch-size", "16"), PACK])
+def test_the_losses_of_modalities_are_those_of_one_rank(rows):
+    """A quarter of the first step's samples have tiles, and none of the second's."""
+    run = ("--global-batch-size", str(STEP), *rows)
+    alone = one_rank_trajectory(*run, steps=2, source=PartlyText())
+    records = trajectory(*run, "--language", "cp=2", steps=2, source=PartlyText())
+    names = ("loss_images", "loss_text")
+    for record, other in zip(records, alone, strict=True):
+        assert record["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        for name in names:
+            assert record.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4)
+    first, second = records
+    low, high = sorted(first[name] for name in names)
+    assert low < first["loss"] < high
+    if rows != PACK:  # whose steps have other samples
+        assert second["loss_text"] == pytest.approx(second["loss"], rel=1e-6)
+        assert "loss_images" not in second
+
+
+@requires_world_size(2)
+def test_a_slow_rank_is_named_within_ten_steps(monkeypatch, caplog):
+    def slow(*batch):
+        time.sleep(0.2 * (Utils.rank == 1))
+        return run_microbatch(*batch)
+
+    monkeypatch.setattr(forward_step, "run_microbatch", slow)
+    trajectory("--micro-batch-size", "16", "--log-straggler", "--log-interval", "10")
+    named = [re.findall(r"MxRtt/Rnk: [\d.]+ms/(\d)", line) for line in caplog.messages]
+    assert [name for name in named if name] == [["1"]] * (Utils.rank == 0)
+
+
+@requires_world_size(2)
 def test_a_sample_is_read_right_if_no_cp_rank_holds_a_wrong_token():
     """The first rank counts the samples, and those that have an answer."""
     Utils.initialize_distributed()
@@ -112,6 +164,7 @@ class TestMetrics:
 
             def observe_save(*arguments, **named):
                 at_saves.append([record["step"] for record in read_metrics(path)])
+                time.sleep(0.5)
                 return save(*arguments, **named)
 
             save = training.save_checkpoint
@@ -125,6 +178,8 @@ class TestMetrics:
         tokens = [record["tokens_per_s"] * record["step_time_s"] for record in records]
         assert tokens == pytest.approx([step] * 3)
         assert not any(record["skipped"] for record in records)
+        pauses = [record["pause_s"] for record in records]
+        assert pauses[0] == 0 and min(pauses[1:]) > 0.5
 
     def test_the_host_does_not_wait_for_the_numbers_of_a_step(self, tmp_path, monkeypatch):
         def log(loss_dict, iteration, grad_norm, skipped_iter):
@@ -145,6 +200,43 @@ class TestMetrics:
         found = [tuple(record[name] for name in names) for record in seen]
         assert found == [(1, 1.0, 8, False), (2, 2.0, 8, True), (3, 3.0, 8, False)]
         assert seen == read_metrics(args.metrics_out)
+
+    @requires_world_size(1)
+    def test_tensorboard_and_wandb_have_the_metrics(self, tmp_path, monkeypatch):
+        wandb = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
+        wandb.finish.side_effect = lambda: setattr(wandb, "run", None)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        run = ("--wandb-project", "reading", "--wandb-exp-name", "first", "--log-interval", "1")
+        run += ("--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "saved"))
+        records = trajectory(*ONE_MICROBATCH, *run, steps=3)
+        (made,) = wandb.init.call_args_list
+        assert (made.kwargs["project"], made.kwargs["name"]) == ("reading", "first")
+        board = EventAccumulator(str(tmp_path / "board")).Reload()
+        for name in ("lm loss", *metrics.IN_BOARDS):
+            found = {event.step: event.value for event in board.Scalars(name)}
+            assert list(found) == [1, 2, 3]
+            logged = [call.args for call in wandb.log.call_args_list if name in call.args[0]]
+            steps = [step for _, step in logged]
+            assert steps == ([1, 2] if name in metrics.IN_BOARDS else [1, 2, 3])
+            for record in records:
+                assert found[record["step"]] == pytest.approx(record.get(name, record["loss"]))
+        steps = [step for _, step in (call.args for call in wandb.log.call_args_list)]
+        assert steps == sorted(steps)
+
+    def test_without_a_terminal_a_line_comes_once_a_minute_and_at_the_end(self, capsys):
+        times = [0, 61, 100, 121, 122, 123]
+        with mock.patch.object(metrics.time, "monotonic", side_effect=times):
+            writer = MetricsWriter(None, total_steps=5)
+            for step in range(1, 6):
+                several = {"loss_text": 0.25, "loss_images": 1.0} if step == 3 else {}
+                record = {"step": step, "loss": 0.5, "skipped": step == 2, "loss_text": 0.5}
+                writer.write(record | several)
+        writer.close()
+        assert capsys.readouterr().err.splitlines() == [
+            "step 1 of 5: loss 0.5",
+            "step 3 of 5: loss 0.5, loss text 0.25, loss images 1, skipped steps 1",
+            "step 5 of 5: loss 0.5, skipped steps 1",
+        ]
 
     def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

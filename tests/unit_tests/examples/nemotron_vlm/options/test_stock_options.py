@@ -10,7 +10,7 @@ import torch
 
 from examples.mimo.common import refusals
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.refusals import NO_GRAPHS, ONLY_ON_MAIN, REFUSALS
+from examples.mimo.common.refusals import IN_OTHERS, ONLY_ON_MAIN, REFUSALS
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -45,6 +45,7 @@ REFUSED = [
     "--yaml-cfg options.yaml",
     "--cp-comm-type a2a",
     "--exit-signal SIGTERM --exit-signal-handler --async-save --device cuda",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer --async-save --device cuda",
     "--moe-flex-dispatcher-backend ncclep --moe-token-dispatcher-type flex --device cuda --bf16",
     "--transformer-impl inference_optimized --device cuda --bf16",
     "--fp8-recipe delayed --fp8-format hybrid --language pp=2 --device cuda --bf16",
@@ -157,16 +158,28 @@ class TestRefused:
             parse(["--device", "cuda", option], world_size=1)
         parse(["--device", "cuda", option, "--optimizer-cpu-offload"], world_size=1)
 
+    def test_wandb_is_not_taken_without_it(self, monkeypatch):
+        monkeypatch.setattr(refusals, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match="^--wandb-project is not taken here: wandb is not ins"):
+            parsed("--wandb-project a --wandb-exp-name b --save saved")
+        monkeypatch.setattr(refusals, "find_spec", lambda name: name)
+        for options, missing in (("--save s", "exp-name"), ("--wandb-exp-name b", "save-dir")):
+            with pytest.raises(UserError, match=f"^--wandb-project needs --wandb-{missing}"):
+                parsed(f"--wandb-project a {options}")
+        parsed("--wandb-project a --wandb-exp-name b --wandb-save-dir c")
+
     def test_every_refused_option_is_megatrons(self):
         """Refusals for other programs read Megatron's options alone."""
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         known = parser._option_string_actions
-        refused = [refusal.option.split()[0] for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]]
+        others = [*REFUSALS, *IN_OTHERS]
+        refused = [refusal.option.split()[0] for refusal in [*others, *OF_OWN_OPTIONS]]
         refused += [refusal.option.replace("--no-", "--") for refusal in TURNED_BACK]
         assert not [option for option in refused if option not in {*known, *ONLY_ON_MAIN}]
-        args = parser.parse_args(["--cuda-graph-impl", "local", "--num-experts", "8"])
+        line = "--cuda-graph-impl local --log-straggler --num-experts 8"
+        args = parser.parse_args(line.split())
         args.device = "cuda"
-        assert NO_GRAPHS in [refusal for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)]
+        assert [refusal for refusal in others if refusal.applies(args)][-2:] == IN_OTHERS
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):
@@ -185,8 +198,32 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
-        args = parsed("--device cuda --async-save", 1).args
-        assert args.async_save and args.use_persistent_ckpt_worker
+
+    @pytest.mark.parametrize(
+        ("options", "memory", "is_asynchronous"),
+        [
+            ("--async-save", "", True),
+            ("", "", False),  # nothing is saved
+            ("--save saved", "", True),
+            ("--save saved --no-async-save", "", False),
+            ("--save saved --skip-train", "", False),
+            ("--save saved", "expandable_segments:True", False),
+            ("--save saved --exit-signal-handler --exit-signal SIGUSR1", "", True),
+            ("--save saved --exit-signal-handler", "", False),
+            (
+                "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer",
+                "",
+                False,
+            ),
+        ],
+    )
+    def test_saves_on_gpus_are_asynchronous_by_default(
+        self, options, memory, is_asynchronous, monkeypatch
+    ):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
+        args = parsed(f"--device cuda {options}", 1).args
+        assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
+        assert args.async_strategy == "mcore" and not parsed("--save saved", 1).args.async_save
 
     @pytest.mark.parametrize(
         ("options", "expected"),

@@ -1,0 +1,146 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Saves of a run: one that fails is reported in one line, and the next one tries again."""
+
+import contextlib
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.loop.terminal import say
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.training import async_utils
+from megatron.training.checkpointing import get_checkpoint_tracker_filename
+from megatron.training.global_vars import get_energy_monitor, get_timers
+
+RAISED_BY_ALL = CheckpointException, CheckpointingException
+"""Errors of a save that every rank raises."""
+
+PROBE = bytes(4096)
+"""Bytes that each rank writes, and deletes again, before a save: a block of a file system."""
+
+
+class Saves:
+    """Saves of a run with Megatron's function, which go on after one that failed.
+
+    A save that fails leaves the checkpoint before it the newest, and its own files are deleted.
+    After an asynchronous one, the saves of this run are synchronous: its writer may be at fault.
+
+    Args:
+        args: Megatron's arguments and ours.
+        save: saves, or begins to.
+
+    Attribute ``loaded``: directories of checkpoints that this run has loaded.
+    """
+
+    def __init__(self, args: Namespace, save: Callable) -> None:
+        self._args, self._save = args, save
+        self._failed: UserError | None = None
+        self.loaded: set[Path] = set()
+
+    @contextlib.contextmanager
+    def all_made(self) -> Iterator[None]:
+        """Check at the end of the block, also by the exit of Megatron's loop, the last save.
+
+        Raises:
+            UserError: it has failed; on all ranks.
+        """
+        try:
+            yield
+        except SystemExit as end:
+            if end.code or not self._failed:
+                raise
+        if self._failed:
+            raise self._failed
+
+    def save(self, iteration: int, *rest, **named) -> None:
+        """Save, but not over the checkpoint from which the run goes on, as long as no step is new.
+
+        A run that had nothing left to do would else write the last good one anew, at the risk of
+        it. Without ``--save`` nothing is saved: Megatron saves before it ends with a result that is
+        not finite.
+        """
+        args = self._args
+        directory = Path(args.save or "", f"iter_{iteration:07d}")
+        if not args.save or directory.resolve() in self.loaded:
+            return
+        if errors := _errors_of_all_ranks(directory):
+            self._note(directory, errors[0])
+            return
+        try:
+            self._save(iteration, *rest, **named)
+        except RAISED_BY_ALL as error:
+            self._note(directory, _cause(error))
+            get_energy_monitor().resume()  # what the save has stopped
+            get_timers()("save-checkpoint", log_level=0).stop(barrier=False)
+            get_timers()("interval-time", log_level=0).start(barrier=True)
+            return
+        queue = async_utils._async_calls_queue
+        if args.async_save and queue.async_calls:
+            steps = queue.async_calls[-1].async_request.finalize_fns
+            finish = list(steps)
+            steps[:] = [lambda: self._finish(directory, finish)]
+        else:
+            self._failed = None
+
+    def _finish(self, directory: Path, steps: list[Callable[[], object]]) -> None:
+        """End an asynchronous save, once all ranks have written."""
+        try:
+            if not self._args.async_save:  # it would take what is left of that one's results
+                raise CheckpointingException("the save before it failed")
+            for step in steps:
+                step()
+            self._failed = None
+        except RAISED_BY_ALL as error:
+            self._note(directory, _cause(error))
+            self._args.async_save = False
+            async_utils._async_calls_queue.close(abort=True)
+
+    def _note(self, directory: Path, cause: str) -> None:
+        args, iteration = self._args, int(directory.name[5:])
+        free = ""
+        with contextlib.suppress(OSError):  # Megatron's writer names the error's class only
+            free = f"; {shutil.disk_usage(args.save).free / 1e9:.2f} GB are free there"
+        text = f"--save {args.save}: step {iteration} was not saved: {cause}{free}; "
+        self._failed = UserError(f"{text}the checkpoint before it is as it was")
+        if args.rank == 0 and iteration != _newest(args):
+            shutil.rmtree(directory, ignore_errors=True)
+        if iteration != args.train_iters:
+            say(f"warning: {text}the next save tries again", args)
+
+
+def _newest(args: Namespace) -> int | None:
+    """Return the step that the tracker's file names, if there is one that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(get_checkpoint_tracker_filename(args.save)).read_text())
+    return None
+
+
+def _errors_of_all_ranks(directory: Path) -> list[str]:
+    """Make the directory, and try to write there; collective. Return what failed on any rank."""
+    error = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(PROBE)
+    except OSError as raised:
+        error = f"rank {dist.get_rank()}: {raised}"
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, error)
+    return [each for each in everywhere if each]
+
+
+def _cause(error: CheckpointException | CheckpointingException) -> str:
+    """Return the reason; collective, as PyTorch tells it to the first rank alone."""
+    said = [" ".join(str(error).split())[:300]]
+    if isinstance(error, CheckpointException):
+        for rank, (cause, _) in list(error.failures.items())[:1]:
+            said = [f"rank {rank}: {' '.join(str(cause).split())[:300]}"]
+        dist.broadcast_object_list(said)
+    return said[0]

@@ -1,0 +1,64 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the first rank alone writes at the end of a save: it fails on all ranks, or on none."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import _wrap_exception
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+
+def on_first_rank(function: Callable) -> Callable:
+    """Make a function run on rank 0 of the world, and return its result on all; collective.
+
+    Raises:
+        CheckpointingException: on all ranks, if the function raises an OSError.
+    """
+
+    @functools.wraps(function)
+    def called(*arguments):
+        if not dist.is_initialized():
+            return function(*arguments)
+        found = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                found[0] = function(*arguments)
+            except OSError as error:
+                found[1] = str(error)
+        dist.broadcast_object_list(found)
+        result, error = found
+        if error is not None:
+            raise CheckpointingException(error)
+        return result
+
+    return called
+
+
+def failures(function: Callable, *arguments) -> dict[int, tuple]:
+    """Call a function on the coordinator; return an OSError of its as PyTorch gathers failures."""
+    try:
+        function(*arguments)
+    except OSError as error:
+        return {0: _wrap_exception(error)}
+    return {}
+
+
+@contextmanager
+def whole_file(path: str, open_file: Callable) -> Iterator[TextIO]:
+    """Open a file to write its new content, which takes the place of the old one as a whole.
+
+    Args:
+        path: of the file. An object store (``msc://``) shows no half-written objects anyway.
+        open_file: opens a path.
+    """
+    written = path if "://" in path else f"{path}.partial"
+    with open_file(written, "w") as file:
+        yield file
+    if written != path:
+        os.replace(written, path)
