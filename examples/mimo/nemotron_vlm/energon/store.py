@@ -163,9 +163,9 @@ class DataSet:
             except Unreadable as error:
                 if not pause:
                     self._given_up.add(shard)
-                    waited = f"{sum(PAUSES_S):g} s"
+                    waited = sum(PAUSES_S)
                     raise Unreadable(
-                        f"{sample} cannot be read, also after {waited}: {error}"
+                        f"{sample} cannot be read, also after {waited:g} s: {error}"
                     ) from error
                 logger.warning("%s: %s; next try in %g s", sample, error, pause)
                 time.sleep(pause)
