@@ -39,7 +39,7 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
 
     Raises:
         UserError: there is no such source, or its samples do not fit the tile, the sequence length
-            or the vocabulary.
+            or the vocabulary; or the file system refuses to read it, which other ranks may not see.
     """
     name, images = args.data, preset.images
     sizes = {
@@ -66,6 +66,8 @@ def make_source(args: Namespace, preset: VLMPreset) -> SampleSource:
             source = WholeImages(source, images, args.seq_length, args.seed)
     except ImportError as error:
         raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"--data: {error}", args.rank) from error
     except ValueError as error:
         if name.startswith(ENERGON):  # the error names the path
             raise UserError(f"--data {ENERGON} {error}") from error

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Layouts
 from examples.mimo.common.steps import Microbatch, Step, held_out_steps, training_steps
 from examples.mimo.nemotron_vlm.data import SampleSource
+from examples.mimo.nemotron_vlm.data.loading_processes import read_ahead
 from examples.mimo.nemotron_vlm.data.reading import Reader
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.step_plan import StepPlan, Take
@@ -111,16 +111,9 @@ class Loading:
 
     def _loaded(self, takes: Iterator[Take]) -> Iterator[Microbatch]:
         on_gpu = self.args.device == "cuda"
-        loader = DataLoader(
-            self.reader,
-            sampler=takes,
-            batch_size=None,
-            collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
-            num_workers=self.args.num_workers,
-            pin_memory=on_gpu,
-            **self._reading_ahead() if self.args.num_workers else {},
-        )
-        batches = map(read, loader)
+        ahead = self._reading_ahead() if self.args.num_workers else {}
+        options = {"num_workers": self.args.num_workers, "pin_memory": on_gpu, **ahead}
+        batches = map(read, read_ahead(self.reader, takes, **options))
         # Without GPUs, the CPU runtime stands in for Tensor.cuda.
         on_device = partial(tree_map_only, torch.Tensor, torch.Tensor.cuda)
         batches = _copied_ahead(batches) if on_gpu else map(on_device, batches)

@@ -134,8 +134,8 @@ class Reader(Dataset):
             places, wanted = np.flatnonzero(ids == self.token_ids[each.name]), bounds[each.name][-1]
             if len(places) != wanted:
                 raise ValueError(
-                    f"sample {number} of {split} has {len(places)} tokens of {each.name} for "
-                    f"{len(sizes)} inputs, which need {wanted}; correct the data"
+                    f"{self.source.name(split, number)} has {len(places)} tokens of {each.name} "
+                    f"for {len(sizes)} inputs, which need {wanted}; correct the data"
                 )
             if self.cp > 1:
                 owners[each.name] = of_tokens[places]
@@ -180,9 +180,8 @@ class Reader(Dataset):
             whole = self.source.inputs(split, one.sample, encoder.name)
             parts.append(whole[one.first : one.end])
             if len(parts[-1]) != one.end - one.first:
-                raise ValueError(
-                    f"sample {one.sample} of {split} has fewer {encoder.name} than it said"
-                )
+                name = self.source.name(split, one.sample)
+                raise ValueError(f"{name} has fewer {encoder.name} than it said")
         return encoder.collate(parts)
 
 

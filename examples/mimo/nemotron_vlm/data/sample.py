@@ -93,6 +93,10 @@ class SampleSource:
         """Return a sample's only question; None if it has others or cannot be asked."""
         return None
 
+    def name(self, split: str, number: int) -> str:
+        """Return the name that reports have for a sample."""
+        return f"sample {number} of {split}"
+
     def words(self, tokens: list[int]) -> str:
         """Return an answer's tokens as text."""
         return " ".join(map(str, tokens))

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
                     make_survey(dataset, encoder, given.surveys, given.workers)
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, split, given, encoder))
-    except (UserError, ValueError, MissingPackage) as error:
+    except (UserError, ValueError, OSError) as error:
         line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
         print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
         return 2

@@ -23,7 +23,9 @@ from examples.mimo.nemotron_vlm.energon.survey import (
     NoSurvey,
     Survey,
     bad_samples,
+    checksum,
     load_survey,
+    text_sum,
 )
 
 NAMED = 3
@@ -106,7 +108,10 @@ class EnergonSource(SampleSource):
             OSError: the shard cannot be read, even after several tries; the message names it.
         """
         with self._sample(split, number) as (dataset, index, survey):
-            record = dataset.record(dataset.raw(index, kinds=()), self._encoder.prompt)
+            raw = dataset.raw(index, kinds=())
+            if text_sum(raw) != survey.sums[index]:
+                raise ValueError("its text is another than in the survey")
+            record = dataset.record(raw, self._encoder.prompt)
             text = self._encoder.text(record, survey.extents(index))
             found, surveyed = len(text.input_ids), survey.tokens[index]
             if found != surveyed:
@@ -131,9 +136,11 @@ class EnergonSource(SampleSource):
             ValueError, OSError: as for `text`.
         """
         with self._sample(split, number) as (dataset, index, survey):
-            media = self._encoder.read(self._files(dataset, index, KINDS_OF[encoder]))
-            if [each.extent for each in media] != survey.extents(index, encoder):
-                raise ValueError(f"its {encoder} have other sizes than in the survey")
+            files = self._files(dataset, index, KINDS_OF[encoder])
+            media = self._encoder.read(files)
+            extents, sums = [each.extent for each in media], [checksum(file.data) for file in files]
+            if list(zip(extents, sums, strict=True)) != survey.media_of(index, encoder):
+                raise ValueError(f"its {encoder} are others than in the survey")
             return self._encoder.inputs(media, encoder)
 
     def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[File]:

@@ -28,6 +28,7 @@ from examples.mimo.nemotron_vlm.energon.records import (
     kind_of,
     read_record,
 )
+from examples.mimo.nemotron_vlm.energon.slow_reads import slow_reads
 from megatron.energon import BaseWebdatasetFactory, WorkerConfig, load_dataset
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import (
@@ -153,18 +154,20 @@ class DataSet:
                 then on, the shard's other samples are tried once each.
             Excluded: ``split.yaml`` excludes the sample.
         """
-        shard, _ = self._locate(index)
+        shard, place = self._locate(index)
+        sample = f"{self.path / shard}, sample {place}"
         for pause in (0,) if shard in self._given_up else (*PAUSES_S, 0):
             try:
-                return self._read(index, kinds)
+                with slow_reads.named(sample):
+                    return self._read(index, kinds)
             except Unreadable as error:
                 if not pause:
                     self._given_up.add(shard)
-                    waited, path = sum(PAUSES_S), self.path / shard
+                    waited = sum(PAUSES_S)
                     raise Unreadable(
-                        f"{path} cannot be read, also after {waited} s: {error}"
+                        f"{sample} cannot be read, also after {waited:g} s: {error}"
                     ) from error
-                logger.warning("%s: %s; next try in %d s", self.path / shard, error, pause)
+                logger.warning("%s: %s; next try in %g s", sample, error, pause)
                 time.sleep(pause)
 
     def _read(self, index: int, kinds: Collection[str] | None) -> dict[str, Any]:
@@ -203,13 +206,18 @@ class DataSet:
             raise BadConversation(one_line(error)) from error
 
     def name(self, index: int) -> str:
-        """Return ``shard/key`` of a sample from energon's index; the shard itself is not read."""
+        """Return ``shard/key`` of a sample from energon's index; the shard itself is not read.
+
+        Where the index cannot be read either, the place in the shard stands for the key.
+        """
         shard, place = self._locate(index)
-        with SqliteIndexReader(EPath(self.path / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME)) as file:
-            (key,) = file.db.select_one(
-                "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?",
-                (self._tar_files.index(shard), place),
-            )
+        path = EPath(self.path / MAIN_FOLDER_NAME / INDEX_SQLITE_FILENAME)
+        query = "SELECT sample_key FROM samples WHERE tar_file_id = ? AND sample_index = ?"
+        try:
+            with SqliteIndexReader(path) as file:
+                (key,) = file.db.select_one(query, (self._tar_files.index(shard), place))
+        except Exception:  # from sqlite, the file system or energon itself
+            return f"{shard}/sample {place}"
         return f"{shard}/{key}"
 
     def _locate(self, index: int) -> tuple[str, int]:
@@ -235,6 +243,7 @@ def open_split(path: str | Path, split: str) -> Split:
     Raises:
         EmptySplit: the data has no such split.
         ValueError: the data is missing, not prepared, or of a kind that cannot be read.
+        OSError: the file system refuses to read its description.
     """
     path = Path(path).absolute()
     if not path.exists():
@@ -258,8 +267,8 @@ def open_split(path: str | Path, split: str) -> Split:
             datasets = [DataSet(entry, (str(path), split, number)) for number, entry in places]
             return Split(MODES[loaded.blend_mode], datasets)
     except Exception as error:  # energon asserts what the user got wrong
-        line = one_line(error)
-        raise ValueError(line if str(path) in line else f"{path}: {line}") from error
+        line, kind = one_line(error), OSError if _may_pass(error) else ValueError
+        raise kind(line if str(path) in line else f"{path}: {line}") from error
     why = one_line(problem)
     raise EmptySplit(f"{path}: has no samples for {' or '.join(PARTS[split])}: {why}")
 

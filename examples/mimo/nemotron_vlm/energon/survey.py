@@ -6,19 +6,22 @@ Making it reads and decodes everything once. Its file names hash everything that
 survey made for other data, another tokenizer, other tiles or grids is not found; it does not depend
 on the sequence length. Each data set has, beside energon's own metadata or in a separate directory:
 
-- ``survey-NAME.npy``, int32 [5, samples]: state, tokens and inputs (tiles, or whole images) of each
-  sample, the cumulative number of media, its own included, and the tokens to which it may be cut;
+- ``survey-NAME.npy``, int32 [6, samples]: state, tokens and inputs (tiles, or whole images) of each
+  sample, the cumulative number of media, its own included, the tokens to which it may be cut, and a
+  checksum of its text;
 - ``survey-NAME.media.npy``, `MEDIA` [media]: kind of each image, sound and clip, as an index into
-  `KINDS`, and its extent; the size of an image is its number of tiles, or its grid;
+  `KINDS`, its extent, and a checksum; the size of an image is its number of tiles, or its grid;
 - ``survey-NAME.json``: the bad samples and a hash of all samples' bytes.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -26,17 +29,18 @@ from tqdm import tqdm
 
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, PLACEHOLDERS
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, read_files
-from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded, UnreadFormat
+from examples.mimo.nemotron_vlm.energon.errors import UNUSABLE, Excluded, UnreadFormat, one_line
+from examples.mimo.nemotron_vlm.energon.records import kind_of
 from examples.mimo.nemotron_vlm.energon.store import DataSet
 from examples.mimo.nemotron_vlm.energon.videos import Extent
 from megatron.energon.flavors.webdataset.config import MAIN_FOLDER_NAME
 
-FORMAT = 4
+FORMAT = 5
 STATES = ("good", "unreadable shard", "bad text", "bad image", "bad sound", "bad video")
 STATES += (UnreadFormat.kind, Excluded.kind, "too long")
 """Names of the states; a survey does not depend on the sequence length, and has no 'too long'."""
 KINDS = tuple(PLACEHOLDERS)
-MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8")])
+MEDIA = np.dtype([("kind", "i1"), ("size", "i8"), ("frames", "i4"), ("fps", "f8"), ("sum", "i4")])
 GOOD, TOO_LONG = STATES.index("good"), STATES.index("too long")
 
 
@@ -65,6 +69,7 @@ class Survey:
 
     media_ends: int32 [samples], cumulative number of media, each sample's own included.
     needed: int32 [samples], tokens up to the last of its media and the first of an answer.
+    sums: int32 [samples], `text_sum` of each.
     media: `MEDIA` [media].
     fingerprint: hash of the samples' bytes and of the settings that determine tokens and media;
     the same for a copy of the data.
@@ -75,16 +80,21 @@ class Survey:
     inputs: np.ndarray
     media_ends: np.ndarray
     needed: np.ndarray
+    sums: np.ndarray
     media: np.ndarray
     bad: list[BadSample]
     fingerprint: str
 
-    def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
-        """Return the extents of a sample's media, or of an encoder's."""
+    def media_of(self, index: int, encoder: str | None = None) -> list[tuple[Extent, int]]:
+        """Return the extent and `checksum` of each of a sample's media, or of an encoder's."""
         first = self.media_ends[index - 1] if index else 0
         media = self.media[first : self.media_ends[index]]
         kinds = [KINDS.index(kind) for kind in KINDS_OF[encoder]] if encoder else range(len(KINDS))
-        return [Extent(*extent) for kind, *extent in media.tolist() if kind in kinds]
+        return [(Extent(*of), crc) for kind, *of, crc in media.tolist() if kind in kinds]
+
+    def extents(self, index: int, encoder: str | None = None) -> list[Extent]:
+        """Return the extents of a sample's media, or of an encoder's."""
+        return [extent for extent, _ in self.media_of(index, encoder)]
 
     def count(self, indices: np.ndarray, kind: str) -> int:
         """Return the number of media of a kind in samples."""
@@ -99,6 +109,19 @@ class Survey:
             cut: whether samples need only the tokens to which they may be cut.
         """
         return np.where((self.needed if cut else self.tokens) > seq_length, TOO_LONG, self.state)
+
+
+def checksum(contents: Iterable[bytes]) -> int:
+    """Return the CRC-32 of files' contents, without its highest bit: int32 has no place for it."""
+    crc = 0
+    for content in contents:
+        crc = zlib.crc32(content, crc)
+    return crc & 0x7FFFFFFF
+
+
+def text_sum(raw: Mapping[str, Any]) -> int:
+    """Return the `checksum` of a sample's files that are no media."""
+    return checksum(raw[n] for n in sorted(raw) if not n.startswith("__") and kind_of(n) is None)
 
 
 def bad_samples(
@@ -125,12 +148,18 @@ def load_survey(dataset: DataSet, encoder: Encoder, folder: Path | None = None) 
 
     Args:
         folder: directory of surveys; by default that of energon's metadata.
+
+    Raises:
+        OSError: the survey cannot be read; the message names the data set.
     """
-    path = _path(dataset, encoder, folder)
-    if not path.is_file():
-        return None
-    rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
-    notes = json.loads(path.with_suffix(".json").read_text())
+    try:
+        path = _path(dataset, encoder, folder)
+        if not path.is_file():
+            return None
+        rows, media = (np.load(file, mmap_mode="r") for file in (path, _media(path)))
+        notes = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError) as error:
+        raise OSError(f"{dataset.path}: its survey cannot be read: {one_line(error)}") from error
     bad = [BadSample(**entry) for entry in notes["bad"]]
     return Survey(*rows, media, bad, notes["fingerprint"])
 
@@ -185,13 +214,13 @@ class _Shards(Dataset):
         """Read, encode and decode all samples of a shard.
 
         Returns:
-            State, tokens, inputs, media and needed tokens of each sample, int32 [5, samples]; kind
-            and extent of each medium, `MEDIA` [media]; the bad samples; and a hash of the samples'
-            bytes.
+            State, tokens, inputs, media, needed tokens and checksum of each sample, int32
+            [6, samples]; kind, extent and checksum of each medium, `MEDIA` [media]; the bad
+            samples; and a hash of the samples' bytes.
         """
         dataset, encoder = self.dataset, self.encoder
         indices = range(dataset.ends[number], dataset.ends[number + 1])
-        rows = np.zeros((5, len(indices)), np.int32)
+        rows = np.zeros((6, len(indices)), np.int32)
         media, bad = [], []
         digest = hashlib.blake2b(digest_size=16)
         for place, index in enumerate(indices):
@@ -206,8 +235,11 @@ class _Shards(Dataset):
                 decoded = encoder.read(files)
                 text = encoder.text(record, [each.extent for each in decoded])
                 sizes = len(encoder.inputs(decoded)), len(decoded), encoder.needed(text)
-                rows[:, place] = GOOD, len(text.input_ids), *sizes
-                media += [(KINDS.index(each.kind), *each.extent) for each in decoded]
+                rows[:, place] = GOOD, len(text.input_ids), *sizes, text_sum(raw)
+                media += [
+                    (KINDS.index(each.kind), *each.extent, checksum(file.data))
+                    for each, file in zip(decoded, files, strict=True)
+                ]
             except UNUSABLE as error:
                 state = rows[0, place] = STATES.index(error.kind)
                 bad.append(BadSample(index, dataset.name(index), int(state), str(error)))

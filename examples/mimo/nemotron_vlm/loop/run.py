@@ -258,8 +258,9 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
     for split in ("train", "test") if args.eval_iters else ("train",):
         try:
             found = source.left_out(split)
-        except ValueError as error:
-            raise UserError(f"--data: {error}") from error
+        except (ValueError, OSError) as error:
+            rank = args.rank if isinstance(error, OSError) else None
+            raise UserError(f"--data: {error}", rank) from error
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
             say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
@@ -278,7 +279,9 @@ def _log_file(args: Namespace) -> Path | None:
 def _output_to(file: TextIO) -> Iterator[TextIO]:
     """Append what Megatron prints, logs and warns of to a file, and the traceback of an error."""
     with redirect_stdout(file):
-        logging.basicConfig(stream=file, force=True)
+        rank = os.environ.get("RANK", "0")  # all ranks and their loading processes have one file
+        form = f"%(levelname)s:rank {rank}:%(name)s:%(message)s"
+        logging.basicConfig(stream=file, force=True, format=form)
         logging.captureWarnings(True)
         try:
             yield file

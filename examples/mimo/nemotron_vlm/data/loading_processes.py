@@ -1,0 +1,154 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loading processes that read ahead, and are replaced when one dies."""
+
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
+
+from examples.mimo.common.steps import Microbatch
+from examples.mimo.nemotron_vlm.data.reading import Reader
+from examples.mimo.nemotron_vlm.data.step_plan import Take
+
+PAUSES_S = (1, 2, 4, 8)
+"""Seconds to wait after each death in a row, before new processes start."""
+
+NAMED = 3
+"""Number of samples that the report of a death names."""
+
+Numbered = tuple[int, Take]
+"""A take, and its place in the order."""
+
+logger = logging.getLogger(__name__)
+
+
+def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Microbatch | str]:
+    """Yield what the reader makes of each take, in their order.
+
+    If a loading process dies, new ones read all that is still due. If they die, too, after each of
+    the pauses of `PAUSES_S`, the reason is yielded in the place of a microbatch.
+
+    Args:
+        reader: reads in the loading processes.
+        takes: read as they are handed out, ahead of what is yielded.
+        options: the DataLoader's.
+    """
+    noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
+    due: dict[int, Take] = {}
+
+    def handed_out() -> Iterator[Numbered]:
+        for number, take in takes_in_order:
+            due[number] = take
+            yield number, take
+
+    takes_in_order = enumerate(takes)
+    batches, deaths = _start(noting, handed_out(), **options), 0
+    while True:
+        try:
+            batch = _next(batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            line = f"{_reason(error)}; it was reading {noting.names(error, due)}"
+        else:
+            deaths = 0
+            del due[min(due)]
+            yield batch
+            continue
+        if deaths == len(PAUSES_S):
+            yield f"{line}, the {deaths + 1}th in a row"
+            return
+        logger.warning("%s; new loading processes in %g s", line, PAUSES_S[deaths])
+        time.sleep(PAUSES_S[deaths])
+        again = chain(tuple(due.items()), handed_out())
+        batches, deaths = _start(noting, again, **options), deaths + 1
+
+
+@dataclass
+class _Noting(Dataset):
+    """Reads takes, and notes the process and the take of each read under way.
+
+    notes: int64 [loading processes, 2], which they share with the rank.
+    """
+
+    reader: Reader
+    notes: Tensor
+
+    def __getitem__(self, numbered: Numbered) -> Microbatch | str:
+        if (process := get_worker_info()) is None:
+            return self.reader[numbered[1]]
+        note = self.notes[process.id]
+        note[0], note[1] = os.getpid(), numbered[0]
+        batch = self.reader[numbered[1]]
+        note[1] = -1
+        return batch
+
+    def names(self, error: RuntimeError, due: dict[int, Take]) -> str:
+        """Name the first samples that a process was reading when it died."""
+        dead = {int(pid) for pid in re.findall(r"\d+", _reason(error))}
+        takes = [due[number] for pid, number in self.notes.tolist() if pid in dead and number >= 0]
+        names = [
+            self.reader.source.name(take.split, number)
+            for take in takes
+            for number in sorted(_samples(take))
+        ]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return (", ".join(names[:NAMED]) or "nothing") + more
+
+
+def _samples(take: Take) -> set[int]:
+    """Return the numbers of all samples that a rank reads for a microbatch."""
+    ranges = chain.from_iterable(share.ranges or () for share in take.shares.values())
+    return set(chain.from_iterable(take.rows)) | {one.sample for one in ranges}
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return PyTorch's line of a death; its cause is the same, with the signal."""
+    cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+    return str(cause).strip(" .")
+
+
+def _start(data: _Noting, takes: Iterable[Numbered], **options) -> Iterator[Microbatch | str]:
+    loader = DataLoader(
+        data,
+        sampler=takes,
+        batch_size=None,
+        collate_fn=lambda batch: batch,  # PyTorch's own would turn arrays into tensors
+        generator=torch.Generator(),  # leaves the rank's own random state alone
+        **options,
+    )
+    handler = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    signal.signal(signal.SIGCHLD, handler)  # PyTorch sets its own, see `_next`
+    return batches
+
+
+def _next(batches: Iterator[Microbatch | str]) -> Microbatch | str:
+    """Return what loading processes have read.
+
+    PyTorch's handler of SIGCHLD raises when one dies. It is set in here alone: elsewhere it would
+    end a step, for data that may still come.
+
+    Raises:
+        RuntimeError: one has died.
+    """
+    handler = signal.signal(signal.SIGCHLD, lambda *_: _error_if_any_worker_fails())
+    try:
+        _error_if_any_worker_fails()
+        return next(batches)
+    except (OSError, EOFError):  # a process died between the note of its batch and the batch
+        time.sleep(1)  # it may not be quite dead, and then PyTorch's handler raises
+        _error_if_any_worker_fails()
+        raise
+    finally:
+        signal.signal(signal.SIGCHLD, handler)

@@ -1,0 +1,293 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of storage and of loading processes: the table "When data fails" of your-own-data.md.
+
+Each row there has its cases here. Ranks draw an epoch from real shards through real loading
+processes, and each sample is seen once, or the run ends in one line with the reason.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import signal
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch.distributed as dist
+from multistorageclient.file import PosixFile
+
+from examples.mimo.common.errors import BAD_INPUT, UserError, end_rank
+from examples.mimo.nemotron_vlm.data import loading_processes
+from examples.mimo.nemotron_vlm.energon import slow_reads, store
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import image, shared_digits
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of
+from tests.unit_tests.test_utilities import Utils, requires_world_size
+
+PAGE = Path(__file__).resolve().parents[5] / "docs" / "user" / "your-own-data.md"
+
+RUN = "--train-iters 7 --global-batch-size 12 --micro-batch-size 1 --seq-length 64 --seed 3"
+RUN += " --encoder dp=2 --language dp=2 --num-workers 2"
+EPOCH, OF_RANK = 84, 42
+SHARD = "train-0001.tar"
+LATER = 6
+"""Microbatches that a rank has drawn when a fault strikes that does not strike from the start."""
+
+ALWAYS = 10**9
+
+
+def refused(error: int, times: int, file: str = SHARD) -> Callable[[Path], None]:
+    """Let each process's first reads of a file fail."""
+    return lambda data: _in_reads(file, times, lambda _: _raise(error))
+
+
+def _raise(error: int) -> None:
+    raise OSError(error, os.strerror(error))
+
+
+def _in_reads(file: str, times: int, act: Callable[[PosixFile], None]) -> None:
+    """Act in each process's first reads of a file; processes are forked from this one."""
+    read, left = PosixFile.read, [times]
+
+    def faulty(opened: PosixFile, size: int = -1) -> bytes:
+        if opened.name.endswith(file) and left[0]:
+            left[0] -= 1
+            act(opened)
+        return read(opened, size)
+
+    PosixFile.read = faulty
+
+
+def stale(data: Path) -> None:
+    """Let the first file that each process has read twice be stale from then on."""
+    reads = Counter()
+
+    def act(opened: PosixFile) -> None:
+        reads[opened] += 1
+        if opened is next(iter(reads)) and reads[opened] > 2:
+            _raise(errno.ESTALE)
+
+    _in_reads(SHARD, ALWAYS, act)
+
+
+def slow(data: Path) -> None:
+    _in_reads(SHARD, 1, lambda _: time.sleep(1))
+
+
+def dies_each_time(data: Path) -> None:
+    _in_reads(SHARD, ALWAYS, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed(data: Path) -> None:
+    for process in psutil.Process().children()[:1]:
+        process.kill()
+
+
+def on_first_rank(act: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Change the data once, while no rank draws."""
+
+    def strike(data: Path) -> None:
+        dist.barrier()
+        if Utils.rank == 0:
+            act(data)
+        dist.barrier()
+
+    return strike
+
+
+def another_shard(data: Path) -> None:
+    shutil.copy(data / "train-0002.tar", data / SHARD)
+
+
+def changed(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Change each file of a kind in the shard; all keep their sizes."""
+
+    def act(data: Path) -> None:
+        content = bytearray((data / SHARD).read_bytes())
+        with tarfile.open(data / SHARD) as tar:
+            members = [member for member in tar if member.name.endswith(suffix)]
+        for member in members:
+            where = slice(member.offset_data, member.offset_data + member.size)
+            content[where] = change(bytes(content[where])).ljust(member.size, b"\0")
+        (data / SHARD).write_bytes(content)
+
+    return on_first_rank(act)
+
+
+def truncated(path: str, size: int) -> Callable[[Path], None]:
+    return on_first_rank(lambda data: [os.truncate(file, size) for file in data.glob(path)])
+
+
+def removed(data: Path) -> None:
+    (data / SHARD).unlink()
+
+
+def unmounted(data: Path) -> None:
+    data.rename(data.with_name("elsewhere"))
+
+
+class Fault(NamedTuple):
+    """A fault, and what comes of it.
+
+    strike: called on each rank with the data set. says: a pattern of the log if the run goes on,
+    else of the line that ends it. later: it strikes when an epoch has begun. ends: whether the run
+    ends.
+    """
+
+    strike: Callable[[Path], None]
+    says: str
+    later: bool = False
+    ends: bool = True
+
+
+NEXT_TRY = rf"/{SHARD}, sample \d+: \[Errno {{}}\] .*; next try in 0.1 s"
+CHANGED = rf"/{SHARD}/train-\d+ has changed since the survey: {{}}"
+DEAD = r"DataLoader worker \(pid.*\) .*; it was reading .*"
+GOES_ON = {"ends": False}
+
+ROWS = {
+    "a read is refused (`EIO`, `ESTALE`, …), and succeeds later": {
+        "EIO": Fault(refused(errno.EIO, 2), NEXT_TRY.format(5), **GOES_ON),
+        "ESTALE": Fault(stale, NEXT_TRY.format(116), **GOES_ON),
+        "EIO of the index": Fault(
+            refused(errno.EIO, 2, f"{SHARD}.idx"), NEXT_TRY.format(5), **GOES_ON
+        ),
+    },
+    "a read is refused to the end": {
+        "EIO for good": Fault(
+            refused(errno.EIO, ALWAYS),
+            rf"/{SHARD}, sample \d+ cannot be read, also after 0.3 s: \[Errno 5\] ",
+        ),
+        "EACCES for good": Fault(
+            refused(errno.EACCES, ALWAYS, f"{SHARD}.idx"), r"also after 0.3 s: \[Errno 13\] "
+        ),
+    },
+    "a read does not end": {
+        "slow": Fault(slow, rf"/{SHARD}, sample \d+: its read has not ended after 0.4 s", **GOES_ON)
+    },
+    "a shard is replaced, cut short or removed": {
+        "another shard": Fault(on_first_rank(another_shard), CHANGED.format("")),
+        "another shard in place of an open one": Fault(
+            on_first_rank(another_shard), CHANGED.format(""), later=True
+        ),
+        "other texts": Fault(
+            changed(".json", lambda text: re.sub(rb'(?<=")\d', b"0", text)),
+            CHANGED.format("its text is another than in the survey"),
+        ),
+        "other pixels": Fault(
+            changed("g", lambda _: image(16, 16)), CHANGED.format("its images are others than")
+        ),
+        "cut short": Fault(truncated(SHARD, 3000), CHANGED.format("Unexpected end"), later=True),
+        "removed": Fault(on_first_rank(removed), CHANGED.format(r"\[Errno 2\] No such file")),
+        "unmounted": Fault(
+            on_first_rank(unmounted),
+            r"\.tar/sample \d+ has changed since .*No such file",
+            later=True,
+        ),
+    },
+    "a loading process dies": {
+        "killed": Fault(killed, DEAD, later=True, **GOES_ON),
+    },
+    "loading processes die five times in a row": {
+        "killed each time": Fault(dies_each_time, rf"{DEAD}{SHARD}/train-\d+, the 5th in a row"),
+    },
+    "the survey or the index cannot be read at the start": {
+        "survey cut short": Fault(
+            truncated(".nv-meta/survey-*[0-9a-f].npy", 300), "survey cannot be read"
+        ),
+        "EIO of metadata": Fault(refused(errno.EIO, ALWAYS, ".yaml"), "Input/output error"),
+    },
+}
+
+CASES = [
+    pytest.param(fault, id=name, marks=pytest.mark.shows(row))
+    for row, faults in ROWS.items()
+    for name, fault in faults.items()
+]
+
+
+@pytest.fixture(scope="module")
+def digits_of_all():
+    with shared_digits(samples=96) as data:
+        yield data
+
+
+@pytest.fixture
+def data(digits_of_all, shared_path):
+    """A data set that a fault may change."""
+    if Utils.rank == 0:
+        shutil.copytree(digits_of_all, shared_path / "digits")
+    dist.barrier()
+    yield shared_path / "digits"
+    dist.barrier()
+
+
+@pytest.fixture
+def log(shared_path) -> Iterator[Path]:
+    """The rank's log, with that of its loading processes."""
+    handler = logging.FileHandler(shared_path / f"log-{Utils.rank}")
+    logging.getLogger().addHandler(handler)
+    with closing(handler):
+        yield shared_path / f"log-{Utils.rank}"
+    logging.getLogger().removeHandler(handler)
+
+
+def draw(data: Path, fault: Fault) -> Iterator[list[int]]:
+    """Yield the samples of each of a rank's microbatches, with the fault among them."""
+    if not fault.later:
+        fault.strike(data)
+    line = f"{RUN} --data energon:{data} --tokenizer-model {data}/tokenizer"
+    with session_of(options_of(*line.split())) as session:
+        batches = session.loading.training()
+        for number in range(OF_RANK):
+            if fault.later and number == LATER:
+                fault.strike(data)
+            yield next(batches)["samples"]
+
+
+@requires_world_size(2)
+class TestFault:
+    @pytest.fixture(autouse=True)
+    def _short(self, monkeypatch):
+        monkeypatch.setattr(store, "PAUSES_S", (0.1, 0.2))
+        monkeypatch.setattr(loading_processes, "PAUSES_S", (0.01,) * 4)
+        monkeypatch.setattr(slow_reads, "FIRST_S", 0.2)
+        monkeypatch.setattr(PosixFile, "read", PosixFile.read)  # which faults replace
+
+    @pytest.mark.parametrize("fault", CASES)
+    def test_loses_no_sample_or_ends_the_run_in_a_line(self, fault, data, log, capsys):
+        seen, said = Counter(), []
+        drawn = draw(data, fault)
+        try:
+            for samples in drawn:
+                seen.update(samples)
+        except UserError as error:
+            said = [str(error)]
+            assert end_rank(error) == BAD_INPUT
+            (line,) = re.findall("(?m)^error: .*", capsys.readouterr().err)
+            assert line == f"error: {error}"
+        finally:
+            drawn.close()
+        everywhere = [Counter()] * Utils.world_size
+        dist.all_gather_object(everywhere, seen)
+        together = sum(everywhere, Counter())
+        assert set(together.values()) <= {1}
+        if fault.ends:
+            assert len(said) == 1 and "\n" not in said[0] and len(together) < EPOCH
+            assert re.match(rf"rank {Utils.rank}: --data: .*{fault.says}", said[0]), said
+        else:
+            assert not said and len(together) == EPOCH
+            assert re.search(fault.says, log.read_text()), log.read_text()
+
+
+def test_the_page_has_these_rows():
+    table = PAGE.read_text().partition("## When data fails\n")[2].partition("\n## ")[0]
+    assert re.findall(r"(?m)^\| (.*?) \| ", table)[1:] == list(ROWS)
