@@ -3,14 +3,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small data set for --data energon: strips of handwritten digits to be read.
 
-    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni]
+    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni|lines]
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
 OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
 each other, as PNG or JPEG; a conversation asks for them. One sample in eight is text only: digits
 to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
 
-With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy.
+With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy; with
+--tasks lines, one to three words to read letter by letter, in many fonts (`text_lines`).
 """
 
 import argparse
@@ -30,6 +31,7 @@ try:
     from transformers import PreTrainedTokenizerFast
 
     import omni_tasks
+    import text_lines
     from megatron.energon import BaseWebdatasetFactory
 except ImportError as error:
     sys.exit(f"error: {error}; install with pip install '.[energon]'")
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
-    parser.add_argument("--tasks", choices=["digits", "omni"], default="digits")
+    parser.add_argument("--tasks", choices=["digits", "omni", "lines"], default="digits")
     parser.add_argument("--samples-per-shard", type=int, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
@@ -71,10 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {given.out} is there already; remove it first", file=sys.stderr)
         return 2
     given.out.mkdir(parents=True)
-    omni = given.tasks == "omni"
     scans = load_digits()
     held_out = np.arange(len(scans.target)) % HELD_OUT == 0
     sizes = {"train": given.samples - given.samples // HELD_OUT, "val": given.samples // HELD_OUT}
+    drawn = text_lines.sample if given.tasks == "lines" else lambda draw, _: omni_tasks.sample(draw)
     shards = []
     for part, size in sizes.items():
         mine = held_out if part == "val" else ~held_out
@@ -84,15 +86,15 @@ def main(arguments: list[str] | None = None) -> int:
             shards.append(name)
             with webdataset.TarWriter(str(given.out / name), mtime=0) as tar:
                 for number in range(first, min(first + given.samples_per_shard, size)):
-                    if omni:
-                        sample, *asked = omni_tasks.sample(draw)
-                        sample["json"] = conversation(*asked)
-                    else:
+                    if given.tasks == "digits":
                         sample = _sample(draw, scans.images[mine], scans.target[mine])
+                    else:
+                        sample, *asked = drawn(draw, part == "val")
+                        sample["json"] = conversation(*asked)
                     tar.write({"__key__": f"{part}-{number:06d}", **sample})
     prepare(given.out, shards)
-    more = (OMNI, omni_tasks.VOCABULARY) if omni else ()
-    write_tokenizer(given.out / "tokenizer", *more)
+    more = {"omni": (OMNI, omni_tasks.VOCABULARY), "lines": (OMNI[:2], text_lines.VOCABULARY)}
+    write_tokenizer(given.out / "tokenizer", *more.get(given.tasks, ()))
     print(f"{given.out}: {sizes['train']} samples to train, {sizes['val']} held out")
     return 0
 

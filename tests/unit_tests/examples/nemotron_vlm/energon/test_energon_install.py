@@ -3,9 +3,12 @@
 """The extra that --data energon needs, and the tool that makes a data set for it."""
 
 import importlib
+import io
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import examples.mimo.nemotron_vlm.energon as package
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
@@ -13,6 +16,7 @@ from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     make_webdataset,
     source,
+    text_lines,
 )
 
 
@@ -37,3 +41,17 @@ def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
         ids = opened.text("train", number).input_ids
         if images := (ids == opened.token_ids[IMAGES]).nonzero().flatten().tolist():
             assert ids[images[-1] + 1] == asked
+
+
+def test_no_line_of_text_is_both_trained_on_and_held_out(tmp_path):
+    """And its answer is spelled: a token for each letter, and for the space between words."""
+    parts = [
+        [text_lines.sample(np.random.default_rng(n), held) for n in range(300)] for held in (0, 1)
+    ]
+    trained, held_out = ({answer for *_, answer in part} for part in parts)
+    assert len(trained) > 200 < len(held_out) and not trained & held_out
+    assert len({Image.open(io.BytesIO(files["png"])).size for files, *_ in parts[0]}) > 200
+    make_webdataset.write_tokenizer(tmp_path, make_webdataset.OMNI[:2], text_lines.VOCABULARY)
+    chat = Chat(tmp_path)
+    ids, is_answer = chat.encode([Turn("user", "read"), Turn("assistant", "t o _ b e")])
+    assert is_answer.sum() == 6 and chat.words(ids[is_answer]) == "t o _ b e"
