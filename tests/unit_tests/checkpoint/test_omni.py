@@ -37,7 +37,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_siz
 LENGTH = 48
 
 SHAPES = [[(13, 45)], [(40, 10), (5, 17, 40), (8, 8)], [(1, 30, 9), (4, 16, 16)], []]
-CLIPS = [[5000], [], [1279, 400], [20000]]
+SOUNDS = [[5000], [], [1279, 400], [20000]]
 """Heights and widths of the images in pixels, also of clips after their frames, and numbers of
 samples of the sounds, by sample."""
 
@@ -59,7 +59,7 @@ class Conversations(SampleSource):
     token_ids: Mapping[str, int] = {IMAGES: IMAGE, Sound.name: Sound.token}
 
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
-        sizes = CLIPS
+        sizes = SOUNDS
         if encoder == IMAGES:
             grids = {2: PICTURES.grids, 3: PICTURES.clips}
             sizes = [[grids[len(shape)].size_of(*shape) for shape in each] for each in SHAPES]
@@ -68,7 +68,7 @@ class Conversations(SampleSource):
     def inputs(self, split: str, number: int, encoder: str) -> list[torch.Tensor]:
         if encoder == Sound.name:
             rng = torch.Generator().manual_seed(number)
-            return [torch.randn(samples, generator=rng) for samples in CLIPS[number]]
+            return [torch.randn(samples, generator=rng) for samples in SOUNDS[number]]
         grids = {3: PICTURES.grids, 4: PICTURES.clips}
         return [grids[each.ndim].cut(each) for each in pictures(number)]
 
@@ -117,8 +117,8 @@ def their_logits(model: NemotronH_Omni_Reasoning_V3) -> torch.Tensor:
         given = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
         if rows := [their_rows(model, each) for each in pictures(number)]:
             given["inputs_embeds"][ids == IMAGE] = torch.cat(rows)
-        if clips := source.inputs("test", number, Sound.name):
-            made = ParakeetFeatureExtractor(HEARD.num_mel_bins)([clip.numpy() for clip in clips])
+        if sounds := source.inputs("test", number, Sound.name):
+            made = ParakeetFeatureExtractor(HEARD.num_mel_bins)([each.numpy() for each in sounds])
             given["input_features"] = made["input_features"].to(Utils.device)
             given["input_features_mask"] = made["attention_mask"].to(Utils.device)
         logits.append(model(**given).logits.cpu())
