@@ -23,9 +23,7 @@ cpu_runtime.install()
 
 from examples.mimo.pretrain_nemotron_vlm import main  # noqa: E402
 from megatron.core.dist_checkpointing import serialization  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.models.mimo.optimizer import MimoOptimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training import training  # noqa: E402

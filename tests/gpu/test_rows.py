@@ -10,16 +10,8 @@ import torch
 
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
-from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import (
-    AHEAD,
-    ON_ONE_GPU,
-    ON_TWO_GPUS,
-)
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
-    check,
-    reference_of,
-    tolerance,
-)
+from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, reference_of, tolerance
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 

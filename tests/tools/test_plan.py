@@ -10,12 +10,7 @@ from dataclasses import replace
 import pytest
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import (
-    NON_COLOCATED,
-    PLACEMENTS,
-    Batch,
-    Layout,
-)
+from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout
 from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of

@@ -13,11 +13,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.process_groups_from_grid import (
-    EXPERT_FIELDS,
-    SAME_GROUPS,
-    groups_from_grid,
-)
+from megatron.core.process_groups_from_grid import EXPERT_FIELDS, SAME_GROUPS, groups_from_grid
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 ALWAYS_NONE = {"hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag", "gtp_remat", "expt_gtp_remat"}

@@ -110,7 +110,7 @@ class TestLayouts:
     @given(lengths_of_samples, cp_sizes, st.sampled_from((1, 2, 4)))
     @plans
     def test_zigzag_holds_first_and_second_half_chunk_of_each_sample(self, lengths, cp, tp):
-        """Each TP rank a run of them; owners are those of the layout."""
+        """A CP rank cuts them into a run for each TP rank; `zigzag_owners` finds these owners."""
         padded = pad_lengths(lengths, cp, tp)
         layout = zigzag_layout(padded, cp)
         expected = [list(range(padded.total))]

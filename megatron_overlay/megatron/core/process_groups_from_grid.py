@@ -5,10 +5,7 @@
 import torch.distributed as dist
 
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.parallel_state import (
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-)
+from megatron.core.parallel_state import default_embedding_ranks, default_position_embedding_ranks
 
 # Dims of the group of each field, in the order of creation.
 DENSE_FIELDS: dict[str, list[str]] = {

@@ -138,25 +138,25 @@ class TestOneRank:
         assert_back_again(directory, saved)
 
     @requires_world_size(1)
-    def test_rows_of_sound_are_those_of_each_clip_alone(self, vlm, tmp_path):
-        """Theirs depend on padding if a clip's last frame has its own row, here in training too.
+    def test_rows_of_a_sound_are_its_own_beside_others(self, vlm, tmp_path):
+        """Theirs depend on padding if a sound's last frame has its own row, here in training too.
         Weights that have changed come back changed, though the options name no model with sound."""
         theirs, directory = whole_vlm(sound=True), tmp_path / "ours"
         saved = save(theirs, tmp_path / "theirs")
         convert("hf-to-megatron", "--vlm", saved, "--model", "tiny-omni", "--out", directory)
         sizes = np.array([SHORTEST, 1279, 1280, 5000, 3840, 1439, 20000])
         rng = torch.Generator().manual_seed(1)
-        clips = [torch.randn(size, generator=rng) for size in sizes]
+        sounds = [torch.randn(size, generator=rng) for size in sizes]
         with trainer(*loading(directory), *BATCH) as run, torch.no_grad():
             entry = run.session.options.preset.encoders[1]
-            given = entry.collate([clips])
+            given = entry.collate([sounds])
             given["frames"] = given["frames"].to(Utils.device)
             sound = run.stages[0].modality_submodules[entry.name]
             ours = sound({entry.key: given}).cpu()
             for weight in unwrap_model(sound).input_projections.parameters():
                 weight.add_(1)
             run.save(tmp_path / "saved")
-            made = [ParakeetFeatureExtractor(32)([clip.numpy()]) for clip in clips]
+            made = [ParakeetFeatureExtractor(32)([each.numpy()]) for each in sounds]
             given = [(each["input_features"], each["attention_mask"]) for each in made]
             wanted = torch.cat([theirs.get_audio_features(*each).pooler_output for each in given])
         assert wanted.std() > 0.3

@@ -36,7 +36,7 @@ from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_siz
 LENGTH = 48
 
 SHAPES = [[(13, 45)], [(40, 10), (5, 17, 40), (8, 8)], [(1, 30, 9), (4, 16, 16)], []]
-CLIPS = [[5000], [], [1279, 400], [20000]]
+SOUNDS = [[5000], [], [1279, 400], [20000]]
 """Heights and widths of the images in pixels, also of clips after their frames, and numbers of
 samples of the sounds, by sample."""
 
@@ -55,7 +55,7 @@ def pictures(number: int) -> list[torch.Tensor]:
 def conversations() -> Given:
     """Return samples of text, sounds, text, images and clips, text."""
     grids, samples = {3: PICTURES.grids, 4: PICTURES.clips}, []
-    for number, (shapes, lengths) in enumerate(zip(SHAPES, CLIPS, strict=True)):
+    for number, (shapes, lengths) in enumerate(zip(SHAPES, SOUNDS, strict=True)):
         rng = torch.Generator().manual_seed(number)
         sounds = [torch.randn(length, generator=rng) for length in lengths]
         sizes = [grids[len(shape) + 1].size_of(*shape) for shape in shapes]

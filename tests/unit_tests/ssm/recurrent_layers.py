@@ -20,12 +20,7 @@ from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.ssm.state_passing.layer_tokens import tokens_are_contiguous
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.token_layout import (
-    PaddedLengths,
-    TokenLayout,
-    contiguous_layout,
-    zigzag_layout,
-)
+from megatron.core.token_layout import PaddedLengths, TokenLayout, contiguous_layout, zigzag_layout
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from tests.unit_tests.no_host_sync import no_host_sync

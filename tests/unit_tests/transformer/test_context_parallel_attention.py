@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.token_layout import (
-    PaddedLengths,
-    pad_lengths,
-    zigzag_layout,
-)
+from megatron.core.token_layout import PaddedLengths, pad_lengths, zigzag_layout
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig

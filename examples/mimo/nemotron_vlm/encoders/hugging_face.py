@@ -12,7 +12,7 @@ from examples.mimo.common.errors import UserError
 
 @dataclass(frozen=True)
 class TensorRows:
-    """``count`` rows from ``start`` on of the Hugging Face tensor ``name``; by default, all."""
+    """``count`` rows of the Hugging Face tensor ``name`` from row ``start``; by default all."""
 
     name: str
     start: int = 0

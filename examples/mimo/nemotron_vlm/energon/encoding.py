@@ -12,12 +12,7 @@ import torch
 
 from examples.mimo.nemotron_vlm.data.sample import IMAGES, SOUND, Text
 from examples.mimo.nemotron_vlm.energon.conversation import KINDS_OF, VIDEO, Chat, Turn
-from examples.mimo.nemotron_vlm.energon.errors import (
-    BadClip,
-    BadConversation,
-    BadMedium,
-    BadSound,
-)
+from examples.mimo.nemotron_vlm.energon.errors import BadClip, BadConversation, BadMedium, BadSound
 from examples.mimo.nemotron_vlm.energon.images import Resizing, Tiling, decoded, open_image
 from examples.mimo.nemotron_vlm.energon.records import DEFAULT_PROMPT, Medium, Record
 from examples.mimo.nemotron_vlm.energon.sounds import Listening, picture_of

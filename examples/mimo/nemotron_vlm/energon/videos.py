@@ -121,7 +121,7 @@ def _frame(files: Sequence[bytes], number: int) -> np.ndarray:
 
 
 def _count(container: Any, stream: Any) -> int:
-    """Return the frames of a stream, also if its header does not say."""
+    """Return the number of frames of a stream; count them if its header does not say."""
     if stream.frames:
         return stream.frames
     count = sum(packet.size > 0 for packet in container.demux(stream))

@@ -172,7 +172,7 @@ def _counted(options: Options, rank: int) -> dict[Place, int]:
 
 
 def _memory(options: Options) -> str:
-    """Return the memory that the planner predicts, with these options and other recompute."""
+    """Return the predicted memory: by stage, and the most with each other recompute setting."""
     args, asked = options.args, plan_of(options)
     machine = replace(
         find_machine("h200"),

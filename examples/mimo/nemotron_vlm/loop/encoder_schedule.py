@@ -6,13 +6,7 @@ import os
 from argparse import Namespace
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import (
-    BUBBLES,
-    COLOCATED,
-    THREE_PHASES,
-    Layout,
-    Layouts,
-)
+from examples.mimo.common.layout import BUBBLES, COLOCATED, THREE_PHASES, Layout, Layouts
 from examples.mimo.nemotron_vlm.data import have_equal_images
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
 

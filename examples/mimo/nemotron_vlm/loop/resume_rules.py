@@ -94,7 +94,7 @@ def _check_data(args: Namespace, saved: Namespace) -> None:
 
 
 def _changes(args: Namespace, saved: Namespace, names: Sequence[str]) -> str:
-    """Return the arguments that differ and that the checkpoint knows; stages have no part in it."""
+    """Return the arguments of the checkpoint that differ now, but not where stages begin."""
     known = [name for name in names if hasattr(saved, name)]
     plain = [
         Namespace(**vars(each) | {"hybrid_layer_pattern": _layers(each)}) for each in (args, saved)

@@ -15,14 +15,7 @@ from itertools import product
 from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import (
-    COLOCATED,
-    NON_COLOCATED,
-    PLACEMENTS,
-    Batch,
-    Layout,
-    Layouts,
-)
+from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, PLACEMENTS, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import CHUNKWISE, language_violation
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import (
     FASTEST,

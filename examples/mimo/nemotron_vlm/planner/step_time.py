@@ -24,12 +24,7 @@ from examples.mimo.nemotron_vlm.planner.machine import (
 )
 from examples.mimo.nemotron_vlm.planner.parameters import chunks_of, held
 from examples.mimo.nemotron_vlm.planner.plan import Plan
-from examples.mimo.nemotron_vlm.planner.schedule import (
-    Cost,
-    Work,
-    stages_of_pipeline,
-    timeline,
-)
+from examples.mimo.nemotron_vlm.planner.schedule import Cost, Work, stages_of_pipeline, timeline
 
 GATHERS = 5
 """Collectives of a layer over TP with sequence parallelism: an all-gather and a reduce-scatter in

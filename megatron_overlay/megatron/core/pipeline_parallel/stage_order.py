@@ -4,10 +4,7 @@
 
 from types import SimpleNamespace
 
-from megatron.core.pipeline_parallel.schedules import (
-    get_pp_rank_microbatches,
-    get_schedule_table,
-)
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 
 def order_of_stage(

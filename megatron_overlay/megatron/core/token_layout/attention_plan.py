@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.token_layout.device_copy import copied_to
-from megatron.core.token_layout.layouts import (
-    TokenLayout,
-    check_zigzag_lengths,
-    zigzag_layout,
-)
+from megatron.core.token_layout.layouts import TokenLayout, check_zigzag_lengths, zigzag_layout
 from megatron.core.token_layout.padded_lengths import PaddedLengths
 
 

@@ -118,6 +118,10 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
 def by_rank(
     rank_of_row: np.ndarray, ranks: int, order: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Rows of each rank, ascending, or in an ``order`` that already has the ranks in turn."""
+    """Return the rows of each rank, in ascending order.
+
+    Args:
+        order: all rows in another order, sorted by rank.
+    """
     order = rank_of_row.argsort(kind="stable") if order is None else order
     return np.split(order, np.bincount(rank_of_row, minlength=ranks).cumsum()[:-1])

@@ -20,10 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.device_counts import (
-    DeviceCountDispatcher,
-    counts_stay_on_device,
-)
+from megatron.core.transformer.moe.device_counts import DeviceCountDispatcher, counts_stay_on_device
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.grouped_experts import GroupedExperts, with_grouped_experts
 from megatron.core.transformer.moe.layout_free_router import with_layout_free_router

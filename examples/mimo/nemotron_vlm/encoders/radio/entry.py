@@ -16,11 +16,7 @@ from examples.mimo.nemotron_vlm.encoders.entry import Configs, Encoder
 from examples.mimo.nemotron_vlm.encoders.hugging_face import Part
 from examples.mimo.nemotron_vlm.encoders.radio.tiles import RADIOEncoderWrapper
 from examples.mimo.nemotron_vlm.encoders.radio.weights import RadioPart
-from examples.mimo.nemotron_vlm.encoders.stage import (
-    ProjectorPart,
-    projector_config,
-    stage_spec,
-)
+from examples.mimo.nemotron_vlm.encoders.stage import ProjectorPart, projector_config, stage_spec
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.models.mimo.forward.flops import mlp_flops, vit_flops
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -13,12 +13,7 @@ from examples.mimo.nemotron_vlm.energon.conversation import Chat, Turn, place_me
 from examples.mimo.nemotron_vlm.energon.encoding import Encoder, File
 from examples.mimo.nemotron_vlm.energon.errors import BadConversation, BadImage
 from examples.mimo.nemotron_vlm.energon.images import Tiling
-from examples.mimo.nemotron_vlm.energon.records import (
-    MediaFile,
-    Medium,
-    decode_text,
-    read_record,
-)
+from examples.mimo.nemotron_vlm.energon.records import MediaFile, Medium, decode_text, read_record
 from megatron.energon import CrudeSample
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import byte_tokenizer, image
 

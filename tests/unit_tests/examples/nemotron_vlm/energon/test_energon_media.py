@@ -111,7 +111,9 @@ class TestSamplesWithSound:
     def opened(self, path: Path, **options) -> EnergonSource:
         return source(path, encoder=omni(path / "tokenizer"), seq_length=64, **options)
 
-    def test_have_the_rows_of_their_clips_and_no_file_is_read_for_a_text(self, shards, monkeypatch):
+    def test_have_the_rows_of_their_sounds_and_no_file_is_read_for_a_text(
+        self, shards, monkeypatch
+    ):
         opened, reads, counts = self.opened(shards), ShardReads(monkeypatch), set()
         for number in range(SAMPLES):
             ids = opened.text("train", number).input_ids
@@ -120,9 +122,9 @@ class TestSamplesWithSound:
             (images,) = opened.sizes("train", number, 1, IMAGES)
             assert (ids == opened.token_ids[SOUND]).sum() == ENTRY.rows(sizes).sum()
             counts.add((len(images), len(sizes)))
-            clips = opened.inputs("train", number, SOUND)
-            assert [len(clip) for clip in clips] == sizes.tolist()
-            assert reads.images.total() == len(clips)  # no image
+            heard = opened.inputs("train", number, SOUND)
+            assert [len(sound) for sound in heard] == sizes.tolist()
+            assert reads.images.total() == len(heard)  # no image
             reads.images.clear()
         assert counts == {(0, 0), (0, 1), (1, 0), (1, 1)}
 

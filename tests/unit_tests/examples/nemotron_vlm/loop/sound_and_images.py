@@ -29,7 +29,7 @@ TILES, SOUND = tiny_omni().encoders
 PICTURES = tiny_omni().with_images_of_any_size().images
 
 LONGEST = 4 * SOUND.subsampling_factor * HOP
-"""Samples of a clip that has one row too many."""
+"""Samples of a waveform that has one row too many."""
 
 
 def tone(samples: int, draw: np.random.Generator) -> torch.Tensor:
@@ -40,7 +40,7 @@ def tone(samples: int, draw: np.random.Generator) -> torch.Tensor:
 
 class SoundAndImages(DigitTask):
     """The first half of a step's samples have up to three tiles, the middle half has one or two
-    clips; every third step has no clip at all.
+    sounds; every third step has no sound at all.
     """
 
     fingerprint = "sound and images"
@@ -50,10 +50,10 @@ class SoundAndImages(DigitTask):
     def token_ids(self) -> Mapping[str, int]:
         return {IMAGES: IMAGE, SOUND.name: SOUND.token}
 
-    def _clips(self, number: int) -> np.ndarray:
-        has_clip = STEP // 4 <= number % STEP < 3 * STEP // 4 and number // STEP % 3 != 1
+    def _sounds(self, number: int) -> np.ndarray:
+        has_sound = STEP // 4 <= number % STEP < 3 * STEP // 4 and number // STEP % 3 != 1
         draw = np.random.default_rng([number, 1])
-        return draw.integers(SHORTEST, LONGEST, size=(1 + number % 2) * has_clip)
+        return draw.integers(SHORTEST, LONGEST, size=(1 + number % 2) * has_sound)
 
     def _tiles(self, number: int) -> int:
         return 1 + number % 3 if number % STEP < STEP // 2 else 0
@@ -61,19 +61,19 @@ class SoundAndImages(DigitTask):
     def sizes(self, split: str, first: int, count: int, encoder: str) -> list[np.ndarray]:
         numbers = range(first, first + count)
         if encoder == SOUND.name:
-            return [self._clips(number) for number in numbers]
+            return [self._sounds(number) for number in numbers]
         return [np.ones(self._tiles(number), dtype=np.int64) for number in numbers]
 
     def inputs(self, split: str, number: int, encoder: str) -> Sequence[torch.Tensor]:
         draw = np.random.default_rng([number, 2])
         if encoder == SOUND.name:
-            return [tone(samples, draw) for samples in self._clips(number)]
+            return [tone(samples, draw) for samples in self._sounds(number)]
         shape = (self._tiles(number), 3, TILES.tile, TILES.tile)
         return torch.from_numpy(draw.integers(256, size=shape, dtype=np.uint8))
 
     def text(self, split: str, number: int) -> Text:
-        """See `SampleSource`: clips, then tiles, then digits to read."""
-        sounds = int(SOUND.rows(self._clips(number)).sum())
+        """See `SampleSource`: sounds, then tiles, then digits to read."""
+        sounds = int(SOUND.rows(self._sounds(number)).sum())
         images = int(self.images.rows(self.sizes(split, number, 1, IMAGES)[0]).sum())
         prompt = [BOS] + [SOUND.token] * sounds + [IMAGE] * images
         digits = np.random.default_rng([number, 3]).integers(10, size=1 + number % 3)
@@ -105,13 +105,13 @@ class SoundAndVideo(SoundAndImages):
 
 class PartlyText(SoundAndImages):
     """The first eight samples of a step have one to three tiles, the others and every third step
-    have none; no sample has a clip.
+    have none; no sample has a sound.
     """
 
     fingerprint = "partly text"
     token_ids = SampleSource.token_ids
 
-    def _clips(self, number: int) -> np.ndarray:
+    def _sounds(self, number: int) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
 
     def _tiles(self, number: int) -> int:

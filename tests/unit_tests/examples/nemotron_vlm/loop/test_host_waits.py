@@ -13,7 +13,7 @@ from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.no_host_sync import no_host_sync
 from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
 
-CLIPS = ("--model", "tiny-omni", "--micro-batch-size", "16")
+SOUNDS = ("--model", "tiny-omni", "--micro-batch-size", "16")
 FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; tests/gpu has 16 bits")
 
 
@@ -24,7 +24,7 @@ FP32 = pytest.mark.skipif(HAVE_CUDA, reason="grouped products of fp32 wait; test
         pytest.param("dp=1", "dp=1", (), marks=requires_world_size(1)),
         pytest.param("dp=4", "dp=4,ep=2,etp=2", (), marks=requires_world_size(4)),
         pytest.param("dp=1", "dp=1", ANY_SIZE, marks=requires_world_size(1)),
-        pytest.param("dp=1", "dp=1", CLIPS, marks=requires_world_size(1)),
+        pytest.param("dp=1", "dp=1", SOUNDS, marks=requires_world_size(1)),
         pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", ANY_SIZE, marks=requires_world_size(4)),
         pytest.param("tp=2,dp=2", "cp=2,dp=2,ep=2", (), marks=requires_world_size(4)),
         pytest.param("tp=2,dp=2", "pp=2,dp=2,ep=2", (), marks=requires_world_size(4)),
@@ -36,7 +36,7 @@ def test_the_host_waits_for_nothing_from_the_second_step_on(encoder, language, m
     There is no TP here: it compares random states of the host, which the guard takes for a wait.
     """
     line = ("--encoder", encoder, "--language", language, *more, *ALLGATHER, *NO_CHECK)
-    source = SoundAndImages() if more is CLIPS else None
+    source = SoundAndImages() if more is SOUNDS else None
     with trainer(*line, "--num-workers", "1", source=source) as run:
         for step in range(3):
             run.train_step(no_host_sync if step else nullcontext)

@@ -168,7 +168,7 @@ def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
 
 
 def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
-    """Join the inputs of all shares; those without a modality add nothing to it."""
+    """Join the inputs of all shares by modality; a share may have none of a modality."""
     found: dict[str, list] = {}
     for share in shares:
         for name, inputs in (share or {}).items():

@@ -13,12 +13,7 @@ import torch
 from megatron.core.models.mimo.partition import utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.token_layout import (
-    PaddedLengths,
-    TokenLayout,
-    pad_lengths,
-    zigzag_layout,
-)
+from megatron.core.token_layout import PaddedLengths, TokenLayout, pad_lengths, zigzag_layout
 
 
 class PartitionConfig(utils.PartitionConfig):

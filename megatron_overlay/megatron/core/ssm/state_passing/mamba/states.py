@@ -142,7 +142,7 @@ def _sum_chunks_kernel(
     decay_row, decay_head, decay_chunk, decay_token,
     IS_PACKED: tl.constexpr, IS_LEAVING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the chunks' states, each times the decay between it and the shard's end or start.
+    """Sum the chunks' states, each times the decay from its chunk to the shard's end or start.
 
     Chunks are visited starting at that end or start, so the log decay accumulates from 0.
     """
