@@ -63,7 +63,10 @@ class Features:
         page = (patchset.root / PAGE).read_text()
         texts = {name: (title, text) for title, name, text in _SECTION.findall(page)}
         there = {name: fields for name, fields in table["feature"].items() if name not in landed}
-        found = {name: Feature(name, *texts[name], **fields) for name, fields in there.items()}
+        found = {
+            name: Feature(name, *texts.get(name, (name, "")), **fields)
+            for name, fields in there.items()
+        }
         for one in found.values():
             one.needs[:] = [name for name in one.needs if name not in landed]
         order = TopologicalSorter({name: one.needs for name, one in found.items()})

@@ -18,12 +18,10 @@ from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
 from megatron.core.models.mimo.model.base import MimoModel
-from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.setup.data_parallel import prepare_for_training
 from megatron.core.models.mimo.setup.module_groups import make_modules, prepare_process
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,7 +45,7 @@ class Encoder(MegatronModule):
 
 @contextlib.contextmanager
 def trained(encoder: dict[str, int], language: dict[str, int]) -> Iterator[SimpleNamespace]:
-    """Provide ``model``, ``optimizer``, ``modules`` and this rank's ``microbatches(count)``.
+    """Provide ``model``, ``modules`` and this rank's ``microbatches(count)``.
 
     Weights and samples are the same in every layout. Axes that are not named have size 1.
     """
@@ -58,17 +56,15 @@ def trained(encoder: dict[str, int], language: dict[str, int]) -> Iterator[Simpl
     prepare_process(modules, Namespace(seed=1, **tracker))
     stages = [_model(modules)]
     prepare_for_training(stages, modules, DistributedDataParallelConfig())
-    settings = dict(optimizer="adam", lr=0.01, clip_grad=0.1, weight_decay=0.0)
     run = SimpleNamespace(
         model=stages[0],
         modules=modules,
-        optimizer=get_mimo_optimizer(stages, OptimizerConfig(**settings)),
         microbatches=lambda count: _microbatches(modules, count),
     )
     try:
         yield run
     finally:
-        del run.model, run.optimizer
+        vars(run).clear()  # also what the caller has added
         destroy(stages, modules)
 
 

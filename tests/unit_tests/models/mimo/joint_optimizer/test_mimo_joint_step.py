@@ -7,17 +7,21 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LANGUAGE
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.schedule.grad_finalization import finalize_mimo_grads
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from tests.unit_tests.models.mimo.small_model import trained
 from tests.unit_tests.test_utilities import requires_world_size
 
 STEPS = 3
+SETTINGS = OptimizerConfig(optimizer="adam", lr=0.01, clip_grad=0.1, weight_decay=0.0)
 
 
 def steps(encoder: dict[str, int], language: dict[str, int]) -> list[float]:
     """Losses and gradient norms of some steps on one batch."""
     found = []
     with trained(encoder, language) as run:
+        run.optimizer = get_mimo_optimizer([run.model], SETTINGS)
         groups = run.modules[LANGUAGE].groups
         (batch,) = run.microbatches(1)
         for _ in range(STEPS):

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from megatron.core.models.mimo.colocated_schedule import colocated_forward_backward
 from megatron.core.models.mimo.forward.encoding import run_microbatch
+from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.models.mimo.setup.module_groups import schedule_collection
+from tests.unit_tests.models.mimo.joint_optimizer.test_mimo_joint_step import SETTINGS, STEPS
 from tests.unit_tests.models.mimo.small_model import LENGTH, SAMPLES, trained
 from tests.unit_tests.test_utilities import Utils, requires_world_size
-
-STEPS = 3
 
 
 def forward_step(microbatches, model):
@@ -29,6 +29,7 @@ def steps(encoder: dict[str, int], language: dict[str, int], count: int) -> list
     """Losses and gradient norms of some steps on one batch of `count` microbatches."""
     found = []
     with trained(encoder, language) as run:
+        run.optimizer = get_mimo_optimizer([run.model], SETTINGS)
         dp = language.get("dp", 1)
         for _ in range(STEPS):
             run.model.zero_grad_buffer()
