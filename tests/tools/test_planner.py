@@ -77,7 +77,7 @@ class TestLayers:
         planner counts the router as well."""
         p = replace(find_preset("tiny-gdn").language, hybrid_layer_pattern=kind, mamba_head_dim=4)
         p = replace(p, mamba_num_heads=2 * p.hidden_size // 4, ffn_hidden_size=4 * p.hidden_size)
-        others = "moe_latent_size experimental_attention_variant"
+        others = "moe_latent_size experimental_attention_variant gdp_num_householder"
         args = Namespace(
             **asdict(p),
             **dict.fromkeys(others.split()),

@@ -11,27 +11,38 @@ from staging import __main__ as program
 from staging import stage as staging
 
 OURS = "# Copyright (c) 2026, Megatron MIMO overlay contributors.\n"
-TEXT = 'what = "The what."\nwhy = "The why."\n'
-FEATURES = f"""
+FEATURES = """
 header = "# Upstream's line"
 [landing]
 "helpers.py" = "other_helpers.py"
 [stays]
 "only_here.py" = "a reason"
 [feature.second]
-title = "The second"
-{TEXT}
 needs = ["first"]
 files = ["megatron/core/new/*", "examples/*"]
 tests = ["test_second.py"]
 [feature.first]
-title = "The first"
-{TEXT}
 files = ["megatron/core/replaced.py"]
 tests = ["helpers.py", "test_first.py"]
 [feature.alone]
-title = "Alone"
-{TEXT}
+"""
+PAGE = """
+### The second (`second`)
+
+The what, on
+two lines.
+
+The why.
+
+## Others
+
+### The first (`first`)
+
+The what.
+
+### Alone (`alone`)
+
+Text.
 """
 DATA = "tools/staging/features.toml"
 TESTS = {
@@ -40,6 +51,7 @@ TESTS = {
     "tests/unit_tests/only_here.py": "",
     "tools/staging/fix_tests/test_second.py": "",
     DATA: FEATURES,
+    "docs/contributor/upstream-features.md": PAGE,
 }
 THEIRS = {"tests/unit_tests/helpers.py": "upstream's\n"}
 
@@ -81,7 +93,9 @@ def test_a_feature_comes_upon_those_that_it_needs_and_leaves_the_checkout_alone(
     assert log == ["The first", "The second"]
     body = git(staged.checkout, "log", "-1", "--format=%b", "pr")
     signed = "Signed-off-by: A. Contributor <a@example.org>"
-    assert all(text in body for text in ("The what.", "The why.", "a test", "Depends on: first"))
+    assert all(
+        text in body for text in ("on two lines.\n\nThe why.", "a test", "Depends on: first")
+    )
     assert "these fail:\ntests/unit_tests/test_second.py" in body and body.endswith(signed)
     assert "A_ten_and_a_half" in at(staged, "megatron/core/a.py")
     assert at(staged, "megatron/core/new/deep/module.py") == "new_module"

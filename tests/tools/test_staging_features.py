@@ -17,7 +17,7 @@ import pytest
 from mini import REPOSITORY, git, make_repository, run
 from overlay.patchset import PatchSet
 from overlay.source import module_name
-from staging.features import FIX_TESTS, TESTS, Feature, Features
+from staging.features import FIX_TESTS, PAGE, TESTS, Feature, Features
 from staging.stage import Staging
 from test_import_circles import imports
 
@@ -106,16 +106,30 @@ def test_the_patches_of_a_feature_apply_upon_what_it_needs(upstreams, tmp_path, 
 
 
 def test_a_message_says_how_to_run_the_tests_and_what_the_feature_needs():
-    text = FEATURES.message(FEATURES.by_name["cp-bridge"])
+    text = FEATURES.message(FEATURES.by_name["colocated-bridge"])
     for part in (
         "torchrun --nproc-per-node 8 -m pytest",
-        "on 1, 2 ranks",
         "-p tests.unit_tests.rank_agreement",
-        "Depends on: layouts, grids-and-groups",
+        "Depends on: bridge-plan",
+        "Figures: 8 layouts on 8 ranks",
     ):
         assert part in text
     alone = FEATURES.message(FEATURES.by_name["expert-bias"])
     assert "rank_agreement" not in alone and "torchrun" not in alone
+
+
+def test_a_text_says_how_it_stands_to_upstream_how_it_is_used_what_it_gains_and_may_break():
+    for feature in FEATURES.by_name.values():
+        found = re.findall(r"^(Upstream|Use|Figures|Risk): .", feature.text, re.MULTILINE)
+        assert found == ["Upstream", "Use", "Figures", "Risk"], feature.name
+    page = (REPOSITORY / PAGE).read_text()
+    assert len(re.findall("^### ", page, re.MULTILINE)) == len(FEATURES.by_name)
+
+
+def test_only_the_example_needs_the_cpu_runtime():
+    stacks = {name: {one.name for one in FEATURES.stack(name)} for name in FEATURES.by_name}
+    found = {name for name, stack in stacks.items() if "cpu-runtime" in stack}
+    assert found == {"cpu-runtime", "example"}
 
 
 # Upstream's training loop needs Python 3.12 for this one name only.

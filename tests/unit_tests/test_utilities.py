@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by tests that run under torchrun: process groups, world sizes, and a guard.
 
-Importing this module on a machine without CUDA installs the CPU runtime.
+Importing this module on a machine without CUDA installs the CPU runtime, if the tree has it.
 """
 
 import contextlib
 import functools
+import importlib.util
 import os
 import re
 import tempfile
@@ -21,10 +22,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 HAVE_CUDA = torch.cuda.is_available()
-if not HAVE_CUDA:
-    from megatron.core.cpu_runtime import install
-
-    install()
+_CPU_RUNTIME = "megatron.core.cpu_runtime"
+if not HAVE_CUDA and importlib.util.find_spec(_CPU_RUNTIME):
+    importlib.import_module(_CPU_RUNTIME).install()
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=300 if HAVE_CUDA else 50)
 """A collective that takes longer fails. On GPUs a rank may first try out Triton kernels."""

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from command_line import Parser  # noqa: E402
+from overlay.checkout import Checkout  # noqa: E402
 from overlay.cli import REPOSITORY, reported  # noqa: E402
 from overlay.errors import FAILED  # noqa: E402
 from overlay.patchset import PatchSet  # noqa: E402
@@ -18,7 +19,8 @@ from staging.stage import Staging, try_each  # noqa: E402
 
 
 def _run(options: argparse.Namespace) -> int:
-    features = Features(PatchSet(options.root))
+    version = Checkout(options.checkout).version if options.checkout else ""
+    features = Features(PatchSet(options.root), version)
     if options.list:
         print("\n".join(f"{one.name}: {one.title}" for one in features.by_name.values()))
         return 0

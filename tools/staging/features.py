@@ -6,32 +6,34 @@ import re
 import textwrap
 import tomllib
 from dataclasses import dataclass, field
+from email import message_from_string
 from fnmatch import fnmatchcase
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from overlay.errors import USAGE, OverlayError
 from overlay.patchset import PatchSet
+from overlay.series import split
 
 DATA = "tools/staging/features.toml"
+PAGE = "docs/contributor/upstream-features.md"
+"""A section for each feature: its title, and the text of its PR."""
 TESTS = "tests/unit_tests"
 FIX_TESTS = "tools/staging/fix_tests"
 """Tests of ours that fail without their feature; they are staged below upstream's `TESTS`, too."""
 
 _PLUGIN = f"{TESTS}/rank_agreement.py"
+_SECTION = re.compile(r"^### (.+) \(`([\w-]+)`\)\n\n((?:(?!#).*\n)+)", re.MULTILINE)
 _WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)
-_FIELD = re.compile(r"^(\S+): (.*(?:\n .*)*)", re.MULTILINE)
-"""A field of a patch's header; its further lines are indented."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One upstream PR; the fields are those of features.toml."""
+    """One upstream PR; the fields are those of features.toml, and those of its section."""
 
     name: str
     title: str
-    what: str = ""
-    why: str = ""
+    text: str
     needs: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     tests: list[str] = field(default_factory=list)
@@ -41,16 +43,32 @@ class Feature:
 class Features:
     """All features, in an order in which each follows those that it needs.
 
-    Of several patterns that a path fits, the longest one decides whose it is.
+    Of several patterns that a path fits, the longest one decides whose it is. Patches are those of
+    a version of the lock, by default the releases'. A feature of which that version has a patch's
+    header only is left out: upstream has it.
     """
 
-    def __init__(self, patchset: PatchSet):
+    def __init__(self, patchset: PatchSet, version: str = ""):
         self.patchset = patchset
         table = tomllib.loads((patchset.root / DATA).read_text())
         self.landing: dict[str, str] = table.get("landing", {})
         self.header: str = table.get("header", "")
         self.stays: dict[str, str] = table.get("stays", {})
-        found = {name: Feature(name=name, **v) for name, v in table["feature"].items()}
+        patches = {name: split(patch) for name, patch in patchset.series(version).items()}
+        headers = {
+            name: message_from_string(text.decode().strip()) for name, (text, _) in patches.items()
+        }
+        landed = {headers[name]["Feature"] for name, (_, diff) in patches.items() if not diff}
+        self.headers = {n: one for n, one in headers.items() if one["Feature"] not in landed}
+        page = (patchset.root / PAGE).read_text()
+        texts = {name: (title, text) for title, name, text in _SECTION.findall(page)}
+        there = {name: fields for name, fields in table["feature"].items() if name not in landed}
+        found = {
+            name: Feature(name, *texts.get(name, (name, "")), **fields)
+            for name, fields in there.items()
+        }
+        for one in found.values():
+            one.needs[:] = [name for name in one.needs if name not in landed]
         order = TopologicalSorter({name: one.needs for name, one in found.items()})
         self.by_name = {name: found[name] for name in order.static_order()}
         self.tests = {
@@ -84,12 +102,11 @@ class Features:
 
     def patches_of(self, feature: Feature) -> list[tuple[str, str]]:
         """Return the names of a feature's patches, and their descriptions."""
-        found = []
-        for name, patch in self.patchset.series().items():
-            header = dict(_FIELD.findall(patch.decode().partition("\n\n")[0]))
-            if header.get("Feature") == feature.name:
-                found.append((name, " ".join(header["Description"].split())))
-        return found
+        return [
+            (name, " ".join(header["Description"].split()))
+            for name, header in self.headers.items()
+            if header["Feature"] == feature.name
+        ]
 
     def files_of(self, feature: Feature) -> dict[str, Path]:
         """Return a feature's overlay files, by their path in a checkout."""
@@ -105,7 +122,7 @@ class Features:
         }
 
     def commands(self, feature: Feature) -> dict[int, str]:
-        """Return the shell lines that run a feature's tests, by number of ranks.
+        """Return the shell lines that run a feature's tests, if it has any, by number of ranks.
 
         Upstream's conftest is left out because it downloads data.
         """
@@ -121,19 +138,21 @@ class Features:
             + f" -m pytest --noconftest{plugin} \\\n    "
             + " \\\n    ".join(files)
             for ranks in sorted({1, *feature.ranks, *map(int, _WORLD_SIZE.findall(text))})
+            if files
         }
 
     def message(self, feature: Feature) -> str:
         """Return the message of a feature's commit, which is its PR's description."""
-        texts = [feature.what, feature.why, *(text for _, text in self.patches_of(feature))]
-        parts = [feature.title, *(textwrap.fill(text, 72) for text in texts if text)]
+        texts = [*feature.text.split("\n\n"), *(text for _, text in self.patches_of(feature))]
+        parts = [feature.title, *(textwrap.fill(" ".join(text.split()), 72) for text in texts)]
         if fails := [p for p, path in self.tests_of(feature).items() if FIX_TESTS in str(path)]:
             parts.append("Without this change, these fail:\n" + "\n".join(fails))
-        *others, last = self.commands(feature).items()
-        parts += ["How to run the tests, on GPUs or without:", textwrap.indent(last[1], "    ")]
-        if others:
-            ranks = ", ".join(str(count) for count, _ in others)
-            parts.append(f"Also on {ranks} ranks (one: python instead of torchrun).")
+        if commands := self.commands(feature):
+            *others, last = commands.items()
+            parts += ["How to run the tests:", textwrap.indent(last[1], "    ")]
+            if others:
+                ranks = ", ".join(str(count) for count, _ in others)
+                parts.append(f"Also on {ranks} ranks (one: python instead of torchrun).")
         if feature.needs:
             parts.append("Depends on: " + ", ".join(feature.needs))
         return "\n\n".join(parts)

@@ -23,6 +23,12 @@ FORMATTERS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.
 """Upstream's formatters, each with the pattern of its output for a file that it would change."""
 LOGS = REPOSITORY / "build/staging"
 """Folder of the logs of features' tests."""
+CPU_RUNTIME = "megatron/core/cpu_runtime/"
+SITE = {
+    "sitecustomize.py": b"import typing, typing_extensions\n"
+    b"typing.override = typing_extensions.override\n"
+}
+"""Python reads it at its start. Upstream needs Python 3.12, for this name only."""
 _COUNTS = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in ", re.MULTILINE)
 _OUR_HEADER = b"# Copyright (c) 2026, Megatron MIMO overlay contributors."
 
@@ -83,7 +89,7 @@ class Staging:
         """
         found = {}
         with self.worktree() as tree:
-            for name in self.features.patchset.series():
+            for name in self.features.headers:
                 patch = str(self.features.patchset.patch_dir / name)
                 if user_git(tree, "apply", "--index", "--whitespace=nowarn", patch).returncode:
                     continue
@@ -113,7 +119,9 @@ class Staging:
         except BaseException:
             self._git("branch", "--delete", "--force", branch)
             raise
-        return [f"{c[:12]} {f.name}: {f.title}" for c, f in zip(commits, wanted, strict=True)]
+        sizes = [self._git("show", "--shortstat", "--format=", commit) for commit in commits]
+        made = zip(commits, wanted, sizes, strict=True)
+        return [f"{commit[:12]} {one.name}:{size}" for commit, one, size in made]
 
     def commit(self, feature: Feature, tree: Path) -> str:
         """Commit a feature, signed off, in a worktree with those that it needs."""
@@ -182,6 +190,8 @@ def try_each(staging: Staging, wanted: list[Feature]) -> bool:
     """Stage each feature on those it needs, run its tests there as its description says, and print
     a line for each number of ranks; return whether tests passed and none failed.
 
+    The tree has our CPU runtime beside what is staged: without a GPU, the tests run upon it.
+
     Raises:
         OverlayError: a feature cannot be staged.
     """
@@ -190,10 +200,13 @@ def try_each(staging: Staging, wanted: list[Feature]) -> bool:
     # Nothing of this repository is on the path.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    overlay_files = staging.features.patchset.overlay.items()
+    lent = {path: source for path, source in overlay_files if path.startswith(CPU_RUNTIME)}
     for feature in wanted:
         with staging.worktree() as tree:
             for one in staging.features.stack(feature.name):
                 staging.commit(one, tree)
+            write_files(tree, {path: source.read_bytes() for path, source in lent.items()} | SITE)
             for ranks, command in staging.features.commands(feature).items():
                 log = LOGS / f"{feature.name}-{ranks}.log"
                 with log.open("w") as output:

@@ -19,9 +19,9 @@ from megatron.core.token_layout import (
     check_zigzag_lengths,
     copied_to,
     lengths_of_batch,
-    plan_recurrence,
     zigzag_layout,
 )
+from megatron.core.token_layout.recurrence_plan import plan_recurrence
 
 
 def to_sequence_order(

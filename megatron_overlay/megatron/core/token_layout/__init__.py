@@ -12,13 +12,10 @@ Execute in the layers, without waiting for the device::
 
     hidden = exchange(hidden, route, cp_group)              # [total/cp, ...]
     hidden = exchange(hidden, route.reversed(), cp_group)   # restored bit for bit
+
+Attention and recurrent layers plan by `attention_plan` and `recurrence_plan`.
 """
 
-from megatron.core.token_layout.attention_plan import (
-    AttentionBlock,
-    AttentionPlan,
-    attention_plan,
-)
 from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.token_layout.exchange import Moving, exchange, gather_tokens
 from megatron.core.token_layout.layouts import (
@@ -33,23 +30,13 @@ from megatron.core.token_layout.padded_lengths import (
     lengths_of_batch,
     pad_lengths,
 )
-from megatron.core.token_layout.recurrence_plan import (
-    Halo,
-    RecurrencePlan,
-    plan_recurrence,
-)
 from megatron.core.token_layout.route import Route, plan_route
 
 __all__ = [
-    "AttentionBlock",
-    "AttentionPlan",
-    "Halo",
     "Moving",
     "PaddedLengths",
-    "RecurrencePlan",
     "Route",
     "TokenLayout",
-    "attention_plan",
     "check_zigzag_lengths",
     "contiguous_layout",
     "copied_to",
@@ -57,7 +44,6 @@ __all__ = [
     "gather_tokens",
     "lengths_of_batch",
     "pad_lengths",
-    "plan_recurrence",
     "plan_route",
     "zigzag_layout",
     "zigzag_owners",

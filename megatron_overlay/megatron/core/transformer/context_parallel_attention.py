@@ -14,13 +14,8 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.token_layout import (
-    AttentionBlock,
-    AttentionPlan,
-    attention_plan,
-    gather_tokens,
-    lengths_of_batch,
-)
+from megatron.core.token_layout import gather_tokens, lengths_of_batch
+from megatron.core.token_layout.attention_plan import AttentionBlock, AttentionPlan, attention_plan
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig

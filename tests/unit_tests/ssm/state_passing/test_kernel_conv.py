@@ -16,12 +16,8 @@ import torch.nn.functional as F
 
 from megatron.core.ssm import state_passing
 from megatron.core.ssm.ops.reference import causal_conv1d_fn
-from megatron.core.token_layout import (
-    PaddedLengths,
-    contiguous_layout,
-    plan_recurrence,
-    zigzag_layout,
-)
+from megatron.core.token_layout import PaddedLengths, contiguous_layout, zigzag_layout
+from megatron.core.token_layout.recurrence_plan import plan_recurrence
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 CHANNELS, WIDTH = 8, 4

@@ -12,7 +12,8 @@ import torch
 
 from megatron.core.ssm.state_passing import scan_over_ranks
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
-from megatron.core.token_layout import PaddedLengths, plan_recurrence
+from megatron.core.token_layout import PaddedLengths
+from megatron.core.token_layout.recurrence_plan import plan_recurrence
 from tests.unit_tests.test_utilities import Utils
 
 HEADS, CHUNK = 3, 16

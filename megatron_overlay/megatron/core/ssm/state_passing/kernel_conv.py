@@ -16,7 +16,8 @@ from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.token_layout import Moving, RecurrencePlan
+from megatron.core.token_layout import Moving
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 
 class HaloConv(torch.autograd.Function):

@@ -17,15 +17,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.state_passing.options import passes_states
 from megatron.core.token_layout import (
     PaddedLengths,
-    RecurrencePlan,
     Route,
     contiguous_layout,
     exchange,
     lengths_of_batch,
-    plan_recurrence,
     plan_route,
     zigzag_layout,
 )
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan, plan_recurrence
 
 Projection = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 

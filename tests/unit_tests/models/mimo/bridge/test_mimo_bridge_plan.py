@@ -15,7 +15,6 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.batch_plan import BatchPlan, planned_rows
 from megatron.core.models.mimo.bridge.plan import AtomRows, BlockPlan, plan_block
 from megatron.core.models.mimo.bridge.topology import BridgeTopology, bridge_topology
-from megatron.core.models.mimo.comm.colocated_communicator import divides, gather_groups
 from tests.unit_tests.test_token_layout import exchange_in_one_process
 
 PRODUCTION = ("tp", "cp", "dp", "pp")
@@ -97,12 +96,9 @@ class TestOwnership:
 
     @pytest.mark.parametrize("world", [6, 8, 12])
     def test_every_sample_is_encoded_once_by_each_tensor_rank(self, world):
-        """Every rank is in one block, and in one gather group where there are any."""
+        """Every rank is in one block."""
         for topology in topologies(world):
             assert sorted(itertools.chain(*topology.blocks)) == list(range(world))
-            gathering = list(itertools.chain(*gather_groups(topology)))
-            expected = divides(topology) and topology.src_dp != topology.dest_dp
-            assert sorted(gathering) == (list(range(world)) if expected else [])
             encoders = Counter(
                 (atom, at.tp)
                 for rank, at in topology.src.items()
@@ -126,23 +122,6 @@ class TestOwnership:
 
 
 class TestGroups:
-    @pytest.mark.parametrize(
-        ("source", "destination", "groups"),
-        [
-            (dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-            (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2), [[0, 2], [4, 6], [1, 3], [5, 7]]),
-            (dict(tp=1, dp=8), dict(cp=2, pp=2, dp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ],
-        ids=str,
-    )
-    def test_gather_groups(self, source, destination, groups):
-        """A rank offset shifts them."""
-        for offset in (0, 4):
-            found = gather_groups(
-                bridge_topology(grid_of(offset, **source), grid_of(offset, **destination))
-            )
-            assert found == [[offset + rank for rank in group] for group in groups]
-
     @pytest.mark.parametrize(
         ("source", "destination", "message"),
         [

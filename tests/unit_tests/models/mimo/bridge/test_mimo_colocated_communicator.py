@@ -12,23 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.bridge.plan import AtomRows
+from megatron.core.models.mimo.bridge.topology import bridge_topology
 from megatron.core.models.mimo.comm.colocated_communicator import (
     ColocatedBridgeCommunicator,
     SliceInfo,
+    divides,
+    gather_groups,
 )
+from tests.unit_tests.models.mimo.bridge.test_mimo_bridge_plan import grid_of, topologies
 from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 HIDDEN = 3
 FLAT = {"b": 0, "h": 1}
-ORDER = ("tp", "cp", "dp", "pp")
-
-
-def grid_of(order=ORDER, **sizes) -> HyperCommGrid:
-    return HyperCommGrid([sizes.get(dim, 1) for dim in order], list(order))
-
-
 LAYOUTS = [
     (dict(tp=2, dp=4), dict(tp=2, cp=2, pp=2, dp=1)),
     (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2)),
@@ -126,6 +122,36 @@ def test_rows_arrive_and_gradients_return(make_bridge, source, destination):
         assert torch.equal(out, case.output)
         out.backward(case.cp_grad)
         assert torch.equal(case.input.grad, case.sum_of_cp_grads)
+
+
+class TestGatherGroups:
+    @pytest.fixture(autouse=True)
+    def large_world(self, monkeypatch):
+        """Grids of any size fit in this world."""
+        monkeypatch.setenv("WORLD_SIZE", "4096")
+
+    @pytest.mark.parametrize("world", [6, 8, 12])
+    def test_every_rank_is_in_one_where_there_are_any(self, world):
+        for topology in topologies(world):
+            gathering = list(itertools.chain(*gather_groups(topology)))
+            expected = divides(topology) and topology.src_dp != topology.dest_dp
+            assert sorted(gathering) == (list(range(world)) if expected else [])
+
+    @pytest.mark.parametrize(
+        ("source", "destination", "groups"),
+        [
+            (dict(tp=2, dp=4), dict(tp=2, cp=2, dp=2), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+            (dict(tp=8, dp=1), dict(cp=2, pp=2, dp=2), [[0, 2], [4, 6], [1, 3], [5, 7]]),
+            (dict(tp=1, dp=8), dict(cp=2, pp=2, dp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ],
+        ids=str,
+    )
+    def test_a_rank_offset_shifts_them(self, source, destination, groups):
+        for offset in (0, 4):
+            found = gather_groups(
+                bridge_topology(grid_of(offset, **source), grid_of(offset, **destination))
+            )
+            assert found == [[offset + rank for rank in group] for group in groups]
 
 
 @requires_world_size(8)

@@ -33,7 +33,7 @@ from megatron.core.ssm.state_passing.scan_over_ranks import (
     entering_state,
     leaving_gradient,
 )
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 CHUNK = gated_delta_states.CHUNK
 

@@ -15,7 +15,7 @@ from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 from megatron.core.ssm.state_passing.layer_tokens import exchange_halo
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 
 def forward(layer, hidden_states: Tensor, inference_context, packed: PackedSeqParams | None):

@@ -41,7 +41,7 @@ from megatron.core.ssm.state_passing import kernel_conv
 from megatron.core.ssm.state_passing.mamba import states as mamba_states
 from megatron.core.ssm.state_passing.mamba.layer import Sizes, Weights
 from megatron.core.ssm.state_passing.scan_over_ranks import StateGather
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 
 def kernel_scan(

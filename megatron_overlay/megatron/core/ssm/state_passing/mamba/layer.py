@@ -15,7 +15,7 @@ from megatron.core.ssm.ops.reference import mamba_split_conv1d_scan_combined
 from megatron.core.ssm.state_passing.gpu_kernels import gpu_kernels
 from megatron.core.ssm.state_passing.layer_tokens import exchange_halo
 from megatron.core.ssm.state_passing.scan_over_ranks import carry_state
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 
 class Weights(NamedTuple):

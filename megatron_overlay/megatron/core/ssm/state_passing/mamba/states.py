@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.token_layout import RecurrencePlan
+from megatron.core.token_layout.recurrence_plan import RecurrencePlan
 
 BLOCK, CHUNKS = 512, 8
 """Numbers of state elements and of chunks that a program holds at once."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of recurrent layers and attention under CP: who passes states, and who sees whom."""
+"""The plan of recurrent layers under CP: who passes states to whom."""
 
 from collections import Counter
 
@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 
 from megatron.core.token_layout import (
     PaddedLengths,
-    attention_plan,
     contiguous_layout,
     lengths_of_batch,
     pad_lengths,
-    plan_recurrence,
     zigzag_layout,
 )
-from tests.unit_tests.test_token_layout import (
-    cp_sizes,
-    exchange_in_one_process,
-    lengths_of_samples,
-    plans,
-)
+from megatron.core.token_layout.recurrence_plan import plan_recurrence
+from tests.unit_tests.test_token_layout import cp_sizes, exchange_in_one_process, plans
 
 
 def sample_of_tokens(padded) -> list[int]:
@@ -140,34 +134,3 @@ class TestRecurrencePlan:
         assert lengths_of_batch(params, 20).padded == (8, 12)
         with pytest.raises(ValueError, match="end at 20, which does not match the 40 tokens"):
             lengths_of_batch(params, 40)
-
-
-class TestAttentionPlan:
-    @given(lengths_of_samples, cp_sizes, st.booleans())
-    @plans
-    def test_every_query_sees_its_sample_up_to_itself_or_whole(self, lengths, cp_size, is_causal):
-        padded = pad_lengths(lengths, cp_size)
-        sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(padded.padded).long())
-        for rank in range(cp_size):
-            plan = attention_plan(padded, cp_size, rank, torch.device("cpu"), is_causal)
-            seen = []
-            for block, keys in zip(plan.blocks, key_runs(plan), strict=True):
-                hidden = range(block.queries)[::-1] if is_causal else [0] * block.queries
-                seen += [keys[: block.keys - later] for later in hidden]
-            for token, keys in zip(plan.layout.tokens[rank].tolist(), seen, strict=True):
-                own = sample == sample[token]
-                if is_causal:
-                    own[token + 1 :] = False
-                elif (own & padded.valid).any():
-                    own &= padded.valid
-                assert keys == own.nonzero().flatten().tolist()
-
-
-def key_runs(plan):
-    """Key tokens of each block, as the variable-length kernel finds them."""
-    if not plan.blocks:
-        return []
-    bounds = plan.cu_keys.tolist()
-    assert plan.cu_queries.diff().tolist() == [block.queries for block in plan.blocks]
-    tokens = plan.key_tokens.tolist()
-    return [tokens[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
