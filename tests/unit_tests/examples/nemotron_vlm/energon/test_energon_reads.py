@@ -1,7 +1,8 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of shards: each image once on each rank that encodes it, and reads that fail."""
+"""Reads of shards: each text and image once on each rank that needs it, and reads that fail."""
 
+import itertools
 import json
 import re
 import shutil
@@ -11,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.mimo.common.layout import COLOCATED, NON_COLOCATED, Batch, Layout, Layouts
+from examples.mimo.common.steps import training_steps
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from examples.mimo.nemotron_vlm.data.sample import IMAGES
 from megatron.core.models.mimo.config.encoder_schedule import EncoderSchedule
@@ -30,9 +33,12 @@ from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
     image,
     make_shard,
     names,
+    shared_digits,
     source,
     survey,
 )
+from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of
+from tests.unit_tests.test_utilities import Utils, requires_world_size
 
 SEQ_LENGTH = 64
 REPLICA = Layout(tp=2, cp=2, pp=2, dp=1)
@@ -78,6 +84,50 @@ class TestAStepOfOneReplica:
                 encoded = {part.sample for part in take.shares[IMAGES].ranges or ()}
                 wanted.update(names(opened, "train", encoded))
         assert counts.images == wanted and min(wanted.values()) >= encoder_layout.tp
+
+
+@requires_world_size(8)
+class TestEightRanks:
+    """Reads of loading processes in two steps, sample by sample."""
+
+    RUN = "--train-iters 2 --global-batch-size 28 --seq-length 64 --seed 3 --data energon:{data}"
+    RUN += " --tokenizer-model {data}/tokenizer"
+
+    @pytest.fixture(scope="class")
+    def data(self):
+        with shared_digits(samples=96) as made:
+            yield made
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            "--encoder tp=2,dp=4 --language cp=2,pp=2,dp=2 --num-workers 1 --micro-batch-size 2",
+            "--encoder tp=2,dp=4 --language tp=2,dp=4 --num-workers 2 --micro-batch-size 1",
+            "--placement non-colocated --encoder tp=4 --language cp=2,pp=2 --num-workers 2",
+        ],
+    )
+    def test_read_a_text_once_and_an_image_once_where_it_is_encoded(
+        self, options, data, shared_path, monkeypatch
+    ):
+        reads = ShardReads(monkeypatch, shared_path / f"reads-{Utils.rank}")
+        rows, encoded = set(), set()
+        line = f"{self.RUN.format(data=data)} {options}"
+        with session_of(options_of(*line.split())) as session:
+            loading, layouts = session.loading, session.options.layouts
+            all_takes = loading._takes("train", training_steps(loading.args, loading._dp))
+            takes = list(itertools.islice(all_takes, 2 * layouts.num_microbatches))
+            monkeypatch.setattr(loading, "_takes", lambda *_: iter(takes))  # none is read ahead
+            batches = loading.training()
+            for take in takes:
+                next(batches)
+                rows |= {*itertools.chain(*take.rows)}
+                encoded |= {one.sample for one in take.shares[IMAGES].ranges or ()}
+            opened = loading.reader.source
+            for kind, wanted in (("text", rows | encoded), ("image", encoded)):
+                assert reads.of_processes(kind) == Counter(names(opened, "train", wanted))
+        everywhere = [Counter()] * Utils.world_size
+        dist.all_gather_object(everywhere, Counter(encoded))
+        assert min(sum(everywhere, Counter()).values()) >= layouts.encoders[0].tp
 
 
 SAMPLE = 4
