@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core import cpu_runtime
-from mini import REPOSITORY, World
+from mini import NEXT, REPOSITORY, World
 from overlay.fetch import fetch
 from overlay.patchset import Lock
 
@@ -33,8 +33,8 @@ def world(tmp_path, template) -> World:
 
 @pytest.fixture(scope="session")
 def upstreams(tmp_path_factory) -> Path:
-    """A pristine tree of the real pin, which no test changes."""
+    """A pristine tree of the real pin, or with NEXT of the next version; no test changes it."""
     path = tmp_path_factory.mktemp("upstreams") / "checkout"
     lock = Lock.read(REPOSITORY / "patches/upstream.toml")
-    fetch(lock, REPOSITORY, path, lock.pin, None)
+    fetch(lock, REPOSITORY, path, None, None, NEXT and Path(NEXT))
     return path

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NEXT = os.environ.get("NEXT")
+"""Git directory of upstream that has the next version, if one is at hand."""
 sys.path.insert(0, str(REPOSITORY / "tools"))
 
 from overlay.checkout import sha256  # noqa: E402

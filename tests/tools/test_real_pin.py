@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mini import REPOSITORY, run, snapshot
+from mini import NEXT, REPOSITORY, run, snapshot
 from overlay.fetch import fetch
 from overlay.patchset import OVERLAY_ROOTS, PatchSet
 from overlay.rules import MOST_PATCHES, MOST_REPLACEMENTS, declared
@@ -23,10 +23,10 @@ APPLY_SECONDS, DRIFT_SECONDS = 5.0, 10.0
 
 @pytest.fixture(params=PATCHSET.lock.files)
 def checkout(tmp_path, request) -> Path:
-    directory = os.environ.get("NEXT") if request.param == PATCHSET.lock.next else None
-    if request.param == PATCHSET.lock.next and not directory:
+    is_next = request.param == PATCHSET.lock.next
+    if is_next and not NEXT:
         pytest.skip("no git directory of upstream's main at hand: set NEXT to one")
-    directory = directory and Path(directory)
+    directory = Path(NEXT) if is_next else None
     fetch(PATCHSET.lock, REPOSITORY, tmp_path / "checkout", request.param, None, directory)
     return tmp_path / "checkout"
 
@@ -37,7 +37,7 @@ def cpu_seconds() -> float:
 
 
 def test_patches_lock_and_headers_are_in_order_and_the_docs_count_them():
-    following = ["--next", os.environ["NEXT"]] if os.environ.get("NEXT") else []
+    following = ["--next", NEXT] if NEXT else []
     for command in (["refresh", "--check", *following], ["headers"]):
         result = run(*command)
         assert result.code == 0, result.errors

@@ -19,10 +19,10 @@ header = "# Upstream's line"
 "only_here.py" = "a reason"
 [feature.second]
 needs = ["first"]
-files = ["megatron/core/new/*", "examples/*"]
+files = ["new/*", "examples/*"]
 tests = ["test_second.py"]
 [feature.first]
-files = ["megatron/core/replaced.py"]
+files = ["replaced.py"]
 tests = ["helpers.py", "test_first.py"]
 [feature.alone]
 """

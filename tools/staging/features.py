@@ -22,6 +22,7 @@ TESTS = "tests/unit_tests"
 FIX_TESTS = "tools/staging/fix_tests"
 """Tests of ours that fail without their feature; they are staged below upstream's `TESTS`, too."""
 
+CORE = "megatron/core/"
 _PLUGIN = f"{TESTS}/rank_agreement.py"
 _SECTION = re.compile(r"^### (.+) \(`([\w-]+)`\)\n\n((?:(?!#).*\n)+)", re.MULTILINE)
 _WORLD_SIZE = re.compile(r"(?:requires_world_size\(|^WORLD = )(\d+)", re.MULTILINE)
@@ -81,7 +82,7 @@ class Features:
         """Return the feature that has a path among its `files` or `tests`; "" if none has."""
         patterns = [(p, one.name) for one in self.by_name.values() for p in getattr(one, kind)]
         patterns += [(pattern, "") for pattern in self.stays]
-        fit = [each for each in patterns if fnmatchcase(path, each[0])]
+        fit = [each for each in patterns if fnmatchcase(path.removeprefix(CORE), each[0])]
         return max(fit, key=lambda each: len(each[0]), default=("", ""))[1]
 
     def named(self, names: list[str]) -> list[Feature]:
