@@ -20,7 +20,7 @@ from omni_tasks import image_bytes
 
 LENGTHS = (0.5, 0.3, 0.2)
 """Shares of the lines with one, two and three words; a model first learns from single words."""
-LETTERS, LONGEST = 0.5, 4
+LETTERS, LONGEST = 0.3, 3
 """Share of the lines to train on that are up to so many letters in any order. From words alone a
 model learns to spell words, and long does not look."""
 FONTS = ("Sans", "Sans-Bold", "Sans-Oblique", "SansMono", "Serif", "Serif-Bold")
