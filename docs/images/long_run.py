@@ -41,8 +41,8 @@ def main(files: list[str], data: str, events: list[str]) -> None:
     for key in ("loss", "eval_loss", "eval_exact_match"):
         whole, legs, other = (curve(run, key)[1] for run in runs)
         apart, band = np.abs(whole - legs), np.abs(whole - other)
-        found = f"{apart.mean():.4f}, at most {apart.max():.4f}"
-        print(f"{key}: apart {found}; of seeds {band.mean():.4f}, at most {band.max():.4f}")
+        found = f"{apart.mean():.2g}, at most {apart.max():.2g}"
+        print(f"{key}: apart {found}; of seeds {band.mean():.2g}, at most {band.max():.2g}")
     draw(runs, [event.split(":", 1) for event in events])
 
 

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a small data set for --data energon: strips of handwritten digits to be read.
 
-    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni|lines]
+    tools/data/make_webdataset.py OUT --samples N --seed S [--tasks digits|omni|lines] [--words N]
 
 OUT becomes a data set that is prepared for energon, with a tokenizer of 64 ids at most in
 OUT/tokenizer. A strip has one to three of scikit-learn's digits (real 8×8 scans), beside or below
@@ -11,7 +11,7 @@ each other, as PNG or JPEG; a conversation asks for them. One sample in eight is
 to copy. An eighth of the samples is the part ``val``, whose scans are not in ``train``.
 
 With --tasks omni, samples have words to read, tones to hear, clips to watch, or words to copy; with
---tasks lines, one to three words to read letter by letter, in many fonts (`text_lines`).
+--tasks lines, up to three of N words to read letter by letter, in several fonts (`text_lines`).
 """
 
 import argparse
@@ -65,10 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, required=True, metavar="N", help="at least 8")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
     parser.add_argument("--tasks", choices=["digits", "omni", "lines"], default="digits")
+    words = len(text_lines.WORDS)
+    parser.add_argument("--words", type=int, default=words, metavar="N", help="in lines")
     parser.add_argument("--samples-per-shard", type=int, default=1024, metavar="N")
     given = parser.parse_args(arguments)
     if given.samples < HELD_OUT:
         parser.error(f"--samples {given.samples}: at least {HELD_OUT}")
+    if not 1 <= given.words <= words:
+        parser.error(f"--words {given.words}: from 1 to {words}")
     if given.out.exists():
         print(f"error: {given.out} is there already; remove it first", file=sys.stderr)
         return 2
@@ -76,7 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
     scans = load_digits()
     held_out = np.arange(len(scans.target)) % HELD_OUT == 0
     sizes = {"train": given.samples - given.samples // HELD_OUT, "val": given.samples // HELD_OUT}
-    drawn = text_lines.sample if given.tasks == "lines" else lambda draw, _: omni_tasks.sample(draw)
     shards = []
     for part, size in sizes.items():
         mine = held_out if part == "val" else ~held_out
@@ -88,8 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
                 for number in range(first, min(first + given.samples_per_shard, size)):
                     if given.tasks == "digits":
                         sample = _sample(draw, scans.images[mine], scans.target[mine])
+                    elif given.tasks == "omni":
+                        sample, *asked = omni_tasks.sample(draw)
+                        sample["json"] = conversation(*asked)
                     else:
-                        sample, *asked = drawn(draw, part == "val")
+                        sample, *asked = text_lines.sample(draw, part == "val", given.words)
                         sample["json"] = conversation(*asked)
                     tar.write({"__key__": f"{part}-{number:06d}", **sample})
     prepare(given.out, shards)

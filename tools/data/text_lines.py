@@ -60,18 +60,27 @@ WORDS = np.array(
 )
 
 
-def sample(draw: np.random.Generator, held_out: bool) -> tuple[dict[str, bytes], str, str]:
-    """Draw the image of a line of one part, a question with its placeholder, and the answer."""
-    draw_text = _letters if not held_out and draw.random() < LETTERS else _words
-    text = draw_text(draw)
-    while (zlib.crc32(text.encode()) % HELD_OUT == 0) != held_out:
-        text = draw_text(draw)
+def sample(
+    draw: np.random.Generator, held_out: bool, words: int = len(WORDS)
+) -> tuple[dict[str, bytes], str, str]:
+    """Draw the image of a line of one part, a question with its placeholder, and the answer.
+
+    Args:
+        held_out: whether the line is in the part that is held out.
+        words: number of words that lines are made of.
+    """
+    known = WORDS[:: len(WORDS) // words][:words]
+    is_of_letters = not held_out and draw.random() < LETTERS
+    while True:
+        text = _letters(draw) if is_of_letters else _words(draw, known)
+        if (zlib.crc32(text.encode()) % HELD_OUT == 0) == held_out:
+            break
     spelled = " ".join(text.replace(" ", SPACE))
     return {"png": image_bytes(line_of(draw, text))}, "read <image>", spelled
 
 
-def _words(draw: np.random.Generator) -> str:
-    return " ".join(draw.choice(WORDS, size=1 + draw.choice(len(LENGTHS), p=LENGTHS)))
+def _words(draw: np.random.Generator, known: np.ndarray) -> str:
+    return " ".join(draw.choice(known, size=1 + draw.choice(len(LENGTHS), p=LENGTHS)))
 
 
 def _letters(draw: np.random.Generator) -> str:
