@@ -4,6 +4,7 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,14 @@ def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
         ids = opened.text("train", number).input_ids
         if images := (ids == opened.token_ids[IMAGES]).nonzero().flatten().tolist():
             assert ids[images[-1] + 1] == asked
+
+
+def test_the_benchs_pictures_open(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
+    pictures = importlib.import_module("pictures")
+    assert pictures.make(tmp_path / "pictures", 24, [])[:2] == [
+        "--data",
+        f"energon:{tmp_path}/pictures",
+    ]
+    opened = source(tmp_path / "pictures", seq_length=999)
+    assert opened.epoch_size("train") == 24
