@@ -16,7 +16,8 @@ from examples.mimo.nemotron_vlm.model.presets import find_preset
 DATA_TOOLS = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA_TOOLS))
 
-from make_webdataset import conversation, image_bytes, prepare, write_tokenizer  # noqa: E402
+from make_webdataset import conversation, prepare, write_tokenizer  # noqa: E402
+from omni_tasks import image_bytes  # noqa: E402
 
 SHAPES = [(1, 1, 0.55), (2, 1, 0.15), (2, 2, 0.1), (3, 1, 0.05), (3, 4, 0.05), (0, 0, 0.1)]
 """Columns and rows of tiles of a picture, and its probability; 0 by 0 is text alone."""

@@ -7,7 +7,6 @@ name that is gone; a function or class with its parameters there; or, after ``!`
 our code overrides or replaces, or a patch changes, and whose body is another there.
 """
 
-import ast
 import inspect
 import tomllib
 from collections.abc import Collection, Iterator
@@ -65,20 +64,12 @@ class Kept(Version):
 
 def _signature(text: str) -> inspect.Signature:
     """Return the signature of ``a, b=…)``."""
-    code = f"lambda {text.removesuffix(')').replace('…', '0')}: 0"
-    given = ast.parse(code, mode="eval").body.args
-    kinds = inspect.Parameter
-    positional = [*given.posonlyargs, *given.args]
-    needed = len(positional) - len(given.defaults)
-    made = []
-    for place, one in enumerate(positional):
-        kind = kinds.POSITIONAL_ONLY if one in given.posonlyargs else kinds.POSITIONAL_OR_KEYWORD
-        made.append(kinds(one.arg, kind, default=DEFAULT if place >= needed else kinds.empty))
-    made += [kinds(given.vararg.arg, kinds.VAR_POSITIONAL)] if given.vararg else []
-    for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        made.append(kinds(one.arg, kinds.KEYWORD_ONLY, default=DEFAULT if default else kinds.empty))
-    made += [kinds(given.kwarg.arg, kinds.VAR_KEYWORD)] if given.kwarg else []
-    return inspect.Signature(made, __validate_parameters__=False)
+    made = inspect.signature(eval(f"lambda {text.removesuffix(')').replace('…', '0')}: 0"))
+    parameters = [
+        one if one.default is one.empty else one.replace(default=DEFAULT)
+        for one in made.parameters.values()
+    ]
+    return made.replace(parameters=parameters)
 
 
 def read(root: Path) -> dict[str, str]:

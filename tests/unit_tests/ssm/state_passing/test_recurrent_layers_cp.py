@@ -152,15 +152,6 @@ def test_a_norm_that_was_discarded_is_computed_again(pair, monkeypatch):
 
 @rows(layer=DELTA_NET, mode=SPREAD)
 class TestSpreadDeltaNet:
-    @pytest.mark.parametrize("is_packed", [False, True])
-    def test_lengths_that_do_not_halve_are_refused(self, pair, is_packed):
-        """cp divides the length, so ranks have equally many tokens and nothing else notices."""
-        lengths = PaddedLengths((pair.size, 3 * pair.size), (pair.size, 3 * pair.size))
-        params = lengths.packed_seq_params(Utils.device) if is_packed else None
-        hidden = random_rows(4 if is_packed else 5, 1, HIDDEN, seed=1)
-        with pytest.raises(ValueError, match=rf"multiples of {2 * pair.size}, got"):
-            call(pair.sharded, hidden, params)
-
     def test_kernels_are_told_of_no_empty_sample(self, pair, monkeypatch):
         """fla's kernels count samples by their first chunks, and empty samples have none."""
         told, rule = [], pair.sharded.gated_delta_rule

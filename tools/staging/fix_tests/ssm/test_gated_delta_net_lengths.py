@@ -16,7 +16,7 @@ class _Projected(Exception):
 
 
 def forward(lengths: list[int], cp_size: int) -> None:
-    """Begin a layer's forward on packed samples of these lengths."""
+    """Begin a layer's forward on a plain sample, or on packed samples, of these lengths."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
@@ -32,6 +32,7 @@ def forward(lengths: list[int], cp_size: int) -> None:
         _resolve_cu_seqlens=lambda *a, **k: GatedDeltaNet._resolve_cu_seqlens(layer, *a, **k),
     )
     rows = torch.zeros(sum(lengths) // cp_size, 1, 4)
+    packed = packed if len(lengths) > 1 else None
     GatedDeltaNet.forward(layer, rows, None, packed_seq_params=packed)
 
 
@@ -40,7 +41,8 @@ def test_lengths_that_zigzag_order_halves_are_taken():
         forward([4, 8], cp_size=2)
 
 
-def test_a_length_that_only_cp_divides_is_refused():
+@pytest.mark.parametrize("lengths", [[6], [6, 6]])
+def test_a_length_that_only_cp_divides_is_refused(lengths):
     """Zigzag order cuts each sample into 2·cp parts."""
     with pytest.raises(ValueError, match="multiples of 4"):
-        forward([6, 6], cp_size=2)
+        forward(lengths, cp_size=2)

@@ -5,6 +5,7 @@
 import importlib
 import io
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,3 +56,14 @@ def test_no_line_of_text_is_both_trained_on_and_held_out(tmp_path):
     chat = Chat(tmp_path)
     ids, is_answer = chat.encode([Turn("user", "read"), Turn("assistant", "t o _ b e")])
     assert is_answer.sum() == 6 and chat.words(ids[is_answer]) == "t o _ b e"
+
+
+def test_the_benchs_pictures_open(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(make_webdataset.__file__).parents[1] / "bench")
+    pictures = importlib.import_module("pictures")
+    assert pictures.make(tmp_path / "pictures", 24, [])[:2] == [
+        "--data",
+        f"energon:{tmp_path}/pictures",
+    ]
+    opened = source(tmp_path / "pictures", seq_length=999)
+    assert opened.epoch_size("train") == 24
