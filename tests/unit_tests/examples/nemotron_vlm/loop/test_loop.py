@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -45,7 +46,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
@@ -130,6 +131,7 @@ def test_the_losses_of_modalities_are_those_of_one_rank(rows):
         assert "loss_images" not in second
 
 
+@pytest.mark.skipif(HAVE_CUDA and not find_spec("pynvml"), reason="needs nvidia-ml-py")
 @requires_world_size(2)
 def test_a_slow_rank_is_named_within_ten_steps(monkeypatch, caplog):
     def slow(*batch):
