@@ -98,9 +98,9 @@ class Struck(NamedTuple):
     seconds: float
 
 
-def strike(kind: str, rank: int, iteration: int, at: str, saved: Path) -> Struck:
+def strike(kind: str, rank: int, iteration: int, at: str, saved: Path, *more: str | Path) -> Struck:
     """Train until the fault ends the run, which has saved before."""
-    process = start_faulty(kind, rank, iteration, at, "--save", saved)
+    process = start_faulty(kind, rank, iteration, at, "--save", saved, *more)
     try:
         wait_until(lambda: newest(saved) or process.poll() is not None, 300)
         assert newest(saved)
@@ -197,8 +197,10 @@ class TestFileSystem:
         [("full", "; 0.00 GB are free there"), ("read-only", "Read-only file system")],
     )
     def test_that_fails_until_the_last_save_ends_the_run_with_the_reason(self, kind, reason, disk):
-        """The checkpoint before it is as it was."""
-        ended = strike(kind, ENCODER, 4, "optimizer", disk)
+        """The checkpoint before it is as it was. Metrics and log, on the full disk, too, do not end
+        it."""
+        more = ("--metrics-out", disk / "metrics.jsonl") if kind == "full" else ()
+        ended = strike(kind, ENCODER, 4, "optimizer", disk, *more)
         assert ended.code != 0
         assert saves_that_failed(ended.errors) == [("warning", "4"), ("error", "6")]
         assert reason in ended.errors

@@ -39,7 +39,8 @@ WHEREVER_SET = {
         --cpu-offloading-num-layers --apply-residual-connection-post-layernorm
         --use-grouped-gemm-for-dense-mlp""",
     "--recompute-granularity has taken its place": "--checkpoint-activations",
-    "torchrun starts the program again, in new processes": "--inprocess-restart",
+    "it runs pretrain() again, without the modules' groups; torchrun --max-restarts works": """
+        --inprocess-restart""",
     "it asks a scheduler of NVIDIA's own cluster": "--adlr-autoresume",
     "it looks for the layers of one model": """
         --moe-expert-rank-capacity-factor --moe-paged-stash""",
@@ -219,6 +220,11 @@ REFUSALS = [
     _set("--non-persistent-save-interval", IN_LOAD),
     _set_to("--non-persistent-ckpt-type global", IN_LOAD),
     _set_to("--non-persistent-ckpt-type local", "it does not save fully reshardable state"),
+    Refusal(
+        "--log-straggler",
+        lambda args: args.log_straggler and args.device == "cuda" and find_spec("pynvml") is None,
+        "PyTorch has no temperature of a GPU without nvidia-ml-py: pip install nvidia-ml-py",
+    ),
     Refusal(
         "--wandb-project",
         lambda args: args.wandb_project and find_spec("wandb") is None,

@@ -71,12 +71,15 @@ class Saves:
         if not args.save or directory.resolve() in self.loaded:
             return
         if errors := _errors_of_all_ranks(directory):
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # unless an earlier run has saved there
             self._note(directory, errors[0])
             return
         try:
             self._save(iteration, *rest, **named)
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
+            self._delete(directory)
             get_energy_monitor().resume()  # what the save has stopped
             get_timers()("save-checkpoint", log_level=0).stop(barrier=False)
             get_timers()("interval-time", log_level=0).start(barrier=True)
@@ -99,27 +102,29 @@ class Saves:
             self._failed = None
         except RAISED_BY_ALL as error:
             self._note(directory, _cause(error))
+            self._delete(directory)
             self._args.async_save = False
             async_utils._async_calls_queue.close(abort=True)
 
     def _note(self, directory: Path, cause: str) -> None:
         args, iteration = self._args, int(directory.name[5:])
-        free = ""
+        free = "?"
         with contextlib.suppress(OSError):  # Megatron's writer names the error's class only
-            free = f"; {shutil.disk_usage(args.save).free / 1e9:.2f} GB are free there"
-        text = f"--save {args.save}: step {iteration} was not saved: {cause}{free}; "
-        self._failed = UserError(f"{text}the checkpoint before it is as it was")
-        if args.rank == 0 and iteration != _newest(args):
-            shutil.rmtree(directory, ignore_errors=True)
+            free = f"{shutil.disk_usage(args.save).free / 1e9:.2f}"
+        text = (
+            f"--save {args.save}: step {iteration} was not saved: {cause}; {free} GB are free there"
+        )
+        self._failed = UserError(f"{text}; the checkpoint before it is as it was")
         if iteration != args.train_iters:
-            say(f"warning: {text}the next save tries again", args)
+            say(f"warning: {text}; the next save tries again", args)
 
-
-def _newest(args: Namespace) -> int | None:
-    """Return the step that the tracker's file names, if there is one that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path(get_checkpoint_tracker_filename(args.save)).read_text())
-    return None
+    def _delete(self, directory: Path) -> None:
+        """Delete what a save has written, but not where the tracker's file names its step."""
+        newest = None
+        with contextlib.suppress(OSError, ValueError):
+            newest = int(Path(get_checkpoint_tracker_filename(self._args.save)).read_text())
+        if self._args.rank == 0 and newest != int(directory.name[5:]):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _errors_of_all_ranks(directory: Path) -> list[str]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's metrics beside Megatron's log: a JSON line per step, and progress; from the last rank."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -10,8 +11,8 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -208,6 +209,8 @@ class MetricsWriter:
         self._path, self._total_steps = path, total_steps
         self._file = self._bar = None
         self._step = self._begin = self._skipped = 0
+        self._lines: list[bytes] = []
+        self._is_whole = True
         self._last_line = time.monotonic()
 
     def write(self, record: Record) -> None:
@@ -224,11 +227,7 @@ class MetricsWriter:
             self._bar = tqdm(total=self._total_steps, initial=step - 1, **how)
         is_new, self._step = step != self._step, step
         if self._file:
-            self._begin = self._file.tell() if is_new else self._begin
-            self._file.seek(self._begin)
-            self._file.truncate()
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._append(json.dumps(record).encode() + b"\n", is_new)
         found = {name: record.get(key) for key, name in SHOWN.items()}
         losses = {key.replace("_", " "): record[key] for key in record if key.startswith("loss_")}
         found |= losses if len(losses) > 1 else {}  # the loss of one modality is the whole
@@ -244,6 +243,17 @@ class MetricsWriter:
             self._last_line = now
             numbers = ", ".join(f"{name} {number}" for name, number in shown.items())
             tell(f"step {step} of {self._total_steps}: {numbers}", is_shown=self._bar.disable)
+
+    def _append(self, line: bytes, is_new: bool) -> None:
+        """Write a line, with those before it that a full disk has not taken."""
+        if is_new and self._is_whole:
+            self._begin, self._lines = self._file.tell(), []
+        self._lines = [*(self._lines if is_new else self._lines[:-1]), line]
+        self._is_whole, text = False, b"".join(self._lines)
+        with contextlib.suppress(OSError):
+            self._file.seek(self._begin)
+            self._file.truncate()
+            self._is_whole = self._file.write(text) == len(text)
 
     def close(self) -> None:
         """Close the file and the bar."""
@@ -264,13 +274,12 @@ def read_metrics(path: Path) -> list[Record]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _reopen(path: Path, steps_before: int) -> TextIO:
-    """Keep only the records of the steps before in the file, and return it open to append."""
+def _reopen(path: Path, steps_before: int) -> FileIO:
+    """Keep only the records of the steps before in the file, and return it open, without buffer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [r for r in read_metrics(path) if r["step"] <= steps_before] if steps_before else []
     partial = path.with_name(path.name + ".partial")
-    file = partial.open("w")
-    file.writelines(json.dumps(record) + "\n" for record in kept)
-    file.flush()
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    file = partial.open("ab", buffering=0)
     partial.replace(path)
     return file

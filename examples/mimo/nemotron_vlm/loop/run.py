@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run on one rank: arguments, groups, Megatron's ``pretrain``, and the report."""
 
+import contextlib
 import functools
 import io
 import logging
@@ -121,7 +122,7 @@ def run(argv: list[str]) -> None:
         _say_left_out(source, args)
         session = open_session(options, source)
     log = _log_file(args)
-    with log.open("a", buffering=1) if log else nullcontext(sys.stdout) as file, _output_to(file):
+    with Log(log) if log else nullcontext(sys.stdout) as file, _output_to(file):
         print(early.getvalue(), end="", flush=True)
         lay = options.layouts
         say(
@@ -264,6 +265,26 @@ def _say_left_out(source: SampleSource, args: Namespace) -> None:
         if found:
             counts = ", ".join(f"{count} {reason}" for reason, count in found.items())
             say(f"--data {args.data}: {split} leaves out {counts}; see its survey", args)
+
+
+class Log(io.TextIOWrapper):
+    """A log to which lines are appended; what a full disk does not take is lost."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.open("ab"), line_buffering=True)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def _log_file(args: Namespace) -> Path | None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.first_rank import on_first_rank, whole_file
 from megatron.core.dist_checkpointing.parallel_manifest import (
     hash_in_writer,
     save_manifest,
@@ -67,6 +68,23 @@ def test_the_hashes_of_an_asynchronous_save_are_its_writers(checkpoint):
     write.async_fn(*write.async_fn_args)
     save_manifest(str(checkpoint), results)
     verify_integrity_manifest(str(checkpoint))
+
+
+def test_what_the_first_rank_cannot_write_is_raised_and_a_file_keeps_what_it_had(checkpoint):
+    tracker = checkpoint / "tracker"
+
+    @on_first_rank
+    def write(text, is_full):
+        with whole_file(str(tracker), open) as file:
+            file.write(text)
+            if is_full:
+                raise OSError(28, "No space left on device")
+        return tracker.read_text()
+
+    assert write("2", False) == "2"
+    with pytest.raises(CheckpointingException, match="No space left on device"):
+        write("4", True)
+    assert tracker.read_text() == "2"
 
 
 class _Code:

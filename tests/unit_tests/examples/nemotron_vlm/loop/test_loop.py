@@ -5,9 +5,12 @@
 import gc
 import json
 import re
+import resource
 import sys
 import time
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -26,7 +29,7 @@ from examples.mimo.nemotron_vlm.loop.forward_step import (
     run_microbatch,
 )
 from examples.mimo.nemotron_vlm.loop.metrics import MetricsWriter, observed, read_metrics
-from examples.mimo.nemotron_vlm.loop.run import train
+from examples.mimo.nemotron_vlm.loop.run import Log, train
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.schedule.replaced import replaced
 from megatron.training import training
@@ -43,7 +46,7 @@ from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
 )
 from tests.unit_tests.examples.nemotron_vlm.runs import options_of, session_of, trainer
 from tests.unit_tests.no_host_sync import no_host_sync
-from tests.unit_tests.test_utilities import Utils, requires_world_size
+from tests.unit_tests.test_utilities import HAVE_CUDA, Utils, requires_world_size
 
 ONE_MICROBATCH = ("--micro-batch-size", "32")
 
@@ -128,6 +131,7 @@ def test_the_losses_of_modalities_are_those_of_one_rank(rows):
         assert "loss_images" not in second
 
 
+@pytest.mark.skipif(HAVE_CUDA and not find_spec("pynvml"), reason="needs nvidia-ml-py")
 @requires_world_size(2)
 def test_a_slow_rank_is_named_within_ten_steps(monkeypatch, caplog):
     def slow(*batch):
@@ -237,6 +241,25 @@ class TestMetrics:
             "step 3 of 5: loss 0.5, loss text 0.25, loss images 1, skipped steps 1",
             "step 5 of 5: loss 0.5, skipped steps 1",
         ]
+
+    def test_records_that_a_full_disk_does_not_take_are_written_later(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        writer, most = MetricsWriter(path, 5), resource.getrlimit(resource.RLIMIT_FSIZE)
+        records = [{"step": step, "loss": 0.5} for step in (1, 2, 3, 4)]
+        writer.write(records[0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, most[1]))
+        for record in (records[1], records[1], records[2]):
+            writer.write(record)
+        assert read_metrics(path) == records[:1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        writer.write(records[3])
+        writer.close()
+        assert read_metrics(path) == records
+
+    def test_a_full_disk_does_not_end_the_run_that_logs(self):
+        with Log(Path("/dev/full")) as log:
+            for _ in range(3):
+                print("x" * 10_000, file=log, flush=True)
 
     def test_steps_that_are_run_again_replace_their_records(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -4,6 +4,7 @@
 
 import argparse
 import shlex
+import sys
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ REFUSED = [
     "--main-params-dtype fp16",
     "--exp-avg-sq-dtype bf16",
     "--non-persistent-save-interval 1",
+    "--non-persistent-ckpt-type local",
+    "--log-straggler --device cuda",
     "--yaml-cfg options.yaml",
     "--cp-comm-type a2a",
     "--exit-signal SIGTERM --exit-signal-handler --async-save --device cuda",
@@ -134,7 +137,8 @@ def parsed(line: str, world: int = 2):
 
 class TestRefused:
     @pytest.mark.parametrize("arguments", REFUSED)
-    def test_names_the_option_and_the_reason(self, arguments):
+    def test_names_the_option_and_the_reason(self, arguments, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pynvml", None)
         with pytest.raises(UserError) as refusal:
             parsed(arguments)
         option = arguments.split()[0]
