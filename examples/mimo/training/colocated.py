@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from examples.mimo.common.layout import SIZES, Batch, Layout, Layouts
 from examples.mimo.common.layout_rules import language_violation, staged_pattern
-from examples.mimo.common.refusals import NO_GRAPHS, REFUSALS, refuse
+from examples.mimo.common.refusals import NO_GRAPHS, NO_MTP, REFUSALS, refuse
 from examples.mimo.common.steps import Microbatch, data_provider, held_out_steps, training_steps
 from examples.mimo.model_providers import MimoProvider
 from examples.mimo.training.batch import move_batch_to_cuda
@@ -88,7 +88,7 @@ def take_sizes(args: argparse.Namespace) -> None:
             "start at rank 0"
         )
     args.save_tokenizer_assets = False  # upstream's main would save those of one that is loaded
-    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, NO_GRAPHS])
+    refuse(argparse.Namespace(**vars(args) | {"device": "cuda"}), [*REFUSALS, NO_GRAPHS, NO_MTP])
     layouts = _layouts(args)
     encoder, language = layouts.encoder, layouts.language
     if encoder.size != args.world_size:

@@ -199,6 +199,15 @@ ON_CPUS = {
         Row(4, "packed sound and video", "images:tp=2,dp=1 sound:dp=1", "dp=1", APART),
         Row(4, "packed video", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
     ],
+    "multi-token prediction": [
+        Row(8, "three tokens ahead", "tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1"),
+        Row(4, "three tokens ahead", "dp=4", PIPELINE, FULL, then=(ON_DP,)),
+        Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP),
+        Row(4, "three tokens ahead", "tp=2,dp=2", FLAT),
+        Row(4, "three tokens ahead", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS),
+        Row(4, "three tokens ahead", "dp=2", "pp=2,dp=1", APART),
+        Row(4, "three tokens ahead, packed", "dp=4", PIPELINE),
+    ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)
         for options, language in (

@@ -10,7 +10,7 @@ import torch
 
 from examples.mimo.common import refusals
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.refusals import NO_GRAPHS, ONLY_ON_MAIN, REFUSALS
+from examples.mimo.common.refusals import NO_GRAPHS, NO_MTP, ONLY_ON_MAIN, REFUSALS
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -34,6 +34,7 @@ REFUSED = [
     "--softmax-type learnable --device cuda --transformer-impl transformer_engine --bf16",
     "--attention-dropout 0.1",
     "--num-layers 2",
+    "--mtp-num-layers 1",
     "--no-initialization",
     "--moe-latent-size 16",
     "--moe-layer-freq 2",
@@ -69,6 +70,17 @@ TOGETHER = [
             "--recompute-encoder 1",
             "--step-batch-size-schedule 0:32",
         )
+    ),
+    (
+        f"{GRAPHS} --bf16 --data mock --hybrid-layer-pattern MEM*/E*",
+        "^--cuda-graph-impl local with multi-token prediction is not taken here",
+    ),
+    *(
+        (
+            f"{stages} --hybrid-layer-pattern MEM*/E* --no-untie-embeddings-and-output-weights",
+            "^--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
+        )
+        for stages in ("--language pp=2", "--placement non-colocated")
     ),
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
     (f"{ENGINE} --language cp=2", "or context parallelism.* add --bf16, or choose local"),
@@ -167,9 +179,11 @@ class TestRefused:
         refused = [refusal.option.split()[0] for refusal in [*REFUSALS, *OF_OWN_OPTIONS, NO_GRAPHS]]
         refused += [refusal.option.replace("--no-", "--") for refusal in TURNED_BACK]
         assert not [option for option in refused if option not in {*known, *ONLY_ON_MAIN}]
-        args = parser.parse_args(["--cuda-graph-impl", "local", "--num-experts", "8"])
+        line = ["--cuda-graph-impl", "local", "--num-experts", "8", "--mtp-num-layers", "1"]
+        args = parser.parse_args(line)
         args.device = "cuda"
-        assert NO_GRAPHS in [refusal for refusal in [*REFUSALS, NO_GRAPHS] if refusal.applies(args)]
+        others = [NO_GRAPHS, NO_MTP]
+        assert [refusal for refusal in [*REFUSALS, *others] if refusal.applies(args)][-2:] == others
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):
