@@ -8,6 +8,7 @@ Pure arithmetic: no process, no device. Every rank reaches the same verdict from
 from typing import Any
 
 from examples.mimo.common.layout import TOKEN_MULTIPLE, Batch, Layout
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.head_parallel_limits import check_gated_delta_net, check_mamba
 
 CHUNKWISE = "chunkwise"
@@ -54,7 +55,7 @@ def language_violation(
         linear_cp_mode: 'chunkwise', where each CP rank has all heads of the recurrent layers, or
             'headwise', where CP splits them too.
     """
-    layers = p.hybrid_layer_pattern
+    layers = main_layers(p.hybrid_layer_pattern)
     heads = {"attention heads": p.num_attention_heads, "query groups": p.num_query_groups}
     spread_over = 1 if linear_cp_mode == CHUNKWISE else lay.cp
     ranks, samples = lay.tp * lay.cp * lay.dp, batch.micro_size * lay.dp
@@ -102,7 +103,14 @@ def _recurrent_violation(p: Any, tp: int, spread_over: int) -> str | None:
     return None
 
 
+def main_layers(pattern: str) -> str:
+    """Return the part of a pattern before the layers of multi-token prediction."""
+    return pattern.split(Symbols.MTP_SEPARATOR)[0]
+
+
 def staged_pattern(pattern: str, layout: Layout) -> str:
     """Return the pattern with ``|`` between (virtual) pipeline stages of equally many layers."""
-    size = len(pattern) // (layout.pp * layout.vpp)
-    return "|".join(pattern[i : i + size] for i in range(0, len(pattern), size))
+    main, *predicting = pattern.split(Symbols.MTP_SEPARATOR)
+    size = len(main) // (layout.pp * layout.vpp)
+    staged = "|".join(main[i : i + size] for i in range(0, len(main), size))
+    return Symbols.MTP_SEPARATOR.join([staged, *predicting])

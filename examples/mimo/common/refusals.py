@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import COLOCATED
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 ONE_MODEL = "it knows one model on one grid, and this one has a grid for each module"
 DATA = "--data gives the samples"
@@ -77,8 +78,8 @@ WHEREVER_SET = {
     "Megatron's loop reads --step-batch-size-schedule": "--rampup-batch-size",
     "--transformer-impl chooses the layers": "--spec",
     "--freeze names the parts": "--freeze-all-layers",
-    "it looks up the embeddings of later tokens, and images have none": """
-        --mtp-num-layers --mtp-hsm""",
+    "gradients of all parts are clipped by one norm": "--mtp-detach-heads",
+    "a hybrid model has all layers of later tokens on its last stage": "--mtp-standalone --mtp-hsm",
     "it copies checkpoints that a node keeps, and those are not taken": """
         --replication --replication-jump""",
     "--language vpp=… gives virtual stages": """
@@ -279,6 +280,13 @@ IN_OTHERS = [
         "--cuda-graph-impl local", "only pretrain_nemotron_vlm.py prepares its modules for graphs"
     ),
     _set("--log-straggler", "its detector times parts of pretrain_nemotron_vlm.py's steps alone"),
+    Refusal(
+        "--mtp-num-layers",
+        lambda args: (
+            args.mtp_num_layers or Symbols.MTP_SEPARATOR in (args.hybrid_layer_pattern or "")
+        ),
+        "only pretrain_nemotron_vlm.py has shown its loss to be the same in every layout",
+    ),
 ]
 """Refusals of other programs than pretrain_nemotron_vlm.py."""
 

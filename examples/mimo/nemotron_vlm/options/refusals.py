@@ -5,8 +5,9 @@
 from argparse import Namespace
 
 from examples.mimo.common.layout import COLOCATED, asked_layout
-from examples.mimo.common.layout_rules import CHUNKWISE
+from examples.mimo.common.layout_rules import CHUNKWISE, main_layers
 from examples.mimo.common.refusals import Refusal, not_local, with_graphs
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 
 
 def _is_unaligned(args: Namespace) -> bool:
@@ -19,6 +20,11 @@ def _is_unaligned(args: Namespace) -> bool:
     heads, groups = args.mamba_num_heads, args.mamba_num_groups
     row = heads + 2 * heads * args.mamba_head_dim + 2 * groups * args.mamba_state_dim
     return row // language.tp % 8 != 0
+
+
+def _depths(args: Namespace) -> int:
+    """Return the number of later tokens that multi-token prediction predicts."""
+    return parse_hybrid_pattern(args.hybrid_layer_pattern).mtp_num_depths
 
 
 OF_OWN_OPTIONS = [
@@ -57,8 +63,31 @@ OF_OWN_OPTIONS = [
     not_local("--attention-dropout", lambda args: args.attention_dropout),
     Refusal(
         "--num-layers of another number than --hybrid-layer-pattern",
-        lambda args: args.num_layers not in (None, len(args.hybrid_layer_pattern.replace("|", ""))),
+        lambda args: (
+            args.num_layers
+            not in (None, len(main_layers(args.hybrid_layer_pattern).replace("|", "")))
+        ),
         "the pattern gives the layers",
+    ),
+    Refusal(
+        "--mtp-num-layers of another number than --hybrid-layer-pattern",
+        lambda args: args.mtp_num_layers not in (None, _depths(args)),
+        "the pattern gives the layers of each later token, such as MEM*/E*/E* for two tokens",
+    ),
+    with_graphs(
+        "multi-token prediction",
+        lambda args: _depths(args),
+        "no graph of its layers has been shown to work",
+    ),
+    Refusal(
+        "--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
+        lambda args: (
+            _depths(args)
+            and not args.untie_embeddings_and_output_weights
+            and (args.placement != COLOCATED or asked_layout(args, "language").pp > 1)
+        ),
+        "Megatron would give the last stage an output layer beside the tied embedding; leave out "
+        "--no-untie-embeddings-and-output-weights",
     ),
 ]
 """Refusals that are checked before Megatron derives arguments."""

@@ -24,6 +24,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
 from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
@@ -99,6 +105,7 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
                 ),
             ),
             final_norm=SequenceParallelNorm,
+            mtp_block_spec=_multi_token_prediction(),
         ),
     )
 
@@ -134,6 +141,19 @@ def _mamba_layer() -> ModuleSpec:
             sharded_state_dict_keys_map=FUSED_NORMS["mamba"],
         ),
     )
+
+
+def _multi_token_prediction() -> ModuleSpec:
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=SequenceParallelNorm,
+        hnorm=SequenceParallelNorm,
+        layer_norm=SequenceParallelNorm,
+        eh_proj=ColumnParallelLinear,
+    )  # the layers' pattern gives its inner layers
+    block = MultiTokenPredictionBlockSubmodules(
+        layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)]
+    )
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
 
 
 def _self_attention(mask: AttnMaskType, core_attention: type) -> ModuleSpec:

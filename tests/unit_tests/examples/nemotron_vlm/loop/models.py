@@ -89,6 +89,9 @@ ANY_SIZE = ("--dynamic-resolution",)
 OMNI = tuple(option.replace("{shards}", "{shards}/../omni") for option in SHARDS)
 PARTLY_WHOLE = WholeImages(PartlyText(), tiny().with_images_of_any_size().images, 64, 0)
 VIDEO = ("--model", str(Path(__file__).with_name("tiny_video.json")))  # without sound
+MTP = ("--hybrid-layer-pattern", "ME*M/E*/E*")
+EXACT = ("--deterministic-mode", "--ddp-reduce-scatter-with-fp32-accumulation", "--no-balance")
+EXACT += ("--data", "digits:2")  # so that each encoder rank has the images of a microbatch
 GROWING = ("--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4")
 
 MODELS = {
@@ -126,6 +129,12 @@ MODELS = {
     "few experts": Model(FEW_EXPERTS),
     "bf16 on CPUs": Model(("--bf16",), tolerance=3e-2),
     "fp16 on CPUs": Model(("--fp16", "--initial-loss-scale", "8"), tolerance=1e-2),
+    "three tokens ahead": Model(MTP),
+    "three tokens ahead, packed": Model(
+        (*OWN_DEFAULTS, *LOCAL, *PACK, *MTP), samples=8, packed=True
+    ),
+    "bit for bit": Model(EXACT, samples=8, steps=STEPS),
+    "bit for bit, four layers": Model((*EXACT, "--hybrid-layer-pattern", "ME*E"), samples=8),
     "development recipe": Model(tuple(RECIPE.split()), samples=0, steps=2, tolerance=3e-2),
 }
 """On CPU ranks. A rounded weight sends some tokens to another expert, hence the tolerances."""

@@ -47,9 +47,12 @@ class Row:
 
     def batch(self, language: str) -> tuple[str, ...]:
         """Options for the batch in a layout of the language model, with dp=1 if it says no dp."""
+        return MODELS[self.model].batch(*self.microbatches_and_dp(language))
+
+    def microbatches_and_dp(self, language: str) -> tuple[int, int]:
+        """Microbatches of a step, and DP size, in a layout of the language model."""
         layout = parse_layout(language, "language")
-        count = self.microbatches or (layout.pp if layout.pp > 1 else 2)
-        return MODELS[self.model].batch(count, layout.dp or 1)
+        return self.microbatches or (layout.pp if layout.pp > 1 else 2), layout.dp or 1
 
     @property
     def commands(self) -> list[tuple[str, ...]]:
@@ -196,6 +199,15 @@ ON_CPUS = {
         Row(4, "packed sound and video", "images:tp=2,dp=1 sound:dp=1", "dp=1", APART),
         Row(4, "packed video", "pp=2,dp=1", "cp=2,dp=1,ep=2", APART),
     ],
+    "multi-token prediction": [
+        Row(8, "three tokens ahead", "tp=2,dp=4", "tp=2,cp=2,pp=2,dp=1,ep=2,etp=1"),
+        Row(4, "three tokens ahead", "dp=4", PIPELINE, FULL, then=(ON_DP,)),
+        Row(4, "three tokens ahead", "tp=2,dp=2", "cp=2,pp=2,dp=1,vpp=2", OVERLAP),
+        Row(4, "three tokens ahead", "tp=2,dp=2", FLAT),
+        Row(4, "three tokens ahead", "tp=2", "tp=2,cp=2,dp=1", CONTIGUOUS),
+        Row(4, "three tokens ahead", "dp=2", "pp=2,dp=1", APART),
+        Row(4, "three tokens ahead, packed", "dp=4", PIPELINE),
+    ],
     "options that change nothing": [
         Row(4, "tiny", "tp=2,dp=2", language, options)
         for options, language in (
@@ -328,3 +340,16 @@ WEIGHTS = {
     ],
 }
 """Rows whose weights after a step are those of a layout with cp=1, pp=1 and the encoder's tp."""
+
+BIT_FOR_BIT = {
+    "bit for bit": [
+        Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
+        Row(4, "bit for bit, four layers", "dp=4", "pp=4,dp=1"),
+        Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
+        Row(4, "bit for bit", "dp=2", "dp=2", APART, microbatches=1),
+        Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
+        Row(2, "bit for bit", "dp=1", "dp=1", APART),
+    ]
+}
+"""Rows whose losses and gradient norms are those of one rank to the last bit; it has microbatches
+of as many samples."""

@@ -3,13 +3,16 @@
 """The rows on CPU ranks: losses and gradient norms are one rank's, or weights after a step are."""
 
 import itertools
+import os
+from unittest import mock
 
 import pytest
+import torch
 
 from examples.mimo.common.layout import Layout, parse_layout
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import ON_CPUS, WEIGHTS, Row
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import BIT_FOR_BIT, ON_CPUS, WEIGHTS, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, with_one_ranks
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 from tests.unit_tests.models.mimo.one_step import check_weights
 from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
@@ -34,6 +37,20 @@ def parameters(groups: dict[str, list[Row]]) -> list:
 @pytest.mark.parametrize("row", parameters(ON_CPUS))
 def test_trajectory_is_one_ranks(row, shared_path, record_property):
     check(row, record_property, saved=shared_path)
+
+
+@pytest.fixture
+def deterministic():
+    """Undo what ``--deterministic-mode`` sets for the whole process."""
+    with mock.patch.dict(os.environ):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("row", parameters(BIT_FOR_BIT))
+def test_trajectory_is_one_ranks_bit_for_bit(row, deterministic):
+    found, expected = with_one_ranks(row)
+    assert found == expected
 
 
 @pytest.mark.parametrize("row", parameters(WEIGHTS))

@@ -172,9 +172,14 @@ def _run(row: Row, shards: Path | None, steps: int, saved: Path | None) -> list[
     return records
 
 
-def reference_of(model: Model, arguments: Iterable[str], steps: int = STEPS) -> list[dict]:
+def reference_of(
+    model: Model,
+    arguments: Iterable[str],
+    steps: int = STEPS,
+    microbatches: int = MICROBATCHES[0],
+) -> list[dict]:
     """Return the records of a model's run on one rank, which others are compared with."""
-    batch = model.batch(MICROBATCHES[0], 1)
+    batch = model.batch(microbatches, 1)
     return one_rank_trajectory(*arguments, *batch, steps=steps, source=model.source)
 
 
@@ -212,6 +217,17 @@ def compare(row: Row, shards: Path | None = None, saved: Path | None = None) -> 
     arguments = [option.format(shards=shards) for option in model.options]
     reference = reference_of(model, (*arguments, *row.common), steps_of(row))
     return judged(model, _run(row, shards, steps_of(row), saved), reference)
+
+
+def with_one_ranks(row: Row) -> tuple[list[dict], list[dict]]:
+    """Run a row on this world's ranks; return losses and gradient norms of its steps, and those of
+    the run on one rank that takes microbatches of as many samples.
+    """
+    model = MODELS[row.model]
+    count = math.prod(row.microbatches_and_dp(row.language))
+    reference = reference_of(model, (*model.options, *row.common), model.steps, count)
+    runs = _run(row, None, model.steps, None), reference
+    return tuple([{name: record[name] for name in FIGURES} for record in run] for run in runs)
 
 
 def judged(model: Model, records: list[dict], reference: list[dict]) -> dict[str, object]:

@@ -56,6 +56,7 @@ VALUES = {
     "--moe-router-padding-for-quantization": "--fp8-format hybrid --fp8-recipe tensorwise",
     "--moe-router-score-function": "softmax --no-moe-router-enable-expert-bias",
     "--multi-latent-attention": "--no-group-query-attention",
+    "--mtp-num-layers": "1 --hybrid-layer-pattern MEM*|MEM*/E*",
     "--no-overlap-grad-reduce": "--no-overlap-param-gather",
     "--no-rope-freq": "2",
     "--no-use-distributed-optimizer": "--no-overlap-param-gather",

@@ -35,6 +35,7 @@ REFUSED = [
     "--softmax-type learnable --device cuda --transformer-impl transformer_engine --bf16",
     "--attention-dropout 0.1",
     "--num-layers 2",
+    "--mtp-num-layers 1",
     "--no-initialization",
     "--moe-latent-size 16",
     "--moe-layer-freq 2",
@@ -70,6 +71,17 @@ TOGETHER = [
             "--recompute-encoder 1",
             "--step-batch-size-schedule 0:32",
         )
+    ),
+    (
+        f"{GRAPHS} --bf16 --data mock --hybrid-layer-pattern MEM*/E*",
+        "^--cuda-graph-impl local with multi-token prediction is not taken here",
+    ),
+    *(
+        (
+            f"{stages} --hybrid-layer-pattern MEM*/E* --no-untie-embeddings-and-output-weights",
+            "^--hybrid-layer-pattern with multi-token prediction, tied embeddings and a pipeline",
+        )
+        for stages in ("--language pp=2", "--placement non-colocated")
     ),
     (f"{ENGINE} --pack --micro-batch-size 1", "in fp32 with --pack.* add --bf16, or choose local"),
     (f"{ENGINE} --language cp=2", "or context parallelism.* add --bf16, or choose local"),
@@ -180,10 +192,10 @@ class TestRefused:
         refused = [refusal.option.split()[0] for refusal in [*others, *OF_OWN_OPTIONS]]
         refused += [refusal.option.replace("--no-", "--") for refusal in TURNED_BACK]
         assert not [option for option in refused if option not in {*known, *ONLY_ON_MAIN}]
-        line = "--cuda-graph-impl local --log-straggler --num-experts 8"
+        line = "--cuda-graph-impl local --log-straggler --num-experts 8 --mtp-num-layers 1"
         args = parser.parse_args(line.split())
         args.device = "cuda"
-        assert [refusal for refusal in others if refusal.applies(args)][-2:] == IN_OTHERS
+        assert [refusal for refusal in others if refusal.applies(args)][-3:] == IN_OTHERS
 
     def test_what_megatron_sets_by_other_options_is_refused_too(self, monkeypatch):
         def validated(args, _defaults):

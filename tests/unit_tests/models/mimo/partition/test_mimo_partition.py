@@ -10,7 +10,11 @@ import torch
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter, PartitionConfig
-from megatron.core.models.mimo.partition.language_batch import padding_arguments, partition_groups
+from megatron.core.models.mimo.partition.language_batch import (
+    padding_arguments,
+    partition_groups,
+    token_arguments,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths, zigzag_owners
 from tests.unit_tests.test_utilities import Utils
@@ -168,3 +172,45 @@ def test_a_grid_gives_the_groups_and_one_without_cp_has_none():
     assert partition_groups(config, None, None) == (None, "group of tp")
     grid.dim_names.append("cp")
     assert partition_groups(config, None, None) == ("group of cp", "group of tp")
+
+
+IMAGE, SOUND = 8, 9
+IDS = torch.tensor([[1, IMAGE, IMAGE, 2, 3, SOUND, 4, 5]])
+PREDICTED = torch.tensor([[1.0, 1, 1, 0, 1, 1, 1, 0]])
+"""Tokens whose successor has a loss."""
+
+
+def model_of(adapter: PartitionAdapter | None, mtp: bool = True) -> SimpleNamespace:
+    language = torch.nn.Module()
+    language.mtp_process = mtp
+    special = {"images": IMAGE, "sound": SOUND}
+    return SimpleNamespace(
+        language_model=language, special_token_ids=special, partition_adapter=adapter
+    )
+
+
+class TestTokensOfMultiTokenPrediction:
+    def test_predictions_from_images_and_sound_have_no_loss(self):
+        found = token_arguments(model_of(None), IDS, None, PREDICTED)
+        assert found["loss_mask"].tolist() == [[1, 0, 0, 0, 1, 0, 1, 0]]
+        assert torch.equal(found["input_ids"], IDS)
+
+    def test_cp_ranks_have_their_own_tokens(self):
+        """They are those of the hidden states: the first and last quarter, and the two between."""
+        for rank, own in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+            found = token_arguments(model_of(adapter_of(2, 1, rank)), IDS, None, PREDICTED)
+            assert torch.equal(found["input_ids"], IDS[:, own])
+            assert found["loss_mask"].tolist() == [[[1, 0, 0, 0, 1, 0, 1, 0][i] for i in own]]
+
+    def test_other_stages_and_evaluation_look_up_no_tokens(self):
+        places = torch.arange(8)[None]
+        assert (
+            token_arguments(model_of(None, mtp=False), IDS, places, PREDICTED)["input_ids"] is None
+        )
+        with torch.no_grad():
+            found = token_arguments(model_of(None), IDS, places, PREDICTED)
+        assert found == {"input_ids": None, "position_ids": places}
+
+    def test_padded_samples_are_refused(self):
+        with pytest.raises(ValueError, match="has to pad"):
+            token_arguments(model_of(adapter_of(4, 1)), IDS[:, :7], None, PREDICTED[:, :7])

@@ -119,10 +119,17 @@ class MimoOptimizer(upstream.MimoOptimizer):
 
         Every rank of a module knows the module's norm; a maximum over ranks gives it to the others.
         The sum is rounded as in upstream's class, so that runs of both clip alike to the last bit.
+        With deterministic algorithms it is summed in fp64 and rounded once: its bits, by which
+        gradients are clipped, do not tell how the gradients are split over ranks.
         """
-        own = {name: float(opt.get_grad_norm()) for name, opt in self._optimizers.items()}
-        squares = _max_over_ranks([own.get(name, 0.0) ** 2 for name in sorted(self.module_infos)])
-        return float(torch.tensor(squares, dtype=torch.float32).sum().sqrt())
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        own = {
+            name: _exact_square(opt) if is_exact else float(opt.get_grad_norm()) ** 2
+            for name, opt in self._optimizers.items()
+        }
+        squares = _max_over_ranks([own.get(name, 0.0) for name in sorted(self.module_infos)])
+        kept = torch.float64 if is_exact else torch.float32
+        return float(torch.tensor(squares, dtype=kept).sum().sqrt().float())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -287,6 +294,18 @@ def _unscale(leaf: MegatronOptimizer) -> bool:
         return found_inf or bool(repeated and not torch.stack(repeated).sum().isfinite())
     leaf._copy_model_grads_to_main_grads()
     return leaf._unscale_main_grads_and_check_for_nan()
+
+
+def _exact_square(optimizer: MegatronOptimizer) -> float:
+    """Return the sum of the squares of a module's gradients, in fp64. Collective in the module."""
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for leaf in leaves(optimizer):
+        own = torch.zeros_like(total)
+        for gradient in leaf.get_grads_for_grad_norm():
+            own += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        dist.all_reduce(own, group=leaf.get_grad_stats_parallel_group())
+        total += own
+    return float(total)
 
 
 def _clip(leaf: MegatronOptimizer, grad_norm: float) -> None:

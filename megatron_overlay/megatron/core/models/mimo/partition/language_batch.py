@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
@@ -12,6 +15,10 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
+from megatron.core.utils import unwrap_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.mimo.model.base import MimoModel
 
 
 def partition_groups(
@@ -82,3 +89,44 @@ def padding_arguments(
     if adapter.cfg.seq_parallel:
         mask = mask.chunk(adapter.cfg.sp_size, dim=1)[adapter.cfg.tp_group.rank()]
     return {"padding_mask": mask}
+
+
+def token_arguments(
+    model: MimoModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    loss_mask: torch.Tensor | None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> dict[str, torch.Tensor | None]:
+    """Return a language model's keyword arguments of tokens, beside its hidden states and labels.
+
+    Only multi-token prediction (MTP) looks up tokens in the language model, in training on the last
+    stage. It adds the embedding of the next token to each hidden state. The last stage has no row
+    of an image or sound, so predictions from such a token get no loss.
+
+    Args:
+        model: the MimoModel.
+        input_ids, position_ids, loss_mask: ``[B, S]``.
+        packed_seq_params: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
+
+    Returns:
+        ``input_ids``, ``position_ids`` and, if tokens are padded, ``padding_mask``. For MTP also
+        the ``loss_mask``, and ``input_ids`` as this CP rank has them, ``[B, S/cp]``; it knows no
+        positions. Otherwise ``input_ids`` is None and ``position_ids`` are whole.
+
+    Raises:
+        ValueError: with MTP, a sample has to be padded.
+    """
+    adapter = model.partition_adapter
+    padding = padding_arguments(input_ids, adapter, packed_seq_params)
+    has_mtp = getattr(unwrap_model(model.language_model), "mtp_process", False)
+    if not (has_mtp and torch.is_grad_enabled()):
+        return {"input_ids": None, "position_ids": position_ids, **padding}
+    if padding:
+        raise ValueError("multi-token prediction takes no samples that CP or TP has to pad")
+    for token_id in model.special_token_ids.values():
+        loss_mask = loss_mask.masked_fill(input_ids == token_id, 0)
+    if adapter is not None:
+        lengths = adapter.lengths(input_ids.size(1), packed_seq_params)
+        input_ids, loss_mask = (adapter.shard_tokens(t, lengths) for t in (input_ids, loss_mask))
+    return {"input_ids": input_ids, "position_ids": None, "loss_mask": loss_mask}
