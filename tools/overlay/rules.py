@@ -17,7 +17,7 @@ from overlay.source import module_name, prefixes, uses
 EXPLANATION = "Why-Not-A-Hook"
 REQUIRED = ("Description", "Feature", "Upstream-Status", "Drop-When")
 HOOK_LINES = 40  # most changed lines of a patch that counts as a hook
-MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 25, 450, 9  # limits of the whole set
+MOST_PATCHES, MOST_LINES, MOST_REPLACEMENTS = 26, 470, 9  # limits of the whole set
 DECLARED = "patches/runtime.toml"
 _STATUS = re.compile(r"pending|submitted PR#\d+|landed in \S+|")
 
