@@ -33,6 +33,9 @@ BATCH = " --global-batch-size 8"
 BEFORE, AFTER = 2, 2
 """Steps before the save and after it; the second loss after it depends on the optimizer."""
 
+RATES = "--encoder-lr {} --weight-decay {} --min-lr {}"
+OWN_RATES, OTHER_RATES = RATES.format(2e-4, 20, 1e-5), RATES.format(5e-3, 0, 1e-3)
+
 STEPS = "its steps are those of the run that was not stopped"
 
 
@@ -69,6 +72,7 @@ ROWS = {
     ],
     "the same with `--use-checkpoint-opt_param-scheduler`": [
         ("--lr 5e-3 --use-checkpoint-opt_param-scheduler", STEPS),
+        (f"--lr 1e-3 {OTHER_RATES} --use-checkpoint-opt_param-scheduler", STEPS, OWN_RATES),
         (
             "--encoder-lr 1e-3 --use-checkpoint-opt_param-scheduler",
             Refused("other parts had rates of their own .*None → "),

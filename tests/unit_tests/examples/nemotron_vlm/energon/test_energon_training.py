@@ -6,19 +6,12 @@ from collections import Counter
 
 import pytest
 
-from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import Batch, Layout, Layouts
 from examples.mimo.nemotron_vlm.data.rows import Packing, Rows
 from tests.unit_tests.examples.nemotron_vlm.data.images_alone import step_plan
-from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import (
-    make_digits,
-    shared_digits,
-    source,
-    survey,
-)
+from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits, source
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import ON_SHARDS
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check
-from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
 SAMPLES = 96
@@ -67,36 +60,3 @@ def _rows_of(rows: Rows, samples: int) -> int:
         seen += len(rows.samples(count, 1)[0])
         count += 1
     return count
-
-
-@requires_world_size(1)
-class TestResumedEnergon:
-    """A run that was saved after one step, on data that all fits its sequence."""
-
-    RUN = ("--train-iters", "2", "--global-batch-size", "4", "--seq-length", "64", "--seed", "3")
-
-    @pytest.fixture
-    def saved(self, data, shared_path):
-        with self.trainer(data) as run:
-            run.train_step()
-            run.save(shared_path)
-        return shared_path
-
-    def trainer(self, data, *more):
-        of = ("--data", f"energon:{data}", "--tokenizer-model", str(data / "tokenizer"))
-        return trainer(*self.RUN, *of, *more)
-
-    def test_of_other_samples_is_refused(self, data, saved):
-        """Under the path of the data that it began with; test_energon_resume.py has other paths."""
-        other, apart = saved / "other", saved / "apart"
-        make_digits(other, samples=SAMPLES, seed=7)
-        survey(other)
-        data.rename(apart)
-        other.rename(data)
-        try:
-            text = "has other samples than when this was saved"
-            with pytest.raises(UserError, match=text), self.trainer(data, "--load", str(saved)):
-                pass
-        finally:
-            data.rename(other)
-            apart.rename(data)

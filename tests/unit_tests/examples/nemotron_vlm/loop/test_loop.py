@@ -91,20 +91,6 @@ class TestStep:
 
 
 @requires_world_size(1)
-def test_a_run_goes_on_with_the_rates_of_its_checkpoint_if_asked_to(tmp_path):
-    saved = str(tmp_path)
-    rates = ("--encoder-lr", "2e-4", "--weight-decay", "20", "--min-lr", "1e-5")
-    trajectory(*ONE_MICROBATCH, *rates, "--save", saved, steps=2)
-    uninterrupted = trajectory(*ONE_MICROBATCH, *rates, steps=4)
-    others = ("--lr", "1e-3", "--encoder-lr", "5e-3", "--weight-decay", "0", "--min-lr", "1e-3")
-    resumed = ("--load", saved, "--use-checkpoint-opt_param-scheduler")
-    found = trajectory(*ONE_MICROBATCH, *others, *resumed, steps=4)
-    for field in ("lr", "loss", "grad_norm"):
-        expected = [record[field] for record in uninterrupted[2:]]
-        assert [record[field] for record in found] == pytest.approx(expected, rel=1e-6)
-
-
-@requires_world_size(1)
 def test_a_checkpoint_is_loaded_where_nothing_is_trained(tmp_path):
     saved = str(tmp_path)
     trajectory(*ONE_MICROBATCH, "--save", saved, steps=1)
