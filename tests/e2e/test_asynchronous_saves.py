@@ -32,7 +32,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def writers(rank: subprocess.Popen) -> list[psutil.Process]:
+def writers(rank: subprocess.Popen | psutil.Process) -> list[psutil.Process]:
     """The process that writes, once it has its priority."""
     started = psutil.Process(rank.pid).children(recursive=True)
     return [process for process in started if process.nice() == 10]
