@@ -93,6 +93,8 @@ def test_a_save_that_fails_is_reported_and_later_ones_are_synchronous(is_killed,
         assert rank.wait(LIMIT_S) == 0, said.read_text()
     failed = saves_that_failed(said.read_text())  # the one after it may have been under way
     assert failed in ([("warning", "20")], [("warning", "20"), ("warning", "40")])
+    (log,) = tmp_path.glob("log-*.txt")
+    assert log.read_text().count("scheduled an async checkpoint save") == len(failed)
     steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, newest(saved) + 1))
     checkpoints = sorted(saved.glob("iter_*"))
