@@ -32,7 +32,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def writers(rank: subprocess.Popen) -> list[psutil.Process]:
+def writers(rank: subprocess.Popen | psutil.Process) -> list[psutil.Process]:
     """The process that writes, once it has its priority."""
     started = psutil.Process(rank.pid).children(recursive=True)
     return [process for process in started if process.nice() == 10]
@@ -93,6 +93,8 @@ def test_a_save_that_fails_is_reported_and_later_ones_are_synchronous(is_killed,
         assert rank.wait(LIMIT_S) == 0, said.read_text()
     failed = saves_that_failed(said.read_text())  # the one after it may have been under way
     assert failed in ([("warning", "20")], [("warning", "20"), ("warning", "40")])
+    (log,) = tmp_path.glob("log-*.txt")
+    assert log.read_text().count("scheduled an async checkpoint save") == len(failed)
     steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, newest(saved) + 1))
     checkpoints = sorted(saved.glob("iter_*"))

@@ -75,6 +75,7 @@ class TestFails:
             assert said[0].endswith("GB are free there; the next save tries again")
             # Megatron's writer names the error's class only.
             assert (REASON, "<class 'OSError'>")[place.name == "_write_item"] in said[0]
+        dist.barrier()  # the first rank deletes the directory
 
     @pytest.mark.parametrize("ends", [("--train-iters", "3"), ("--exit-interval", "3")])
     @pytest.mark.parametrize("place", ["a rank's probe", "the tracker"])
@@ -96,3 +97,4 @@ class TestFails:
         names = ["iter_0000002", *[later.parent.name] * (not has_begun)]
         assert sorted(path.name for path in shared_path.glob("iter_*")) == names
         assert_whole(shared_path / "iter_0000002", ranks=2)
+        dist.barrier()
