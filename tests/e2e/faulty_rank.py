@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from megatron.core import cpu_runtime  # noqa: E402
 
 cpu_runtime.install()
@@ -47,6 +49,8 @@ def strike(kind: str) -> None:
     elif kind == "hang":
         while True:
             time.sleep(1)
+    elif kind == "loader":
+        psutil.Process().children()[0].kill()
     elif kind == "node":  # the agent, and this rank
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -150,6 +150,14 @@ class TestEnds:
 
 
 class TestRestart:
+    @pytest.fixture(scope="class")
+    def whole(self, tmp_path_factory) -> dict[int, float]:
+        """The losses of a run without fault."""
+        path = tmp_path_factory.mktemp("whole")
+        ends = run(2, *ARGUMENTS, "--metrics-out", path / "metrics.jsonl", "--save", path)
+        assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
+        return losses(path / "metrics.jsonl")
+
     def test_from_the_file_that_it_has_written_has_the_same_losses(self, tmp_path):
         first, again = tmp_path / "first/metrics.jsonl", tmp_path / "again/metrics.jsonl"
         given = (*ARGUMENTS, "--lr", "3e-3", "--encoder-lr", "1e-3", "--data", "digits:2")
@@ -159,23 +167,30 @@ class TestRestart:
             assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
         assert losses(again) == losses(first) and len(losses(first)) == 6
 
-    def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, tmp_path):
+    def test_of_a_loading_process_loses_no_step(self, whole, tmp_path):
+        given = ("--metrics-out", tmp_path / "metrics.jsonl", "--num-workers", "1")
+        process = start_faulty("loader", LANGUAGE, 3, "optimizer", *given)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert losses(tmp_path / "metrics.jsonl") == whole
+        (log,) = tmp_path.glob("log-*.txt")
+        dead = rf"(?m)^WARNING:rank {LANGUAGE}:.*DataLoader worker \(pid.* new loading processes"
+        assert re.search(dead, log.read_text())
+
+    def test_after_a_kill_during_a_save_goes_on_from_the_checkpoint_before(self, whole, tmp_path):
         """The losses agree to the last bit: only the steps since that checkpoint are lost."""
-        whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-        ends = run(2, *ARGUMENTS, "--metrics-out", whole, "--save", tmp_path / "whole")
-        assert [end.code for end in ends] == [0, 0], [end.errors for end in ends]
-        saved = tmp_path / "cut"
+        cut, saved = tmp_path / "cut.jsonl", tmp_path / "cut"
         places = ("--metrics-out", cut, "--save", saved, "--load", saved)
         process = start_faulty("kill", LANGUAGE, 4, "writing", *places, restarts=1)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         logs = [log.read_text() for log in sorted(tmp_path.glob("log-*.txt"))]
-        assert len(logs) == 3, "one of each start, of the whole run as well"
+        assert len(logs) == 2, "one of each start"
         loaded = [re.findall(r"loaded checkpoint .* at iteration (\d+)", log) for log in logs]
-        assert [set(each) for each in loaded] == [set(), set(), {"2"}]
-        assert "a new run" in logs[1] and "going on after step 2 of 6" in logs[2]
-        assert "step 6 of 6: loss" in logs[2]
-        assert losses(cut) == losses(whole)
+        assert [set(each) for each in loaded] == [set(), {"2"}]
+        assert "a new run" in logs[0] and "going on after step 2 of 6" in logs[1]
+        assert "step 6 of 6: loss" in logs[1]
+        assert losses(cut) == whole
         assert [record["step"] for record in read_metrics(cut)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -96,7 +96,8 @@ class _Noting(Dataset):
     def names(self, error: RuntimeError, due: dict[int, Take]) -> str:
         """Name the first samples that a process was reading when it died."""
         dead = {int(pid) for pid in re.findall(r"\d+", _reason(error))}
-        takes = [due[number] for pid, number in self.notes.tolist() if pid in dead and number >= 0]
+        reading = [number for pid, number in self.notes.tolist() if pid in dead]
+        takes = [due[number] for number in reading if number in due]
         names = [
             self.reader.source.name(take.split, number)
             for take in takes
@@ -127,7 +128,7 @@ def _start(data: _Noting, takes: Iterable[Numbered], **options) -> Iterator[Micr
         generator=torch.Generator(),  # leaves the rank's own random state alone
         **options,
     )
-    handler = signal.getsignal(signal.SIGCHLD)
+    handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
     batches = iter(loader)
     signal.signal(signal.SIGCHLD, handler)  # PyTorch sets its own, see `_next`
     return batches
@@ -150,5 +151,5 @@ def _next(batches: Iterator[Microbatch | str]) -> Microbatch | str:
         time.sleep(1)  # it may not be quite dead, and then PyTorch's handler raises
         _error_if_any_worker_fails()
         raise
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
+    finally:  # None stands for one that Python did not set
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
