@@ -44,14 +44,15 @@ def test_a_digit_is_a_token_and_the_answer_follows_the_image(digits):
             assert ids[images[-1] + 1] == asked
 
 
-def test_no_line_of_text_is_both_trained_on_and_held_out(tmp_path):
+def test_no_line_of_several_words_is_both_trained_on_and_held_out(tmp_path):
     """And its answer is spelled: a token for each letter, and for the space between words."""
-    parts = [
-        [text_lines.sample(np.random.default_rng(n), held) for n in range(300)] for held in (0, 1)
-    ]
-    trained, held_out = ({answer for *_, answer in part} for part in parts)
-    assert len(trained) > 200 < len(held_out) and not trained & held_out
-    assert len({Image.open(io.BytesIO(files["png"])).size for files, *_ in parts[0]}) > 200
+    draws = [np.random.default_rng(number) for number in range(300)]
+    trained, held_out = ([text_lines.sample(draw, part, 8) for draw in draws] for part in (0, 1))
+    assert len({Image.open(io.BytesIO(files["png"])).size for files, *_ in trained}) > 100
+    known, asked = (
+        {answer for *_, answer in part if "_" in answer} for part in (trained, held_out)
+    )
+    assert asked and not known & asked
     make_webdataset.write_tokenizer(tmp_path, make_webdataset.OMNI[:2], text_lines.VOCABULARY)
     chat = Chat(tmp_path)
     ids, is_answer = chat.encode([Turn("user", "read"), Turn("assistant", "t o _ b e")])

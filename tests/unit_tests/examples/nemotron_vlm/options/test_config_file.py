@@ -111,16 +111,18 @@ def test_a_recipe_has_a_dry_run_and_keeps_few_checkpoints(recipe, tmp_path, monk
     for name in ("WEIGHTS", "ALIGNED", "TOKENIZER", "OUT"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("DATA", str(tmp_path / "not-there"))  # a dry run counts shards that are
-    found = parse(["--config", str(recipe)], 2)
+    given = ["--config", str(recipe), "--language", "cp=2"]
+    found = parse(given, 2)
     assert found.args.save == f"{tmp_path}/checkpoints" and found.args.save_retain_interval
     Utils.destroy()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "predicted GiB" in dry_run(["--config", str(recipe)], 2)
+    assert "predicted GiB" in dry_run(given, 2)
     with pytest.raises(UserError, match="multiple of --save-interval 300; nearest: 5100"):
-        parse(["--config", str(recipe), "--save-interval", "300"], 2)
+        parse([*given, "--save-interval", "300"], 2)
     monkeypatch.delenv("OUT")
     places = ("--save", "saved", "--load", "saved", "--metrics-out", "run/metrics.jsonl")
-    assert parse(["--config", str(recipe), *places], 2).args.save == "saved"  # as train.sbatch
+    places += ("--report", "run/report.png")
+    assert parse([*given, *places], 2).args.save == "saved"  # as train.sbatch
 
 
 def test_help_is_one_screen_with_each_option_of_ours(capsys):
