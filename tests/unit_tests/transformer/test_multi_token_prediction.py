@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit_tests.test_utilities import Utils, requires_world_size
-from tests.unit_tests.transformer.test_mtp_of_grid import WITH_LOSS, of_two_ranks
+from tests.unit_tests.transformer.test_mtp_of_grid import WITH_LOSS, of_two_ranks, of_upstream
 
 LOCAL_COUNTS = "upstream scales each rank's loss by that rank's own numbers of tokens"
 
@@ -23,4 +23,4 @@ LOCAL_COUNTS = "upstream scales each rank's loss by that rank's own numbers of t
 def test_samples_on_two_ranks_weigh_as_on_one(with_loss):
     """They do if equally many tokens of each have a loss, and must whatever their number."""
     Utils.initialize_distributed()
-    torch.testing.assert_close(*of_two_ranks(with_loss))
+    torch.testing.assert_close(*of_two_ranks(of_upstream, with_loss))

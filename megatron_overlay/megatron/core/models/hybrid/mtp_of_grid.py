@@ -7,20 +7,23 @@ weighs a rank's loss by that rank's own counts of tokens. Where the global state
 upstream's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-
-if TYPE_CHECKING:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+    _compute_mtp_acceptance_counts,
+    mtp_on_this_rank,
+    process_mtp_loss,
+    roll_tensor,
+)
 
 
 def is_on_stage(post_process: bool, **of_global_stage) -> bool:
@@ -35,16 +38,7 @@ def is_on_stage(post_process: bool, **of_global_stage) -> bool:
     return post_process
 
 
-def loss_group(model: HybridModel) -> dist.ProcessGroup | None:
-    """Return the DP and CP ranks that share the MTP loss; None: upstream's global group.
-
-    With a group, the loss is a sum over tokens like the model's own, whose global token count
-    divides the gradients of both. Upstream's scale would be that of a rank and a microbatch.
-    """
-    return None if parallel_state.is_initialized() else model.pg_collection.dp_cp
-
-
-def embedding(model: HybridModel) -> Callable[..., Tensor]:
+def embedding(model: LanguageModule) -> Callable[..., Tensor]:
     """Return the embedding of later tokens, cut over TP ranks as the hidden states are.
 
     A language model within another model leaves that cut of its own input to the outer one.
@@ -57,3 +51,59 @@ def embedding(model: HybridModel) -> Callable[..., Tensor]:
         return scatter_to_sequence_parallel_region(tokens, group=model.pg_collection.tp)
 
     return embed
+
+
+def process_loss(
+    model: LanguageModule,
+    hidden_states: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    output_weight: Tensor | None,
+    packed_seq_params: PackedSeqParams | None,
+    **of_upstream,
+) -> Tensor:
+    """Attach the MTP losses to the model's own hidden states, which it returns.
+
+    Like the model's own loss, they are sums over tokens (``calculate_per_token_loss``), which the
+    model's global token count divides later. Upstream would scale them by the counts of a rank and
+    a microbatch, and drop those of a CP rank that has no token of the model's own loss.
+
+    Args:
+        hidden_states: ``[(1 + depths) · S/(cp·tp), B, H]``, the model's own, then each depth's.
+        labels, loss_mask: ``[B, S/cp]``, of the model's own loss.
+        of_upstream: what upstream's function takes beside these.
+    """
+    if parallel_state.is_initialized():
+        return process_mtp_loss(
+            hidden_states=hidden_states,
+            labels=labels,
+            loss_mask=loss_mask,
+            output_weight=output_weight,
+            packed_seq_params=packed_seq_params,
+            **of_upstream,
+        )
+    config, groups = model.config, model.pg_collection
+    own, *predicting = hidden_states.chunk(1 + config.mtp_num_layers)
+    weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    for number, states in enumerate(predicting):
+        labels, loss_mask = (
+            roll_tensor(tokens, cp_group=groups.cp, packed_seq_params=packed_seq_params)[0]
+            for tokens in (labels, loss_mask)
+        )
+        logits, _ = model.output_layer(states, weight=output_weight)
+        losses = loss_mask * model.compute_language_model_loss(labels, logits)
+        if model.training:
+            counts = _compute_mtp_acceptance_counts(
+                logits, labels, loss_mask, model.output_layer, None, groups.tp
+            )
+            _log(losses.sum(), *counts, number, model)
+        own = MTPLossAutoScaler.apply(own, weight * losses)
+    return own
+
+
+def _log(loss: Tensor, right: Tensor, total: Tensor, number: int, model: LanguageModule) -> None:
+    """Log a rank's mean loss, and counts of its predictions, of which Megatron takes the sums."""
+    mean = loss / torch.clamp(total, min=1)
+    depths, group = model.config.mtp_num_layers, model.pg_collection.dp_cp
+    save = MTPLossLoggingHelper.save_metrics_to_tracker
+    save(mean, right, total, number, depths, avg_group=group)

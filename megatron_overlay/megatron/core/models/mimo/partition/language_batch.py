@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, packing and padding of a language model's batch that a ``PartitionAdapter`` shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
@@ -15,10 +12,8 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 from megatron.core.models.mimo.partition.adapter import PartitionAdapter
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.token_layout import PaddedLengths
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
-
-if TYPE_CHECKING:
-    from megatron.core.models.mimo.model.base import MimoModel
 
 
 def partition_groups(
@@ -92,7 +87,7 @@ def padding_arguments(
 
 
 def token_arguments(
-    model: MimoModel,
+    model: MegatronModule,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None,
     loss_mask: torch.Tensor | None,
