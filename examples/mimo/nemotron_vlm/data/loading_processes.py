@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -44,18 +44,12 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
         options: the DataLoader's.
     """
     noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
-    due: dict[int, Take] = {}
-
-    def handed_out() -> Iterator[Numbered]:
-        for number, take in takes_in_order:
-            due[number] = take
-            yield number, take
-
-    takes_in_order = enumerate(takes)
-    batches, deaths = _start(noting, handed_out(), **options), 0
+    orders = _Orders(enumerate(takes))
+    due = orders.due
+    batches, deaths = _start(noting, orders, **options), 0
     while True:
         try:
-            batch = _next(batches)
+            batch = _next(batches, orders)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
@@ -70,8 +64,29 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
             return
         logger.warning("%s; new loading processes in %g s", line, PAUSES_S[deaths])
         time.sleep(PAUSES_S[deaths])
-        again = chain(tuple(due.items()), handed_out())
+        again = chain(tuple(due.items()), orders)
         batches, deaths = _start(noting, again, **options), deaths + 1
+
+
+@dataclass
+class _Orders(Iterator[Numbered]):
+    """Hands takes out to loading processes.
+
+    due: takes handed out, whose microbatch is not there yet.
+    is_making: a take is being made. An error raised meanwhile would end the takes for good.
+    """
+
+    takes: Iterator[Numbered]
+    due: dict[int, Take] = field(default_factory=dict)
+    is_making: bool = False
+
+    def __next__(self) -> Numbered:
+        self.is_making = True
+        try:
+            number, self.due[number] = next(self.takes)
+        finally:
+            self.is_making = False
+        return number, self.due[number]
 
 
 @dataclass
@@ -134,16 +149,22 @@ def _start(data: _Noting, takes: Iterable[Numbered], **options) -> Iterator[Micr
     return batches
 
 
-def _next(batches: Iterator[Microbatch | str]) -> Microbatch | str:
+def _next(batches: Iterator[Microbatch | str], orders: _Orders) -> Microbatch | str:
     """Return what loading processes have read.
 
     PyTorch's handler of SIGCHLD raises when one dies. It is set in here alone: elsewhere it would
-    end a step, for data that may still come.
+    end a step, for data that may still come. A death while a take is made is noticed by PyTorch's
+    own look at its processes, every five seconds.
 
     Raises:
         RuntimeError: one has died.
     """
-    handler = signal.signal(signal.SIGCHLD, lambda *_: _error_if_any_worker_fails())
+
+    def notice(*_) -> None:
+        if not orders.is_making:
+            _error_if_any_worker_fails()
+
+    handler = signal.signal(signal.SIGCHLD, notice)
     try:
         _error_if_any_worker_fails()
         return next(batches)
