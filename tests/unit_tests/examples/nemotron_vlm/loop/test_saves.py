@@ -1,6 +1,7 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""A save that fails, on whichever rank and in whichever of its files: the run goes on."""
+"""Saves that are asynchronous by default, and a save that fails, on whichever rank and in whichever
+of its files: the run goes on."""
 
 import functools
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from examples.mimo.common.errors import UserError
+from examples.mimo.nemotron_vlm.options.arguments import parse
 from megatron.core.dist_checkpointing import parallel_manifest, serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import checkpointing
@@ -51,6 +53,32 @@ def failing(original: Callable, place: Place, iteration: int) -> Callable:
         return original(*arguments, **named)
 
     return called
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(
+    ("options", "memory", "is_asynchronous"),
+    [
+        ("--async-save", "", True),
+        ("", "", False),  # nothing is saved
+        ("--save saved", "", True),
+        ("--save saved --no-async-save", "", False),
+        ("--save saved --skip-train", "", False),
+        ("--save saved", "expandable_segments:True", False),
+        ("--save saved --exit-signal-handler --exit-signal SIGUSR1", "", True),
+        ("--save saved --exit-signal-handler", "", False),
+        (
+            "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer",
+            "",
+            False,
+        ),
+    ],
+)
+def test_saves_on_gpus_are_asynchronous_by_default(options, memory, is_asynchronous, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
+    args = parse(f"--device cuda {options}".split(), 1).args
+    assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
+    assert args.async_strategy == "mcore" and not parse(["--save", "saved"], 1).args.async_save
 
 
 @requires_world_size(2)

@@ -216,32 +216,6 @@ class TestRefused:
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
 
     @pytest.mark.parametrize(
-        ("options", "memory", "is_asynchronous"),
-        [
-            ("--async-save", "", True),
-            ("", "", False),  # nothing is saved
-            ("--save saved", "", True),
-            ("--save saved --no-async-save", "", False),
-            ("--save saved --skip-train", "", False),
-            ("--save saved", "expandable_segments:True", False),
-            ("--save saved --exit-signal-handler --exit-signal SIGUSR1", "", True),
-            ("--save saved --exit-signal-handler", "", False),
-            (
-                "--save saved --optimizer-cpu-offload --use-precision-aware-optimizer",
-                "",
-                False,
-            ),
-        ],
-    )
-    def test_saves_on_gpus_are_asynchronous_by_default(
-        self, options, memory, is_asynchronous, monkeypatch
-    ):
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
-        args = parsed(f"--device cuda {options}", 1).args
-        assert args.async_save is args.use_persistent_ckpt_worker is is_asynchronous
-        assert args.async_strategy == "mcore" and not parsed("--save saved", 1).args.async_save
-
-    @pytest.mark.parametrize(
         ("options", "expected"),
         [
             ("--device cuda", 2),
