@@ -144,21 +144,21 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def test_fixes_are_needed_and_work(upstreams, tmp_path):
-    """Each file fails on upstream's tree, unless that has the fix, and passes on ours."""
+    """Each file of a fix that upstream lacks fails on its tree, and passes on ours."""
     files = sorted(str(path.relative_to(FIXES)) for path in FIXES.rglob("test_*.py"))
-    needed = [path for path in files if STAGED.owner(path, "tests")]
+    files = [path for path in files if STAGED.owner(path, "tests")]
 
     def failing(checkout: Path) -> list[str]:
         options = ["-q", "-rfE", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-Wignore"]
         options += ["-c", os.devnull, "--rootdir", str(FIXES), "--continue-on-collection-errors"]
-        command = [sys.executable, "-c", PROGRAM, *options, str(FIXES)]
+        command = [sys.executable, "-c", PROGRAM, *options, *files]
         env = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=FIXES, env=env, capture_output=True, text=True)
         assert done.returncode in (0, 1), done.stdout + done.stderr
         said = re.findall(r"^(?:FAILED|ERROR) (?:.*fix_tests/)?([^\s:]+)", done.stdout, re.M)
         return sorted(set(said))
 
-    assert failing(upstreams) == needed
+    assert failing(upstreams) == files
     checkout = shutil.copytree(upstreams, tmp_path / "checkout")
     assert run("apply", checkout).code == 0
     assert failing(checkout) == []
