@@ -34,7 +34,7 @@ def main(files: list[str], data: str, events: list[str]) -> None:
     for name, run, counted in zip(COLOURS, runs, tokens, strict=True):
         are_once = [record["step"] for record in run] == list(range(1, len(run) + 1))
         ends = np.flatnonzero(np.cumsum(counted) % asked == 0) + 1
-        score = run[-1]["eval_exact_match"]
+        score = curve(run, "eval_exact_match")[1][-1]
         print(f"{name}: steps 1 to {len(run)} once: {are_once}; read right {score:.1%}")
         print(f"  steps at which all answers have had a loss equally often: {ends.tolist()}")
     print(f"tokens with a loss equal in all steps: {np.array_equal(*tokens[:2])}")
