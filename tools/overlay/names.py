@@ -116,7 +116,8 @@ def upstream_modules(ours: dict[str, bytes], pin: Version) -> list[str]:
     """
     names = {use.name for path, source in ours.items() for use in uses(source, path)}
     names = {one for name in names if name.startswith("megatron.") for one in prefixes(name)}
-    found = {one.path for one in map(pin.find, names) if one is not None and one.is_module}
+    known = [one for one in map(pin.find, names) if one is not None and not one.is_alias]
+    found = {one.path for one in known if one.is_module}
     return sorted(found - {module_name(path) for path in ours})
 
 
