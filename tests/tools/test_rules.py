@@ -9,7 +9,7 @@ from overlay.rules import MOST_LINES, MOST_PATCHES, MOST_REPLACEMENTS, replaced_
 
 A = "megatron/core/a.py"
 LARGE = edit(A, "a_3", "A").replace("+A\n", "+line\n" * 41).replace("+2,3", "+2,43")
-HUGE = LARGE.replace("+line\n", "+line\n" * 11).replace("+2,43", f"+2,{41 * 11 + 2}")
+HUGE = LARGE.replace("+line\n", "+line\n" * 12).replace("+2,43", f"+2,{41 * 12 + 2}")
 WHY = HEADER.strip() + "\nWhy-Not-A-Hook: it is\n a test\n\n"
 FIELDS = ("Description", "Feature", "Upstream-Status", "Drop-When")
 

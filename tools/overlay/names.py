@@ -156,8 +156,9 @@ def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]
     """
     names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
     found = defaultdict(set)
-    for module in filter(None, map(pin.find, names - ours)):
-        for owner in module.classes.values() if module.is_module else ():
+    known = [one for one in map(pin.find, names - ours) if one is not None and not one.is_alias]
+    for module in (one for one in known if one.is_module):
+        for owner in module.classes.values():
             for name, member in {} if owner.is_alias else owner.all_members.items():
                 found[name].add(member.path)
     return found
