@@ -55,6 +55,7 @@ from megatron.core.models.mimo.setup.module_groups import (
 from megatron.core.models.mimo.setup.teardown import destroy
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import async_utils
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.config import PretrainConfigContainer
@@ -233,6 +234,7 @@ def close_session(session: Session) -> None:
     destroy(session.stages, session.modules)
     unset_global_variables()
     destroy_rerun_state_machine()
+    MTPLossLoggingHelper.tracker.clear()  # has groups
 
 
 def _print_outcome(session: Session, last: Sequence[Record], log: Path | None) -> None:
