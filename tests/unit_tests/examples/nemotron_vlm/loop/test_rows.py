@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.mimo.common.layout import Layout, parse_layout
+from megatron.core.distributed import param_and_grad_buffer
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows import BIT_FOR_BIT, ON_CPUS, WEIGHTS, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, with_one_ranks
@@ -41,10 +42,12 @@ def test_trajectory_is_one_ranks(row, shared_path, record_property):
 
 @pytest.fixture
 def deterministic():
-    """Undo what ``--deterministic-mode`` sets for the whole process."""
+    """Undo what ``--deterministic-mode`` and reduction in rank order set for the whole process."""
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
     with mock.patch.dict(os.environ):
         yield
     torch.use_deterministic_algorithms(False)
+    param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
 
 
 @pytest.mark.parametrize("row", parameters(BIT_FOR_BIT))
