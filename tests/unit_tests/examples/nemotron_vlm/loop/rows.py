@@ -340,16 +340,3 @@ WEIGHTS = {
     ],
 }
 """Rows whose weights after a step are those of a layout with cp=1, pp=1 and the encoder's tp."""
-
-BIT_FOR_BIT = {
-    "bit for bit": [
-        Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
-        Row(4, "bit for bit, four layers", "dp=4", "pp=4,dp=1"),
-        Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
-        Row(4, "bit for bit", "dp=2", "dp=2", APART, microbatches=1),
-        Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
-        Row(2, "bit for bit", "dp=1", "dp=1", APART),
-    ]
-}
-"""Rows whose losses and gradient norms are those of one rank to the last bit; it has microbatches
-of as many samples."""

@@ -12,11 +12,24 @@ import torch
 from examples.mimo.common.layout import Layout, parse_layout
 from megatron.core.distributed import param_and_grad_buffer
 from tests.unit_tests.examples.nemotron_vlm.loop.models import MODELS
-from tests.unit_tests.examples.nemotron_vlm.loop.rows import BIT_FOR_BIT, ON_CPUS, WEIGHTS, Row
+from tests.unit_tests.examples.nemotron_vlm.loop.rows import APART, ON_CPUS, WEIGHTS, Row
 from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, with_one_ranks
 from tests.unit_tests.examples.nemotron_vlm.runs import OWN_DEFAULTS
 from tests.unit_tests.models.mimo.one_step import check_weights
 from tests.unit_tests.test_utilities import HAVE_CUDA, requires_world_size
+
+BIT_FOR_BIT = {
+    "bit for bit": [
+        Row(4, "bit for bit", "dp=4", "dp=4", microbatches=1),
+        Row(4, "bit for bit, four layers", "dp=4", "pp=4,dp=1"),
+        Row(4, "bit for bit", "pp=2,dp=1", "pp=2,dp=1", APART),
+        Row(4, "bit for bit", "dp=2", "dp=2", APART, microbatches=1),
+        Row(2, "bit for bit", "dp=2", "pp=2,dp=1,vpp=2"),
+        Row(2, "bit for bit", "dp=1", "dp=1", APART),
+    ]
+}
+"""Rows whose losses and gradient norms are those of one rank to the last bit; it has microbatches
+of as many samples."""
 
 
 def parameters(groups: dict[str, list[Row]]) -> list:

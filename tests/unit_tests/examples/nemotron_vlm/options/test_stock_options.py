@@ -1,18 +1,16 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's options that are refused by name, and defaults; rows.py has those that are taken."""
+"""Megatron's options that are refused by name; rows.py has those that are taken."""
 
 import argparse
 import shlex
 import sys
 
 import pytest
-import torch
 
 from examples.mimo.common import refusals
 from examples.mimo.common.errors import UserError
 from examples.mimo.common.refusals import IN_OTHERS, ONLY_ON_MAIN, REFUSALS
-from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.options import arguments
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.refusals import OF_OWN_OPTIONS, TURNED_BACK
@@ -214,131 +212,6 @@ class TestRefused:
     def test_some_options_need_no_other(self):
         """A state that is whole on each rank needs no resharding."""
         parsed("--no-dist-ckpt-optim-fully-reshardable --no-use-distributed-optimizer", 1)
-
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ("--device cuda", 2),
-            ("", 1),
-            ("--device cuda --global-batch-size 8", 1),  # a step of one microbatch
-            ("--device cuda --language pp=2", 1),
-            ("--device cuda --language pp=2 --encoder-schedule bubbles", 2),
-            ("--device cuda --language pp=2 --encoder-schedule bubbles --global-batch-size 12", 1),
-            ("--language pp=2 --encoder-schedule bubbles", 1),
-            ("--device cuda --placement non-colocated", 1),
-            ("--device cuda --encoder-macro-batch 1", 1),
-            ("--encoder-macro-batch 3", 3),
-        ],
-    )
-    def test_microbatches_encoded_at_once_by_default(self, options, expected):
-        found = parse(["--transformer-impl", "local", *options.split()], world_size=2)
-        assert found.args.encoder_macro_batch == expected
-
-    @pytest.mark.parametrize(
-        ("options", "schedule", "at_once"),
-        [
-            ("--language pp=2", BUBBLES, 2),
-            ("--language pp=2 --global-batch-size 40", BUBBLES, 2),  # of 2, 2 and 1
-            ("--language pp=2 --encoder-macro-batch 4 --global-batch-size 64", BUBBLES, 4),
-            ("--language pp=2,ep=2", THREE_PHASES, 1),
-            ("--language pp=2 --encoder tp=2", THREE_PHASES, 1),
-            ("--language pp=2 --global-batch-size 24", THREE_PHASES, 1),  # three microbatches
-            ("--language pp=2 --encoder-macro-batch 1", THREE_PHASES, 1),
-            ("--language pp=2 --encoder-schedule three-phases", THREE_PHASES, 1),
-            ("--language pp=2 --cuda-graph-impl none", THREE_PHASES, 1),
-            ("--language pp=2 --encoder tp=4", THREE_PHASES, 1),  # over both stages
-            ("--language pp=2,vpp=2", THREE_PHASES, 1),
-            ("--language pp=2,tp=2", THREE_PHASES, 1),
-            ("--language pp=2,cp=2 --bf16", THREE_PHASES, 1),
-            ("--language dp=4", THREE_PHASES, 2),
-        ],
-    )
-    def test_with_cuda_graphs_the_encoder_is_in_the_bubbles_by_default(
-        self, options, schedule, at_once
-    ):
-        found = parsed(f"{GRAPHS} --data mock {NO_CHECK} {options}", 4).args
-        assert (found.encoder_schedule, found.encoder_macro_batch) == (schedule, at_once)
-
-    @pytest.mark.parametrize(
-        ("options", "dispatcher"),
-        [
-            ("--bf16", "allgather"),
-            ("--bf16 --moe-token-dispatcher-type alltoall", "alltoall"),
-            ("--bf16 --language ep=2", "alltoall"),
-            (f"--bf16 {GRAPHS}", "allgather"),
-            (f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "alltoall"),
-            (f"--bf16 {GRAPHS} --no-squared-relu --swiglu", "alltoall"),
-            ("--fp16", "alltoall"),
-            ("--bf16 --placement non-colocated", "alltoall"),
-        ],
-    )
-    def test_token_counts_stay_on_the_device_where_it_is_faster(
-        self, options, dispatcher, monkeypatch
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        line = f"--device cuda --data mock --moe-grouped-gemm {options}"
-        assert parsed(line, 2).args.moe_token_dispatcher_type == dispatcher
-
-    @pytest.mark.parametrize(
-        ("modules", "captured"),
-        [
-            ("", "attn mamba moe_router"),
-            ("--bf16 --moe-token-dispatcher-type alltoall", "attn mamba moe_router"),
-            ("--cuda-graph-modules moe_router attn", "moe_router attn"),
-        ],
-    )
-    def test_graphs_of_routers_have_the_preparation_of_the_dispatch(
-        self, modules, captured, monkeypatch
-    ):
-        """Without it, the dispatcher copies counts on a stream that the capture does not join."""
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        found = parse(f"{GRAPHS} --data mock {modules}".split(), world_size=1).configs.language
-        names = [module.name for module in found.cuda_graph_modules]
-        assert names == [*captured.split(), "moe_preprocess"]
-
-    @pytest.mark.parametrize(
-        ("options", "is_taken"),
-        [
-            ("--bf16 --moe-token-dispatcher-type allgather", True),
-            ("--bf16", True),
-            ("--bf16 --moe-token-dispatcher-type alltoall", False),
-            ("--moe-token-dispatcher-type allgather", False),
-            ("--bf16 --moe-token-dispatcher-type allgather --no-squared-relu --swiglu", False),
-            (
-                "--bf16 --moe-token-dispatcher-type allgather --recompute-granularity selective "
-                "--recompute-modules moe",
-                False,
-            ),
-        ],
-    )
-    def test_cuda_graphs_have_whole_moe_layers_whose_counts_stay_on_the_device(
-        self, options, is_taken, monkeypatch
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        line = f"{GRAPHS} --data mock --moe-grouped-gemm --cuda-graph-modules attn moe {options}"
-        if is_taken:
-            found = parse(line.split(), world_size=1).configs.language
-            assert [module.name for module in found.cuda_graph_modules] == ["attn", "moe"]
-            return
-        with pytest.raises(UserError, match="^--cuda-graph-modules moe needs token counts that"):
-            parse(line.split(), world_size=1)
-
-    @pytest.mark.parametrize(
-        ("variable", "value", "option"),
-        [
-            ("CUDA_DEVICE_MAX_CONNECTIONS", "1", NO_CHECK),
-            ("CUDA_MODULE_LOADING", "LAZY", NO_CHECK),
-            ("LOCAL_WORLD_SIZE", "4", NO_CHECK),
-            ("LOCAL_WORLD_SIZE", "2", ""),
-        ],
-    )
-    def test_where_kernels_or_checks_hold_back_the_encoder_is_not_in_the_bubbles_by_default(
-        self, variable, value, option, monkeypatch
-    ):
-        monkeypatch.setenv(variable, value)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        found = parsed(f"{GRAPHS} --data mock --language pp=2 {option}", 4)
-        assert found.args.encoder_schedule == THREE_PHASES
 
     def test_a_growing_batch_decays_alike_in_every_layout(self):
         options = ["--step-batch-size-schedule", "0:16 1K:32", "--micro-batch-size", "4"]
