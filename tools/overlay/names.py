@@ -116,9 +116,14 @@ def upstream_modules(ours: dict[str, bytes], pin: Version) -> list[str]:
     """
     names = {use.name for path, source in ours.items() for use in uses(source, path)}
     names = {one for name in names if name.startswith("megatron.") for one in prefixes(name)}
-    known = [one for one in map(pin.find, names) if one is not None and not one.is_alias]
-    found = {one.path for one in known if one.is_module}
+    found = {module.path for module in _modules(names, pin)}
     return sorted(found - {module_name(path) for path in ours})
+
+
+def _modules(names: Collection[str], pin: Version) -> list:
+    """Return griffe's objects of the names that are modules of upstream's."""
+    known = [one for one in map(pin.find, names) if one is not None and not one.is_alias]
+    return [one for one in known if one.is_module]
 
 
 def compare(
@@ -156,8 +161,7 @@ def _members(used: set[str], ours: set[str], pin: Version) -> dict[str, set[str]
     """
     names = {name for full in used if full.startswith("megatron.") for name in prefixes(full)}
     found = defaultdict(set)
-    known = [one for one in map(pin.find, names - ours) if one is not None and not one.is_alias]
-    for module in (one for one in known if one.is_module):
+    for module in _modules(names - ours, pin):
         for owner in module.classes.values():
             for name, member in {} if owner.is_alias else owner.all_members.items():
                 found[name].add(member.path)

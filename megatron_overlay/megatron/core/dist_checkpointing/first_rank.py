@@ -1,6 +1,6 @@
 # Copyright (c) 2026, Megatron MIMO overlay contributors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the first rank alone writes at the end of a save: it fails on all ranks, or on none."""
+"""Writes of the first rank alone, at the end of a save: they fail on all ranks, or on none."""
 
 import functools
 import os

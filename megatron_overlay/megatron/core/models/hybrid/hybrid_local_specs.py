@@ -18,18 +18,13 @@ from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.ssm.silu_gated_delta_net import SiluGatedDeltaNet
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.grouped_experts import with_grouped_experts
 from megatron.core.transformer.moe.layout_free_router import with_layout_free_router
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
 from megatron.core.transformer.sequence_parallel_norm import SequenceParallelNorm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
@@ -144,16 +139,18 @@ def _mamba_layer() -> ModuleSpec:
 
 
 def _multi_token_prediction() -> ModuleSpec:
-    layer = MultiTokenPredictionLayerSubmodules(
+    layer = multi_token_prediction.MultiTokenPredictionLayerSubmodules(
         enorm=SequenceParallelNorm,
         hnorm=SequenceParallelNorm,
         layer_norm=SequenceParallelNorm,
         eh_proj=ColumnParallelLinear,
     )  # the layers' pattern gives its inner layers
-    block = MultiTokenPredictionBlockSubmodules(
-        layer_specs=[ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)]
+    block = multi_token_prediction.MultiTokenPredictionBlockSubmodules(
+        layer_specs=[
+            ModuleSpec(module=multi_token_prediction.MultiTokenPredictionLayer, submodules=layer)
+        ]
     )
-    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
+    return ModuleSpec(module=multi_token_prediction.MultiTokenPredictionBlock, submodules=block)
 
 
 def _self_attention(mask: AttnMaskType, core_attention: type) -> ModuleSpec:

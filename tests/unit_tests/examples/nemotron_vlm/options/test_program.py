@@ -152,7 +152,7 @@ RANKS = {
     "raise": ("rank == 1 and 1 / 0", 1, "error: rank 1: ZeroDivisionError: division by zero"),
     "kill": ("rank == 1 and os.kill(os.getpid(), 9)", 137, "error: rank 1 ended with SIGKILL"),
 }
-"""What ranks do, the exit code that they end with, and the last line."""
+"""Code that ranks run, the exit code that the launcher ends with, and its last line."""
 
 
 @pytest.mark.parametrize("does", RANKS)
