@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the VLM in several layouts in one go, and report how well each uses its GPUs.
 
-A row of vlm.toml names the runs. Each run is the training program itself: three steps that do not
-count, ten that do, and two under PyTorch's profiler, whose trace gives the shares of the first
-GPU's time; idle is the rest of an unprofiled step after the computing kernels and the exposed
-communication. Times are medians; tokens are those of whole rows, text and images; TFLOP/s are
-Megatron's count for all modules, without recompute.
+A row of vlm.toml names the runs. A run is the training program itself, or upstream's script that
+it is compared with: three steps that do not count and ten that do. The program has two more under
+PyTorch's profiler, whose trace gives the shares of the first GPU's time; idle is the rest of an
+unprofiled step after the computing kernels and the exposed communication. Times are medians; tokens
+are those of whole rows, text and images; TFLOP/s are Megatron's count for all modules, without
+recompute.
 
 Usage, in the checkout's environment (PYTHONPATH):
     python tools/bench/vlm.py two-gpus --json two-gpus.json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import draw
@@ -56,11 +58,18 @@ def main(arguments: list[str]) -> int:
             from pictures import make  # needs the extra energon
 
             common += make(Path(directory) / "pictures", row["pictures"], [*common, *more])
+        if "tile" in row:
+            common += ["--model", _with_tile(row["tile"], Path(directory))]
         for name, run in runs.items():
             if own.only and name not in own.only:
                 continue
-            command = [*common, *shlex.split(run.get("arguments", "")), *more]
-            found["runs"].append({"name": name, **measured(run["ranks"], command)})
+            arguments = shlex.split(run.get("arguments", ""))
+            if "script" in run:
+                arguments += ["--img-h", str(row["tile"]), "--img-w", str(row["tile"]), *more]
+                figures = measured_upstream(run, arguments, found["runs"][0])
+            else:
+                figures = measured(run["ranks"], [*common, *arguments, *more])
+            found["runs"].append({"name": name, **figures})
             print(draw.line(found, found["runs"][-1]), flush=True)
             if own.json:
                 head = json.dumps({key: value for key, value in found.items() if key != "runs"})
@@ -114,6 +123,57 @@ def measured(ranks: int, arguments: list[str]) -> dict[str, object]:
         "idle": idle,
         **{name: trace.get(name) for name in ("exposed", "bridge", "optimizer")},
     }
+
+
+def measured_upstream(run: dict, arguments: list[str], ours: dict) -> dict[str, object]:
+    """Carry out a run of upstream's script and return its figures, without a profile.
+
+    Args:
+        run: `script` is the script's path in the git checkout that ``MEGATRON_GIT_CHECKOUT`` names.
+        ours: a run of the same model and batch, whose operations are the script's.
+    """
+    ranks, checkout = run["ranks"], os.environ["MEGATRON_GIT_CHECKOUT"]
+    with tempfile.TemporaryDirectory() as directory:
+        rest = ["--train-iters", str(WARM_UP + MEASURED), "--log-interval", "1000", "--seed", "1"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        program = [str(Path(__file__).with_name("upstream.py")), directory, run["script"]]
+        paths = os.pathsep.join([checkout, os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            [sys.executable, *launch, *program, *arguments, *rest],
+            check=True,
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": paths, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        )
+        files = Path(directory).glob("*.jsonl")
+        steps = [list(map(json.loads, file.read_text().splitlines())) for file in files]
+    seconds = statistics.median(max(s) for s in zip(*map(_seconds, steps), strict=True))
+    losses = next(rank for rank in steps if rank[0]["losses"])
+    scale = ours["step_s"] * ours["ranks"] / seconds / ranks
+    return {
+        "ranks": ranks,
+        "arguments": shlex.join([run["script"], *arguments]),
+        "loss": [next(iter(losses[at]["losses"].values())) for at in (0, -1)],
+        "first_step_s": max(rank[0]["step_time_s"] for rank in steps),
+        "step_s": seconds,
+        "tokens_per_s_per_gpu": ours["tokens_per_s_per_gpu"] * scale,
+        "tflops_per_gpu": ours["tflops_per_gpu"] * scale,
+        "peak_memory_gib": max(rank[-1]["peak_memory_gib"] for rank in steps),
+        **dict.fromkeys(("data_wait", "idle", "exposed", "bridge", "optimizer")),
+    }
+
+
+def _seconds(steps: list[dict]) -> list[float]:
+    return [step["step_time_s"] for step in steps[WARM_UP:]]
+
+
+def _with_tile(tile: int, directory: Path) -> str:
+    """Write the sizes of the model with tiles of so many pixels a side; returns the file's path."""
+    from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
+
+    preset = find_preset("nano-vl-30b-a3b")
+    path = directory / f"tile-{tile}.json"
+    write_preset(replace(preset, encoders=(replace(preset.images, tile=tile),)), path)
+    return str(path)
 
 
 def tokens_a_step(arguments: list[str]) -> int:
