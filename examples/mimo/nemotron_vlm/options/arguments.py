@@ -200,6 +200,9 @@ def _complete(args: argparse.Namespace, preset: VLMPreset) -> None:
         default("global_batch_size", _batch_sizes(args)[0])
         if args.train_iters:
             default("lr_decay_iters", batches_of_first_size(args))
+    steps = args.lr_decay_iters or args.train_iters
+    if steps and args.lr_warmup_iters >= steps:
+        raise UserError(f"--lr-warmup-iters {args.lr_warmup_iters} must be less than {steps} steps")
     default("max_position_embeddings", args.seq_length)
     if args.log_straggler:
         default("logging_level", logging.INFO)  # that of its lines

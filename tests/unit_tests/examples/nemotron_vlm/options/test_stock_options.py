@@ -125,6 +125,7 @@ TOGETHER = [
     (f"{PACK} --eval-iters 1 --eval-micro-batch-size 2", "--eval-micro-batch-size must be 1"),
     (f"{PACK} --sample-multiple 24", "--sample-multiple 24 must divide --seq-length 64"),
     (f"{PACK} --sample-multiple 2 --language cp=2", "needs a multiple of 4"),
+    ("--train-iters 60 --lr-warmup-iters 60", "-iters 60 must be less than 60 steps"),
     ("--freeze radio", "no such part"),
     ("--freeze encoder,projector,language", "nothing to train"),
     ("--projector-lr -1", "--projector-lr must be 0 or more"),
