@@ -141,14 +141,14 @@ def fetch(
         if directory:
             tree, source = part, f"commit {lock.versions[version].commit}"
             with tarfile.open(fileobj=io.BytesIO(archive(lock, directory))) as packed:
-                packed.extractall(part, filter="data")
+                _unpack(packed, part)
             _refuse_wrong(lock, version, tree, str(directory))
         elif remote:
             tree, source = part, _clone(lock, version, remote, part)
         else:
             sdist = sdist_file(lock.versions[version], root)
             with tarfile.open(sdist) as packed:
-                packed.extractall(part, filter="data")
+                _unpack(packed, part)
             (tree,), source = part.iterdir(), f"sha256 {lock.versions[version].sdist_sha256}"
         check_version(tree, Checkout(tree).version, [version])
         os.rename(tree, destination)
@@ -158,6 +158,12 @@ def fetch(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"{destination}: Megatron-LM {version} ({source})"
+
+
+def _unpack(packed: tarfile.TarFile, folder: Path) -> None:
+    """Unpack plain files and folders alone, where Python has that filter: from 3.11.4 on."""
+    packed.extraction_filter = getattr(tarfile, "data_filter", None)
+    packed.extractall(folder)
 
 
 def _clone(lock: Lock, version: str, remote: str, into: Path) -> str:
