@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward step: losses in training, the model's answers in evaluation."""
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -51,6 +52,7 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
         Losses or logits, and a function of them that returns the loss, the number of tokens and the
         report.
     """
+    _hear_exit_signal()
     with timer(bdata=True):
         batch = dict(next(microbatches))
     samples, places = batch.pop("samples"), batch.pop("sample_places")
@@ -65,6 +67,17 @@ def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | 
     has = {name: of_samples[places] for name, of_samples in kinds.items()}
     given = {"loss_mask": loss_mask, "has": has, "groups": model.pg_collection}
     return losses, partial(_summed_loss, **given)
+
+
+def _hear_exit_signal() -> None:
+    """Set the handler of ``--exit-signal`` again.
+
+    When Triton compiles its first kernel, LLVM sets handlers of its own for SIGUSR1 and others, and
+    drops what they receive.
+    """
+    args = get_args()
+    if args.exit_signal_handler:
+        signal.signal(args.exit_signal, signal.getsignal(args.exit_signal))
 
 
 def _summed_loss(losses: torch.Tensor, loss_mask: torch.Tensor, has: dict, groups):

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program in Megatron's loop: the parts that it provides, and those that it watches."""
 
+import ctypes
 import gc
 import json
 import re
 import resource
+import signal
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -64,6 +66,19 @@ class TestStep:
                 process.send_signal(run.args.exit_signal)
             samples = [next(batches)["samples"] for _ in range(12)]
         assert sorted(samples[-1]) == list(range(12 * 32, 13 * 32))
+
+    def test_a_step_takes_the_signal_that_ends_a_run_back(self):
+        """LLVM, in Triton's compiler, takes it by such a call, and drops it."""
+        heard, ignored = [], ctypes.c_void_p(signal.SIG_IGN)
+        with trainer(*ONE_MICROBATCH, "--exit-signal-handler", "--exit-signal", "SIGUSR1") as run:
+            before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(run))
+            ctypes.CDLL(None).signal(signal.SIGUSR1, ignored)
+            signal.raise_signal(signal.SIGUSR1)
+            assert not heard
+            run.train_step()
+            signal.raise_signal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, before)
+        assert len(heard) == 1
 
     def test_a_run_that_has_ended_leaves_no_model(self):
         """A model would keep its groups, and under gloo three threads for each."""
