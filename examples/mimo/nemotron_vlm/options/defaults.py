@@ -103,7 +103,7 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
         "moe_grouped_gemm": has_grouped_gemm and is_recent,
         "cross_entropy_loss_fusion": True,
         "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
+        "overlap_param_gather": None,  # follows from other options
     }
 
 
