@@ -65,11 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def describe(
     dataset: DataSet, survey: Survey, split: str, given: argparse.Namespace, encoder: Encoder
 ) -> str:
-    """Describe what a survey says of the samples that a blend takes, as lines of text.
-
-    Args:
-        given: the tool's arguments.
-    """
+    """Describe what a survey says of the samples that a blend takes, as lines of text."""
     seq_length, names = given.seq_length, given.names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD

@@ -40,9 +40,6 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and inputs of their images, sounds and clips.
-        seq_length: tokens that a sample may have.
-        seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
         long_samples: the same for those that are too long; 'cut' cuts off tokens after the last of
             a sample's media and the first of an answer, and skips samples that need more.

@@ -205,9 +205,6 @@ class DataSet:
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.
 
-        Args:
-            prompt: question for samples that have only a caption.
-
         Raises:
             BadConversation: a field is missing, or text is damaged.
             UnreadFormat: as `read_record`.

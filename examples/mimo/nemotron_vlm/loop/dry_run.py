@@ -51,7 +51,6 @@ def dry_run(argv: list[str], ranks: int) -> str:
     For one rank, parameters are counted by part; for several, by module and pipeline stage.
 
     Args:
-        argv: the command line.
         ranks: number of ranks that the layouts are for; their process groups send nothing.
 
     Raises:

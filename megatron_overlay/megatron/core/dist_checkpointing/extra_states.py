@@ -24,10 +24,6 @@ def keep_unsaved_extra_states(
 
     Weights that the checkpoint lacks are still requested, so loading them fails.
 
-    Args:
-        sharded_state_dict: state to load.
-        checkpoint_dir: folder of one iteration.
-
     Returns:
         The state dict with the module's own value in place of each extra state not saved.
     """

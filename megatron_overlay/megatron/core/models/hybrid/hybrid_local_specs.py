@@ -46,9 +46,6 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
     """Return the spec of a hybrid stack.
 
     Its layers are `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-` (MLP), `E` (experts).
-
-    Args:
-        core_attention: the module between the attention projections.
     """
     return ModuleSpec(
         module=HybridStack,

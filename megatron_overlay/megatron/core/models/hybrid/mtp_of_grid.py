@@ -27,12 +27,7 @@ from megatron.core.transformer.multi_token_prediction import (
 
 
 def is_on_stage(post_process: bool, **of_global_stage) -> bool:
-    """Return whether a model with MTP layers has them on this stage: on the last one.
-
-    Args:
-        post_process: whether the stage is the model's last.
-        of_global_stage: what upstream's function takes.
-    """
+    """Return whether a model with MTP layers has them on this stage: on the last one."""
     if parallel_state.is_initialized():
         return mtp_on_this_rank(**of_global_stage)
     return post_process
@@ -71,7 +66,6 @@ def process_loss(
     Args:
         hidden_states: ``[(1 + depths) · S/(cp·tp), B, H]``, the model's own, then each depth's.
         labels, loss_mask: ``[B, S/cp]``, of the model's own loss.
-        of_upstream: what upstream's function takes beside these.
     """
     if parallel_state.is_initialized():
         return process_mtp_loss(

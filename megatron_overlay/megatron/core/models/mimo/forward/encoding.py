@@ -31,7 +31,6 @@ def encode(
     """Run every modality's encoders on this rank's part of the batch.
 
     Args:
-        model: the MimoModel.
         shares: inputs in batch order; tensors and arrays are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
@@ -76,7 +75,6 @@ def communicate(
     Collective over all ranks of the model, including those without a row.
 
     Args:
-        model: the MimoModel.
         rows: the result of :func:`encode` for this rank's whole share.
         input_ids: as :func:`bridge_rows` takes them.
 
@@ -102,7 +100,6 @@ def bridge_rows(
     """Return the rows of modality ``name`` by which its bridge routes.
 
     Args:
-        model: the MimoModel.
         rows: ``[n, H]``, the modality's rows that this rank has encoded.
         plans: those of all microbatches whose rows cross the bridge at once. Without them every
             sample must have as many rows as any other, which the ranks tell each other; the

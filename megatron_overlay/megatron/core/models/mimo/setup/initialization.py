@@ -123,8 +123,6 @@ def initialize_weights(
     Call it before the model is wrapped in DDP: the rules match names of the bare modules.
 
     Args:
-        model: a model on the CPU or a GPU.
-        seed: seed of all weights.
         std: standard deviation of the language model's matrices; None for 1/sqrt(fan in).
         own: draws by patterns of names, which take precedence over the rules here.
 
