@@ -85,7 +85,7 @@ class Rows:
         return [known[np.array(row) - low] for row in samples]
 
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
-        """Return an encoder's inputs in each row, int64 [inputs, 5]: see `SAMPLE` and the others."""
+        """Return an encoder's inputs in each row, int64 [inputs, 5]: columns `SAMPLE` to `SIZE`."""
         low, high = _bounds(samples)
         sizes = self.source.sizes(self.split, low, high - low, encoder.name)
         flat = np.concatenate(sizes)

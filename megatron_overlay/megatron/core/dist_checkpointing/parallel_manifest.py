@@ -31,14 +31,11 @@ TRIES = 5
 
 
 def hash_in_writer(request: Any, checkpoint_dir: str) -> Any:
-    """Make an asynchronous save hash its files in the writer, and write the manifest at its end.
+    """Return an asynchronous save that hashes files in its writer and ends with the manifest.
 
     Args:
         request: an ``AsyncRequest`` of either strategy. The first argument of its function is the
             rank, the last one the queue for the results.
-
-    Returns:
-        The changed request.
     """
     hashed = None
     if request.async_fn is not None:

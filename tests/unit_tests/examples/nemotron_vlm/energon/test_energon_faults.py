@@ -183,7 +183,7 @@ ROWS = {
         ),
         "other texts": Fault(
             changed(".json", lambda text: re.sub(rb'(?<=")\d', b"0", text)),
-            CHANGED.format("its text is another than in the survey"),
+            CHANGED.format("its text differs from the survey's"),
         ),
         "other pixels": Fault(
             changed("g", lambda old: image(*Image.open(io.BytesIO(old)).size)),

@@ -7,7 +7,6 @@ Both steps take one or more microbatches, which the language model then consumes
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -157,11 +156,7 @@ def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: boo
     if not (recompute and torch.is_grad_enabled()):
         return submodule(encoder_inputs=inputs)
     anchor = torch.empty(0, requires_grad=True)  # without a differentiable input: no backward
-    return tensor_parallel.checkpoint(partial(_run, submodule, inputs), False, anchor)
-
-
-def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
-    return submodule(encoder_inputs=inputs)
+    return tensor_parallel.checkpoint(lambda _: submodule(encoder_inputs=inputs), False, anchor)
 
 
 def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:
