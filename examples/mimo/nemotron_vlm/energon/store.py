@@ -83,7 +83,6 @@ class DataSet:
         ValueError: the data set is of a kind that cannot be read.
 
     Attributes:
-        path: its directory.
         weight: its weight or repetitions in a blend, else None.
         shards: energon's ``ShardInfo`` of each shard.
         ends: index of the first sample after each shard; the first element is 0.
