@@ -39,7 +39,6 @@ class UserError(Exception):
     """An error that the user can fix; its text is one line that names the fact and the fix.
 
     Args:
-        text: the line of text.
         rank: the rank that found it, if others may not know; None if all ranks raise the same.
     """
 

@@ -296,7 +296,6 @@ def refuse(args: Namespace, refusals: Sequence[Refusal] = REFUSALS) -> None:
 
     Args:
         args: parsed arguments, or validated ones, some of which Megatron has derived from others.
-        refusals: the refusals to check.
 
     Raises:
         UserError: an option is refused; the message has the first one and the reason.

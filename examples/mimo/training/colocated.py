@@ -138,12 +138,8 @@ class MockLoading:
     """A rank's samples of the mock data, whose global batches do not depend on the layout.
 
     Args:
-        args: Megatron's arguments.
-        layouts: layouts of both modules.
-        encoder_name: the encoder's modality.
         encoder_part: index of the run that this rank encodes of all samples that cross the bridge.
         language_dp: this rank's DP coordinate in the language model's grid.
-        source: data loader of each split.
     """
 
     args: argparse.Namespace
@@ -254,7 +250,6 @@ class ColocatedBuilder(ModelBuilder[MimoModel, ColocatedBuildConfig]):
 
         Args:
             pg_collection: ignored: each module has the groups of its own grid.
-            ddp_config: data-parallel settings of all modules.
         """
         args, modules = get_args(), self._model_config._modules
         prepare_process(modules, args)

@@ -78,7 +78,6 @@ def groups_from_grid(
     embedding.
 
     Args:
-        grid: the module's grid.
         num_distributed_optimizer_instances: value of that name in the module's DDP config.
 
     Returns:
@@ -184,11 +183,7 @@ def _present(grid: HyperCommGrid, dims: list[str]) -> list[str]:
 
 
 class _Maker:
-    """Makes the groups that a grid lacks; the grid owns them.
-
-    Args:
-        grid: the module's grid.
-    """
+    """Makes the groups that a grid lacks; the grid owns them."""
 
     def __init__(self, grid: HyperCommGrid) -> None:
         self.grid = grid

@@ -35,7 +35,7 @@ def of_grid(**batch) -> torch.Tensor:
     """The hidden states with the loss of a model on a grid."""
     groups = SimpleNamespace(cp=None)
     model = SimpleNamespace(**OF_MODEL, pg_collection=groups, training=False)
-    return process_loss(model, packed_seq_params=None, **batch)
+    return process_loss(model, packed_seq_params=None, input_ids=batch["labels"], **batch)
 
 
 def of_upstream(**batch) -> torch.Tensor:

@@ -33,7 +33,6 @@ class DigitStrips(DigitTask):
     Args:
         tile: tile height and width in pixels, a multiple of the scans' 8.
         tokens_per_tile: embeddings that the encoder makes of one tile.
-        seq_length: tokens that a sample may have.
         seed: seed of the samples drawn; the train/test split does not depend on it.
         digits: number of digits of every strip; None for one to `MOST_DIGITS`.
     """

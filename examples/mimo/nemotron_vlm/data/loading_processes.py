@@ -39,9 +39,7 @@ def read_ahead(reader: Reader, takes: Iterator[Take], **options) -> Iterator[Mic
     the pauses of `PAUSES_S`, the reason is yielded in the place of a microbatch.
 
     Args:
-        reader: reads in the loading processes.
         takes: read as they are handed out, ahead of what is yielded.
-        options: the DataLoader's.
     """
     noting = _Noting(reader, torch.full((options["num_workers"], 2), -1).share_memory_())
     orders = _Orders(enumerate(takes))

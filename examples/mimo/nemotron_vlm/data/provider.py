@@ -33,13 +33,6 @@ from megatron.core.models.mimo.setup.module_groups import Modules, encoder_part
 class Loading:
     """A rank's data loading.
 
-    Args:
-        args: Megatron's arguments and ours.
-        layouts: layouts of all modules.
-        preset: the model's sizes.
-        modules: grids and groups of this rank.
-        source: the samples.
-
     Attribute ``waited_s``: seconds that steps have waited for data so far.
     """
 

@@ -34,10 +34,7 @@ class Reader(Dataset):
     """A data set that turns a `Take` into MimoModel's keyword arguments.
 
     Args:
-        source: the samples.
-        encoders: entries of the model's encoders.
         token_ids: id of the token that each encoder's rows replace, by its name.
-        seq_length: tokens of a row.
         packing: how several samples are packed into a row, which then is a microbatch; None puts
             one sample into a row.
         reads_labels: whether the rank computes a loss.

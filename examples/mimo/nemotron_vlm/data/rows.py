@@ -51,8 +51,6 @@ class Rows:
 
     Args:
         source: the samples, each of which fits a row.
-        split: 'train' or 'test'.
-        seq_length: tokens of a row.
         packing: None puts each sample into a row of its own.
         seed: seed of the order of packed rows.
     """
@@ -87,13 +85,7 @@ class Rows:
         return [known[np.array(row) - low] for row in samples]
 
     def inputs(self, samples: list[list[int]], encoder: Encoder, width: int) -> list[np.ndarray]:
-        """Return an encoder's inputs in each row, int64 [inputs, 5]: see `SAMPLE` and the others.
-
-        Args:
-            samples: sample numbers of each row.
-            encoder: the entry.
-            width: the language model's hidden size.
-        """
+        """Return an encoder's inputs in each row, int64 [inputs, 5]: columns `SAMPLE` to `SIZE`."""
         low, high = _bounds(samples)
         sizes = self.source.sizes(self.split, low, high - low, encoder.name)
         flat = np.concatenate(sizes)

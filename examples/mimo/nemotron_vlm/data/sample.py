@@ -128,9 +128,7 @@ def reading_task(tiles: int, answer: list[int], tokens_per_tile: int, seq_length
     """Write the sequence BOS, image tokens, READ, answer digits, EOS; the loss is on the last two.
 
     Args:
-        tiles: number of tiles.
         answer: digits 0 … 9.
-        seq_length: tokens that the sample may have.
 
     Raises:
         ValueError: the sample is longer; nothing is ever cut off.

@@ -68,12 +68,10 @@ class StepPlan:
     """One rank's share of every step.
 
     Args:
-        layouts: layouts of all modules.
         encoders: entries, in the order of ``layouts.encoders``.
         encoder_parts: for each encoder, in this order, the index of the part of the batch that this
             rank encodes; None if the rank does not have it.
         language_dp: this rank's DP coordinate in the language model's grid; None outside of it.
-        width: the language model's hidden size.
         balance: whether rows are balanced by their cost, instead of left in the stream's order.
         schedule: when colocated modules encode.
     """
@@ -90,9 +88,6 @@ class StepPlan:
         """Yield what this rank reads of one step, microbatch by microbatch.
 
         Args:
-            rows: the rows of a split.
-            first: number of the step's first row.
-            count: number of microbatches of the step.
             micro_size: rows of a microbatch that a DP rank of the language model takes.
         """
         dp, apart = self.layouts.language.dp, self.layouts.non_colocated

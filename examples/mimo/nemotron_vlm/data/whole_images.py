@@ -54,9 +54,6 @@ class WholeImages(DigitTask):
 
     Args:
         tiles: the other source; it should count `most_rows` for a tile.
-        images: the encoder's entry.
-        seq_length: tokens that a sample may have.
-        seed: seed of the images' sizes.
     """
 
     def __init__(

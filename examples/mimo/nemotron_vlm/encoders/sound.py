@@ -42,7 +42,7 @@ from examples.mimo.nemotron_vlm.encoders.stage import (
 )
 from examples.mimo.nemotron_vlm.model.layer_specs import LayerSpecs
 from megatron.core.models.mimo.forward.flops import mlp_flops
-from megatron.core.models.mimo.setup.initialization import Draw, fan_in_normal
+from megatron.core.models.mimo.setup.initialization import Draw, filled, normal
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_layout.device_copy import copied_to
 from megatron.core.transformer import MegatronModule
@@ -83,13 +83,13 @@ class Sound(Encoder):
     def initial(self) -> Mapping[str, Draw]:
         """See `Encoder`; the last dim of a convolution's weight is not all of its fan in."""
         return {
-            "*.subsampling.layers.[369].weight": _normal(self.subsampling_conv_channels),
-            "*.subsampling.layers.*.weight": _normal(KERNEL**2),
-            "*.pointwise_conv?.weight": _normal(self.hidden_size),
-            "*.norm_*.weight": _filled(1.0),
-            "*.running_var": _filled(1.0),
-            "*.running_mean": _filled(0.0),
-            "*.bias_[uv]": _filled(0.0),
+            "*.subsampling.layers.[369].weight": normal(self.subsampling_conv_channels**-0.5),
+            "*.subsampling.layers.*.weight": normal(1 / KERNEL),
+            "*.pointwise_conv?.weight": normal(self.hidden_size**-0.5),
+            "*.norm_*.weight": filled(1),
+            "*.running_var": filled(1),
+            "*.running_mean": filled(0),
+            "*.bias_[uv]": filled(0),
         }
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
@@ -183,14 +183,6 @@ class Sound(Encoder):
             theirs=("norm.weight", "linear1.weight", "linear2.weight"),
             width="projection_hidden_size",
         )
-
-
-def _filled(value: float) -> Draw:
-    return lambda out, _rng, _inputs: out.fill_(value)
-
-
-def _normal(fan_in: int) -> Draw:
-    return lambda out, rng, _inputs: fan_in_normal(out, rng, fan_in)
 
 
 @functools.cache

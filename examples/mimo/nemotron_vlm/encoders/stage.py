@@ -74,10 +74,7 @@ class NormedProjector(MegatronModule):
 
     Args:
         config: configuration of the MLP; ``hidden_size`` is the language model's.
-        norm: norm class, built over the input features.
-        submodules: the MLP's linear layers.
         input_size: features of one row.
-        pg_collection: the encoder's process groups.
     """
 
     def __init__(
@@ -106,9 +103,6 @@ def projector_config(
     """Make a projector's configuration.
 
     Args:
-        shared: fields from the language model and the layout.
-        width: the language model's hidden size.
-        ffn: the inner width.
         heads: any number that tp divides, for Megatron's check.
     """
     return TransformerConfig(
@@ -135,10 +129,7 @@ def stage_spec(
     """Return the spec of an `EncoderStage`.
 
     Args:
-        key: the encoder's name within its module.
         encoder: its spec; it returns rows of so many ``features``.
-        config: the projector's configuration.
-        specs: layer implementations.
         groups: the module's process groups; None on ranks outside of its grid.
     """
     params = dict(

@@ -36,7 +36,7 @@ _SENT = f"{MissingPackage.__module__}.{MissingPackage.__name__}: "
 PERCENTILES = (0, 50, 90, 99, 100)
 
 DECIDE = ("model", *PREPARATION, "surveys")
-"""Options of the training on which a survey depends, and where it lies."""
+"""Options of the training that decide what a survey says and where it is kept."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
                 survey = load_survey(dataset, encoder, given.surveys)
                 print(describe(dataset, survey, split, given, encoder))
     except (UserError, ValueError, OSError) as error:
-        line = str(error).splitlines()[-1]  # a process of its own sends its traceback along
+        # A process of its own sends its traceback along; some errors have no text.
+        line = (str(error).splitlines() or [type(error).__name__])[-1]
         print(f"error: {line.removeprefix(_SENT)}", file=sys.stderr)
         return 2
     return 0
@@ -65,11 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 def describe(
     dataset: DataSet, survey: Survey, split: str, given: argparse.Namespace, encoder: Encoder
 ) -> str:
-    """Describe what a survey says of the samples that a blend takes, as lines of text.
-
-    Args:
-        given: the tool's arguments.
-    """
+    """Describe what a survey says of the samples that a blend takes, as lines of text."""
     seq_length, names = given.seq_length, given.names
     subset = slice(dataset.subset.start, dataset.subset.stop)
     good = survey.state[subset] == GOOD

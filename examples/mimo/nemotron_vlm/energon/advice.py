@@ -26,7 +26,6 @@ def advise(survey: Survey, encoder: Encoder, chosen: np.ndarray, packing: Packin
 
     Args:
         chosen: indices of the samples that can be used, int64 [n].
-        packing: how the training would pack them.
     """
     tokens = survey.tokens[chosen].astype(np.int64)
     lengths = list(dict.fromkeys(map(packing.padded, _percentiles(tokens))))

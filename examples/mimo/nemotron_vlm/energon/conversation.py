@@ -64,9 +64,6 @@ class Turn(NamedTuple):
 def place_media(turns: list[Turn], counts: Mapping[str, int]) -> tuple[list[Turn], list[str]]:
     """Put placeholders of kinds that the text has none of before the first user turn.
 
-    Args:
-        counts: images, and other media, by kind.
-
     Returns:
         The turns; and the kinds of all placeholders in their order.
 

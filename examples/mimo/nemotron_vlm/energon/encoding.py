@@ -99,11 +99,7 @@ class Encoder:
         return 1 + max(answers[:1].tolist() + np.flatnonzero(media)[-1:].tolist())
 
     def question(self, turns: list[Turn], media: Sequence[Read]) -> np.ndarray:
-        """Return the tokens of a conversation up to its next answer, int64 [n].
-
-        Raises:
-            BadConversation: it cannot be tokenized.
-        """
+        """Return the tokens of a conversation up to its next answer, int64 [n]."""
         runs, labels = self._runs([m.kind for m in media], [m.extent for m in media])
         ids = self.chat.prompt(turns, labels)
         return np.repeat(ids, self._repeats(ids, runs))

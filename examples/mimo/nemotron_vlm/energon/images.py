@@ -61,11 +61,7 @@ class Tiling:
         return columns * rows + (self.thumbnail and columns * rows > 1)
 
     def cut(self, image: Image.Image) -> torch.Tensor:
-        """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile].
-
-        Raises:
-            BadImage: the image cannot be decoded.
-        """
+        """Return the tiles row by row, then the thumbnail, uint8 [n, 3, tile, tile]."""
         columns, rows = self.grid(*image.size)
         image = decoded(image)
         size = self.tile
@@ -103,11 +99,7 @@ class Resizing:
         return self.grids.size_of(height, width)
 
     def cut(self, image: Image.Image) -> torch.Tensor:
-        """Return the patches of an image, as `PatchGrids.cut` does.
-
-        Raises:
-            BadImage: the image cannot be decoded.
-        """
+        """Return the patches of an image, as `PatchGrids.cut` does."""
         return self.grids.cut(torch.from_numpy(np.array(decoded(image))).permute(2, 0, 1))
 
     def rows(self, sizes: np.ndarray) -> np.ndarray:
@@ -120,11 +112,7 @@ class Resizing:
 
 
 def decoded(image: Image.Image) -> Image.Image:
-    """Return an image in RGB.
-
-    Raises:
-        BadImage: it cannot be decoded.
-    """
+    """Return an image in RGB; raise BadImage if it cannot be decoded."""
     try:
         return image.convert("RGB")
     except Exception as error:  # PIL's plugins raise errors of all kinds for damaged files

@@ -20,7 +20,6 @@ class Order:
     """The order of the samples of several data sets.
 
     Args:
-        sizes: samples of each data set.
         mode: 'weights': each data set has its share of the samples, in epochs of its own; else an
             epoch has the samples of each data set ``weights`` times, all shuffled.
         weights: see ``mode``; None counts as 1.

@@ -40,9 +40,6 @@ class EnergonSource(SampleSource):
 
     Args:
         path: a directory that ``energon prepare`` has prepared, or a ``metadataset.yaml``.
-        encoder: makes tokens of samples, and inputs of their images, sounds and clips.
-        seq_length: tokens that a sample may have.
-        seed: seed of the order.
         bad_samples: 'skip' leaves bad samples out of the numbering, 'refuse' raises.
         long_samples: the same for those that are too long; 'cut' cuts off tokens after the last of
             a sample's media and the first of an answer, and skips samples that need more.
@@ -110,7 +107,7 @@ class EnergonSource(SampleSource):
         with self._sample(split, number) as (dataset, index, survey):
             raw = dataset.raw(index, kinds=())
             if text_sum(raw) != survey.sums[index]:
-                raise ValueError("its text is another than in the survey")
+                raise ValueError("its text differs from the survey's")
             record = dataset.record(raw, self._encoder.prompt)
             text = self._encoder.text(record, survey.extents(index))
             found, surveyed = len(text.input_ids), survey.tokens[index]
@@ -119,28 +116,20 @@ class EnergonSource(SampleSource):
         return Text(*(part[: self._seq_length] for part in text))
 
     def pictures(self, split: str, number: int) -> list[torch.Tensor]:
-        """See `SampleSource`.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
+        """See `SampleSource`; raises as `text` does."""
         with self._sample(split, number) as (dataset, index, _):
             return self._encoder.pictures(self._files(dataset, index, PLACEHOLDERS))
 
     def inputs(
         self, split: str, number: int, encoder: str
     ) -> torch.Tensor | Sequence[torch.Tensor]:
-        """See `SampleSource`.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
+        """See `SampleSource`; raises as `text` does."""
         with self._sample(split, number) as (dataset, index, survey):
             files = self._files(dataset, index, KINDS_OF[encoder])
             media = self._encoder.read(files)
             extents, sums = [each.extent for each in media], [checksum(file.data) for file in files]
             if list(zip(extents, sums, strict=True)) != survey.media_of(index, encoder):
-                raise ValueError(f"its {encoder} are others than in the survey")
+                raise ValueError(f"its {encoder} differ from the survey's")
             return self._encoder.inputs(media, encoder)
 
     def _files(self, dataset: DataSet, index: int, kinds: Collection[str]) -> list[File]:
@@ -150,11 +139,7 @@ class EnergonSource(SampleSource):
         return read_files(raw, [each for each in media if each.kind in kinds])
 
     def question(self, split: str, number: int) -> Question | None:
-        """See `SampleSource`.
-
-        Raises:
-            ValueError, OSError: as for `text`.
-        """
+        """See `SampleSource`; raises as `text` does."""
         with self._sample(split, number) as (dataset, index, _):
             raw = dataset.raw(index)
             record = dataset.record(raw, self._encoder.prompt)

@@ -83,7 +83,6 @@ class DataSet:
         ValueError: the data set is of a kind that cannot be read.
 
     Attributes:
-        path: its directory.
         weight: its weight or repetitions in a blend, else None.
         shards: energon's ``ShardInfo`` of each shard.
         ends: index of the first sample after each shard; the first element is 0.
@@ -204,9 +203,6 @@ class DataSet:
 
     def record(self, raw: dict[str, Any], prompt: str) -> Record:
         """Return the conversation in what `raw` returned: decoded, with its fields mapped.
-
-        Args:
-            prompt: question for samples that have only a caption.
 
         Raises:
             BadConversation: a field is missing, or text is damaged.

@@ -27,9 +27,7 @@ class Stream:
     """The numbered samples of a split.
 
     Args:
-        pairs: the data sets, and the survey of each.
         mode, seed: see `Order`.
-        seq_length: tokens that a sample may have.
         cut: whether longer ones are cut, as `Survey.states` says.
     """
 

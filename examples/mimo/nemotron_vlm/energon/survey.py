@@ -132,7 +132,6 @@ def bad_samples(
     Samples that ``split.yaml`` excludes are not meant to be used, so they are not bad.
 
     Args:
-        seq_length: tokens that a sample may have.
         most_long: how many of the samples that are too long to return; each is looked up by name.
     """
     bad = [sample for sample in survey.bad if STATES[sample.state] != Excluded.kind]

@@ -64,10 +64,7 @@ class Watching:
         return extent, self.grids.cut(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
 
     def frames_of(self, files: Sequence[bytes], fps: float) -> tuple[Extent, list[np.ndarray]]:
-        """Return the extent of a clip, and the frames that are taken, uint8 [H, W, 3] each.
-
-        Args, Raises: as for `read`.
-        """
+        """Return the extent of a clip, and the frames that are taken, uint8 [H, W, 3] each."""
         if files[0][4:8] == MP4:
             with _opened(files[0]) as (container, stream):
                 rate, size = float(stream.average_rate or 0), (stream.width, stream.height)

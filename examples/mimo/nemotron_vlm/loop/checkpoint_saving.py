@@ -32,10 +32,6 @@ class Saves:
     A save that fails leaves the checkpoint before it the newest, and its own files are deleted.
     After an asynchronous one, the saves of this run are synchronous: its writer may be at fault.
 
-    Args:
-        args: Megatron's arguments and ours.
-        save: saves, or begins to.
-
     Attribute ``loaded``: directories of checkpoints that this run has loaded.
     """
 

@@ -51,7 +51,6 @@ def dry_run(argv: list[str], ranks: int) -> str:
     For one rank, parameters are counted by part; for several, by module and pipeline stage.
 
     Args:
-        argv: the command line.
         ranks: number of ranks that the layouts are for; their process groups send nothing.
 
     Raises:
@@ -104,11 +103,7 @@ def plan(argv: list[str], own: Namespace) -> str:
 
 
 def machine_of(own: Namespace) -> Machine:
-    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the machine that ``--plan-gpu`` and ``--plan-gpus-per-node`` describe."""
     if own.plan_gpus_per_node < 1:
         raise UserError("--plan-gpus-per-node must be 1 or more")
     return replace(find_machine(own.plan_gpu), gpus_per_node=own.plan_gpus_per_node)

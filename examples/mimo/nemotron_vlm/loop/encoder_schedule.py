@@ -83,11 +83,7 @@ def in_several_stages(layouts: Layouts) -> Layout | None:
 
 
 def check_encoder_schedule(args: Namespace, layouts: Layouts) -> None:
-    """Refuse options and layouts that do not go with the encoder's schedule.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Refuse options and layouts that do not go with the encoder's schedule."""
     language, apart, schedule = layouts.language, layouts.non_colocated, schedule_of(args)
     in_bubbles = schedule.in_bubbles
     if schedule.macro_batch > 1 and (apart or schedule.encodes_all(language.pp)):

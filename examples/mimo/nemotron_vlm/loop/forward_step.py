@@ -45,9 +45,6 @@ AT_A_TIME = 512
 def forward_step(microbatches: Iterator[dict], model: MimoModel, score: Score | None = None):
     """Run one microbatch of training or, if gradients are disabled, of an evaluation.
 
-    Args:
-        score: scores answers, from the source of samples.
-
     Returns:
         Losses or logits, and a function of them that returns the loss, the number of tokens and the
         report.

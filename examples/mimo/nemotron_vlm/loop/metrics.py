@@ -52,8 +52,6 @@ def observed(
     the end of the run. Until then its numbers are copied from the device without the host waiting.
 
     Args:
-        args: Megatron's arguments and ours.
-        loading: the data loading, which counts the seconds that steps wait for it.
         note: called with each record, on the last rank, which has the loss.
     """
     if args.rank < args.world_size - 1:

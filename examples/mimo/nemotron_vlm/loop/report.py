@@ -55,8 +55,6 @@ def draw_report(path: Path, records: list[dict], readings: list[Reading]) -> Non
     """Write a PNG of the run.
 
     Args:
-        path: the picture's file.
-        records: records of the metrics file.
         readings: test samples, drawn in a grid of four columns; wrong ones are titled in red.
     """
     rows = -(-len(readings) // 4)

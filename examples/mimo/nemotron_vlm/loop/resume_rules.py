@@ -38,7 +38,6 @@ def check_resume(args: Namespace, saved: Namespace | None) -> None:
     """Check that a run can go on where the saved run stood.
 
     Args:
-        args: Megatron's arguments and ours.
         saved: the arguments in the checkpoint; None skips the checks.
 
     Raises:

@@ -52,9 +52,7 @@ def beginning(args: Namespace, directory: str | None, saved: Namespace | None) -
     """Say whether a run is new or goes on, from where, and what has changed since.
 
     Args:
-        args: Megatron's arguments and ours.
         directory: the checkpoint that is loaded, if there is one.
-        saved: the arguments that are saved in it.
     """
     if directory is None:
         return "a new run"
@@ -92,7 +90,6 @@ def ending(args: Namespace, records: Sequence[dict], log: Path | None) -> str:
     """Say how fast the steps were, how much the model has learned, and where the results lie.
 
     Args:
-        args: Megatron's arguments and ours.
         records: of the last steps, in their order.
         log: the file of Megatron's output.
     """

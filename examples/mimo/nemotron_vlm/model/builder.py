@@ -48,7 +48,6 @@ class VLMBuilder(ModelBuilder[MimoModel, VLMBuildConfig]):
 
         Args:
             pg_collection: ignored: each module has the groups of its own grid.
-            ddp_config: data-parallel settings of all modules.
             wrap_with_ddp: whether the run trains; otherwise no parameter requires a gradient.
         """
         options, modules = self._model_config._options, self._model_config._modules

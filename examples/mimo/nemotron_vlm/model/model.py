@@ -59,8 +59,6 @@ def make_configs(args: Namespace, preset: VLMPreset, layouts: Layouts) -> VLMCon
 
     Args:
         args: Megatron's arguments, which describe the language model.
-        preset: the encoders.
-        layouts: layouts of all modules.
 
     Raises:
         ValueError, AssertionError: options do not go together, most by Megatron's own checks.
@@ -193,10 +191,6 @@ def build_vlm(
     """Build the bare model on this rank; its weights are not initialized.
 
     Args:
-        args: Megatron's arguments.
-        preset: the encoders.
-        configs: configurations of the parts.
-        modules: grid and groups of each encoder and of LANGUAGE.
         schedule: when colocated modules encode; the default is that of no options.
         overrides: settings of single parameters of each module, for the optimizer.
 

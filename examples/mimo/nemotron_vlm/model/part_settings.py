@@ -43,10 +43,6 @@ def part_settings(args: Namespace, names: list[str]) -> PartSettings:
 
     A part's learning rate follows the common schedule, with the same ratio of minimum to maximum.
 
-    Args:
-        args: Megatron's arguments and ours.
-        names: names of the encoders.
-
     Raises:
         UserError: there is no such part, nothing is left to train, or a rate is no number of 0 or
             more.
@@ -134,12 +130,7 @@ def part_of(name: str) -> ModelPart:
 
 
 def freeze(stages: list[MimoModel], parts: Collection[ModelPart]) -> None:
-    """Freeze the parameters of ``parts``; call it before DDP wraps the modules.
-
-    Args:
-        stages: the bare model's virtual stages on this rank.
-        parts: the frozen parts.
-    """
+    """Freeze the parameters of ``parts``; call it before DDP wraps the modules."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if part_of(name) in parts:

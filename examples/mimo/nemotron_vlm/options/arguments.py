@@ -71,7 +71,6 @@ def parse(
     """Read and check the command line.
 
     Args:
-        argv: the command line without the program's name.
         world_size: ranks of the run; torchrun's by default.
         preset: the model; that of the options by default.
 

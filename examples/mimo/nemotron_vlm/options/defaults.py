@@ -81,8 +81,6 @@ def defaults(preset: VLMPreset, device: str, packs: bool) -> dict[str, object]:
     """Return the defaults of a preset on a device, by the names of Megatron's arguments.
 
     Args:
-        preset: the model's sizes.
-        device: 'cpu' or 'cuda'.
         packs: whether several samples are packed into a row, which then is a microbatch.
     """
     left_open = dict.fromkeys(SIZES["language"].values())  # None, so that --language can set them

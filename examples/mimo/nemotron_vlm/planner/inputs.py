@@ -146,11 +146,7 @@ def most_that_fit(preset: VLMPreset, seq_length: int) -> tuple[Inputs, ...]:
 
 
 def check(preset: VLMPreset, inputs: Iterable[Inputs], seq_length: int) -> None:
-    """Refuse more inputs than a row has tokens for.
-
-    Raises:
-        UserError: they do not fit.
-    """
+    """Refuse more inputs than a row has tokens for."""
     means = [
         (each.mean, mean_of(encoder, each, 1).rows, encoder.plural)
         for encoder, each in zip(preset.encoders, inputs, strict=True)

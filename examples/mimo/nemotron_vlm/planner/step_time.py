@@ -42,7 +42,6 @@ def language_chunks(batch: RankBatch, again: str, machine: Machine, first: int) 
     """Return the cost of one microbatch in each virtual stage, in the pipeline's order.
 
     Args:
-        again: recompute setting.
         first: the language model's first rank.
     """
     p, lay = batch.p, batch.lay

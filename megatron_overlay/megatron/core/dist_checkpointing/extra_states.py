@@ -23,13 +23,6 @@ def keep_unsaved_extra_states(
     """Drop extra states that a checkpoint lacks from a load request; modules keep their own.
 
     Weights that the checkpoint lacks are still requested, so loading them fails.
-
-    Args:
-        sharded_state_dict: state to load.
-        checkpoint_dir: folder of one iteration.
-
-    Returns:
-        The state dict with the module's own value in place of each extra state not saved.
     """
     saved = load_sharded_metadata(checkpoint_dir)
 

@@ -60,11 +60,7 @@ def join(queue: JoinableQueue, process: Process) -> None:
 
 
 def managed_queue(context: BaseContext) -> Queue:
-    """Return a queue whose manager process ends when this process does, even if this one is killed.
-
-    Args:
-        context: multiprocessing context that starts the process.
-    """
+    """Return a queue whose manager process ends when this one does, even if this one is killed."""
     manager = SyncManager(ctx=context)
     manager.start(exec, (_END_WITH_RANK, {}))
     return manager.Queue()

@@ -31,15 +31,11 @@ TRIES = 5
 
 
 def hash_in_writer(request: Any, checkpoint_dir: str) -> Any:
-    """Make an asynchronous save hash its files in the writer, and write the manifest at its end.
+    """Return an asynchronous save that hashes files in its writer and ends with the manifest.
 
     Args:
         request: an ``AsyncRequest`` of either strategy. The first argument of its function is the
             rank, the last one the queue for the results.
-        checkpoint_dir: folder that the save writes to.
-
-    Returns:
-        The changed request.
     """
     hashed = None
     if request.async_fn is not None:
@@ -65,7 +61,6 @@ def save_manifest(checkpoint_dir: str, hashed: Queue | None = None) -> None:
     """Hash every file of a checkpoint and write the manifest; collective over the world.
 
     Args:
-        checkpoint_dir: folder of the checkpoint.
         hashed: queue that holds the hashes of files already hashed by this rank's writer.
 
     Raises:

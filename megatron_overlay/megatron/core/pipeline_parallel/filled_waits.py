@@ -35,7 +35,6 @@ class FilledWaits(P2PCommunicator):
     continues during the rank's next work, even if its receiver is late.
 
     Args:
-        pp_group: process group of the pipeline.
         config: the language model's configuration, without ``variable_seq_lengths``, which makes
             neighbours wait for each other's shapes first.
         work: function called before each wait, with ``"recv_prev"`` or ``"recv_next"``.

@@ -19,12 +19,7 @@ class RowsInFlight:
         self._sizes: deque[list[int]] = deque()
 
     def note(self, shapes: Sequence[Sequence[int]], dim: int) -> None:
-        """Add a received microbatch to the queue, unless no backward will follow.
-
-        Args:
-            shapes: shape of each source's tensor.
-            dim: dim along which the tensors are concatenated.
-        """
+        """Add a received microbatch to the queue, unless no backward will follow."""
         if torch.is_grad_enabled():
             self._sizes.append([int(shape[dim]) for shape in shapes])
 

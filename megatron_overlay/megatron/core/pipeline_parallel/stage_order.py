@@ -13,8 +13,6 @@ def order_of_stage(
     """Return the operations of a stage in Megatron's 1F1B, in order.
 
     Args:
-        stage, size: index and number of pipeline stages.
-        microbatches: microbatches of the step.
         vpp: virtual stages of each stage; with more than one, the schedule is interleaved.
         group: consecutive microbatches that a virtual stage runs before the next one does; by
             default as many as there are stages.

@@ -43,9 +43,7 @@ class AttentionPlan:
     """Blocks of queries and keys in which one CP rank attends; made on the host once per batch.
 
     Attributes:
-        lengths: samples of the batch.
-        cp_size: number of ranks over which their tokens are spread, in the zigzag layout.
-        device: device of the batch's tensors.
+        cp_size: number of ranks over which the samples' tokens are spread, in the zigzag layout.
         is_causal: whether a query sees only the keys up to its own, instead of all of its sample.
         samples: blocks of each sample, in the rank's local order; none for an empty sample.
     """

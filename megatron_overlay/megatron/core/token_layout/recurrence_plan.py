@@ -51,8 +51,6 @@ class RecurrencePlan:
     Attributes:
         lengths: samples of the batch. Padding belongs to its sample and follows its tokens.
         cp_size: number of ranks that hold equally many tokens.
-        rank: this rank.
-        device: device of the batch's tensors.
         parts: number of links of a chain that each rank holds: 1 of contiguous tokens, 2 of zigzag
             tokens, whose samples are all of one length.
     """

@@ -99,9 +99,6 @@ def plan_route(source: TokenLayout, destination: TokenLayout, group_rank: int) -
     """Plan ``group_rank``'s part of the exchange from ``source`` to ``destination``.
 
     Made on the host once per batch. A message has its rows in the sender's local order.
-
-    Args:
-        source, destination: layouts of one batch on the same ranks.
     """
     size, ranks = source.shard_size, torch.arange(source.cp_size)
     origins = source.places[destination.tokens]  # places before, of all ranks' tokens

@@ -53,8 +53,6 @@ class RADIOEncoderWrapper(MegatronModule):
 
     Args:
         config: configuration of the ViT; sequence parallelism must be off.
-        layer_spec: spec of its transformer layers.
-        sizes: image geometry.
         pg_collection: the encoder's process groups. In a pipeline, the first stage embeds the
             patches, and the last one applies the pixel shuffle.
     """

@@ -46,38 +46,25 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
     """Return the spec of a hybrid stack.
 
     Its layers are `M` (Mamba-2), `G` (gated delta net), `*` (attention), `-` (MLP), `E` (experts).
-
-    Args:
-        core_attention: the module between the attention projections.
     """
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=_mamba_layer(),
-            gdn_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=SequenceParallelNorm,
-                    self_attention=ModuleSpec(
-                        module=SiluGatedDeltaNet,
-                        submodules=GatedDeltaNetSubmodules(
-                            in_proj=ColumnParallelLinear,
-                            out_norm=SequenceParallelNorm,
-                            out_proj=RowParallelLinear,
-                        ),
+            gdn_layer=_transformer_layer(
+                ModuleSpec(
+                    module=SiluGatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=ColumnParallelLinear,
+                        out_norm=SequenceParallelNorm,
+                        out_proj=RowParallelLinear,
                     ),
-                    self_attn_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map=FUSED_NORMS["gdn"],
                 ),
+                sharded_state_dict_keys_map=FUSED_NORMS["gdn"],
             ),
-            attention_layer=ModuleSpec(
-                module=TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=SequenceParallelNorm,
-                    self_attention=_self_attention(AttnMaskType.causal, core_attention),
-                    self_attn_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map=FUSED_NORMS["attention"],
-                ),
+            attention_layer=_transformer_layer(
+                _self_attention(AttnMaskType.causal, core_attention),
+                sharded_state_dict_keys_map=FUSED_NORMS["attention"],
             ),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
@@ -107,18 +94,23 @@ def get_hybrid_local_stack_spec(core_attention: type = DotProductAttention) -> M
 
 def vit_local_layer_spec(core_attention: type = DotProductAttention) -> ModuleSpec:
     """Return the spec of a vision transformer's layer: attention to all tokens, then an MLP."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=SequenceParallelNorm,
-            self_attention=_self_attention(AttnMaskType.no_mask, core_attention),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=SequenceParallelNorm,
-            mlp=_dense_mlp(),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=FUSED_NORMS["attention"] | FUSED_NORMS["mlp"],
-        ),
+    return _transformer_layer(
+        _self_attention(AttnMaskType.no_mask, core_attention),
+        pre_mlp_layernorm=SequenceParallelNorm,
+        mlp=_dense_mlp(),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=FUSED_NORMS["attention"] | FUSED_NORMS["mlp"],
     )
+
+
+def _transformer_layer(self_attention: ModuleSpec, **others) -> ModuleSpec:
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=SequenceParallelNorm,
+        self_attention=self_attention,
+        self_attn_bda=get_bias_dropout_add,
+        **others,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def _mamba_layer() -> ModuleSpec:

@@ -7,8 +7,6 @@ weighs a rank's loss by that rank's own counts of tokens. Where the global state
 upstream's.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -27,30 +25,29 @@ from megatron.core.transformer.multi_token_prediction import (
 
 
 def is_on_stage(post_process: bool, **of_global_stage) -> bool:
-    """Return whether a model with MTP layers has them on this stage: on the last one.
-
-    Args:
-        post_process: whether the stage is the model's last.
-        of_global_stage: what upstream's function takes.
-    """
+    """Return whether a model with MTP layers has them on this stage: on the last one."""
     if parallel_state.is_initialized():
         return mtp_on_this_rank(**of_global_stage)
     return post_process
 
 
-def embedding(model: LanguageModule) -> Callable[..., Tensor]:
-    """Return the embedding of later tokens, cut over TP ranks as the hidden states are.
+def predict(model: LanguageModule, input_ids: Tensor | None, **of_layers) -> Tensor:
+    """Return the model's own hidden states, then each depth's; those alone in a forward without
+    tokens.
 
-    A language model within another model leaves that cut of its own input to the outer one.
+    Later tokens are embedded as the hidden states are cut over TP ranks: a language model within
+    another model leaves that cut of its own input to the outer one.
     """
-    if not model.config.sequence_parallel or model.embedding.scatter_to_sequence_parallel:
-        return model.embedding
+    if input_ids is None:
+        return of_layers["hidden_states"]
+    if model.config.sequence_parallel and not model.embedding.scatter_to_sequence_parallel:
 
-    def embed(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        tokens = model.embedding(input_ids=input_ids, position_ids=position_ids)
-        return scatter_to_sequence_parallel_region(tokens, group=model.pg_collection.tp)
+        def embed(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+            tokens = model.embedding(input_ids=input_ids, position_ids=position_ids)
+            return scatter_to_sequence_parallel_region(tokens, group=model.pg_collection.tp)
 
-    return embed
+        of_layers["embedding"] = embed
+    return model.mtp(input_ids=input_ids, **of_layers)
 
 
 def process_loss(
@@ -60,6 +57,7 @@ def process_loss(
     loss_mask: Tensor,
     output_weight: Tensor | None,
     packed_seq_params: PackedSeqParams | None,
+    input_ids: Tensor | None,
     **of_upstream,
 ) -> Tensor:
     """Attach the MTP losses to the model's own hidden states, which it returns.
@@ -71,8 +69,9 @@ def process_loss(
     Args:
         hidden_states: ``[(1 + depths) · S/(cp·tp), B, H]``, the model's own, then each depth's.
         labels, loss_mask: ``[B, S/cp]``, of the model's own loss.
-        of_upstream: what upstream's function takes beside these.
     """
+    if input_ids is None:
+        return hidden_states
     if parallel_state.is_initialized():
         return process_mtp_loss(
             hidden_states=hidden_states,
@@ -80,6 +79,7 @@ def process_loss(
             loss_mask=loss_mask,
             output_weight=output_weight,
             packed_seq_params=packed_seq_params,
+            input_ids=input_ids,
             **of_upstream,
         )
     config, groups = model.config, model.pg_collection

@@ -28,9 +28,6 @@ def keep_tokens_contiguous(stack: nn.Module) -> None:
     Does nothing unless the config has ``linear_cp_layout="contiguous"`` and there are several CP
     ranks.
 
-    Args:
-        stack: the stack, with its layers built.
-
     Raises:
         ValueError: the config captures single layers as CUDA graphs, which would lack the hooks.
     """

@@ -33,7 +33,6 @@ class LayerTokens:
     """Tokens of one layer, or of a stack of them.
 
     Args:
-        config: TransformerConfig of the layer.
         pg_collection: groups ``tp`` and ``cp``; with sequence parallelism also ``tp_cp``.
 
     Attributes:

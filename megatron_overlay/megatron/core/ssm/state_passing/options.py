@@ -10,7 +10,7 @@ def check_options(config) -> None:
     """Refuse unknown values of the options, and values that exclude each other.
 
     Raises:
-        ValueError: an option has no valid value; the message names the option and its values.
+        ValueError: the message names the option and its values.
     """
     for name, known in (
         ("linear_cp_mode", (HEADWISE, CHUNKWISE)),

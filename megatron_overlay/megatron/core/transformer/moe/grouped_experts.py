@@ -80,7 +80,6 @@ def apply_experts(
     """Apply each expert to its tokens.
 
     Args:
-        experts: gives the configuration and the groups.
         first, second: weights ``[F, H]`` and ``[H, F]`` of each expert's layers.
         hidden: ``[rows, H]``, ordered by expert; with expert parallelism, rows after those of the
             last expert mean nothing, and have zeros in the output and as their gradient.

@@ -183,11 +183,11 @@ ROWS = {
         ),
         "other texts": Fault(
             changed(".json", lambda text: re.sub(rb'(?<=")\d', b"0", text)),
-            CHANGED.format("its text is another than in the survey"),
+            CHANGED.format("its text differs from the survey's"),
         ),
         "other pixels": Fault(
             changed("g", lambda old: image(*Image.open(io.BytesIO(old)).size)),
-            CHANGED.format("its images are others than"),
+            CHANGED.format("its images differ from"),
         ),
         "cut short": Fault(truncated(SHARD, 3000), CHANGED.format("Unexpected end"), later=True),
         "removed": Fault(on_first_rank(removed), CHANGED.format(r"\[Errno 2\] No such file")),

@@ -83,10 +83,6 @@ class Bridge:
         with 0 rows on later pipeline stages. Collective over the ranks of a block, in the backward
         too: either all of them, including those without a row, pass a tensor that requires grad and
         run the backward, or none does.
-
-        Args:
-            tensor: the source's output on this rank.
-            encoded, consumed: as :meth:`plan_routes` takes them.
         """
         batch_dim = self.dim_mapping["b"]
         routes = self.plan_routes(tensor.size(batch_dim), encoded, consumed, tensor.device)
@@ -155,7 +151,6 @@ class Bridge:
         for the device.
 
         Args:
-            num_rows: number of rows that this rank encodes.
             tokens: number of tokens that rows replace on this rank's destination DP index.
 
         Raises:

@@ -25,7 +25,6 @@ def encoders_to_language(
     Encoders send ``[rows, H]``, the language model's stages ``[S, B, H]``.
 
     Args:
-        grids: grids of all modules.
         config: the language model's configuration, with ``variable_seq_lengths``, as the shapes
             that stages send differ.
     """

@@ -81,12 +81,7 @@ class Crossing:
         return bool((others & (self.giver != NOBODY)).any())
 
     def route(self, member: int, before: AtomRows, after: AtomRows) -> Route:
-        """Plan one member's part in the exchange of one batch.
-
-        Args:
-            member: index of the rank within the block.
-            before, after: rows of the atoms with which the member starts and ends.
-        """
+        """Plan one member's part in the exchange of one batch."""
         atom, members = _atom_of_rows(self.after[member], after.counts), len(self.before)
         if after.owners is None:
             givers = self.giver[member][atom].T  # [copies, rows]
@@ -124,8 +119,6 @@ class BlockPlan(NamedTuple):
         """Return a member's forward and backward route over the bridge.
 
         Args:
-            member: index of the rank within the block.
-            encoded: rows of the atoms that the member encodes.
             consumed: rows of the atoms that the member's destination DP index consumes; not read on
                 later pipeline stages, which consume none.
         """
@@ -139,7 +132,6 @@ def plan_block(topology: BridgeTopology, members: Sequence[int]) -> BlockPlan:
     """Plan the crossings of one block.
 
     Args:
-        topology: positions of all ranks on both sides.
         members: global ranks of one of ``topology.blocks``, in the order of the process group.
     """
     atoms = sorted({atom for rank in members for atom in topology.encodes(rank)})

@@ -33,7 +33,6 @@ def assign_parts(
     consumes, as that keeps exchanges among few ranks. If the parts in order are as good, they win.
 
     Args:
-        src_dp, dest_dp: DP sizes.
         ranks: for each rank its source DP index, its destination DP index, and whether it is on the
             first stage.
     """

@@ -38,7 +38,6 @@ class BridgeTopology:
     Attributes:
         src: coordinates of each global rank in the source grid; its cp and pp are 0.
         dest: coordinates of each global rank in the destination grid.
-        src_dp, dest_dp: DP sizes.
         parts: for each source DP index, the index of the one of ``src_dp`` equal runs of the batch
             that it encodes.
     """

@@ -25,12 +25,7 @@ class EncoderSchedule:
     share: float = 0.5
 
     def at_once(self, pp: int, microbatches: int) -> int:
-        """Return the number of microbatches that are encoded at once.
-
-        Args:
-            pp: stages of the language model's pipeline.
-            microbatches: microbatches of the step.
-        """
+        """Return the number of microbatches that are encoded at once."""
         return microbatches if self.encodes_all(pp) else self.macro_batch
 
     def encodes_all(self, pp: int) -> bool:

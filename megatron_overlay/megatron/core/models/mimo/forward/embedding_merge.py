@@ -26,7 +26,6 @@ def embed_tokens(
     their count. Without a bridge, upstream's methods count them.
 
     Args:
-        model: the MimoModel.
         input_ids, position_ids: ``[B, S]``.
         modality_embeddings: ``[rows, H]`` of each modality, in the order of its tokens.
 
@@ -94,7 +93,6 @@ def with_whole_gradient(model: MegatronModule, rows: Tensor) -> Tensor:
     added. Rows of colocated modules are returned unchanged: their bridge adds the gradients up.
 
     Args:
-        model: the MimoModel.
         rows: ``[n, H]``, the same on all TP and CP ranks of a stage.
     """
     if model.role.mode is ModuleLayout.COLOCATED:

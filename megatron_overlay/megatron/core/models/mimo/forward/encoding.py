@@ -7,7 +7,6 @@ Both steps take one or more microbatches, which the language model then consumes
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ def encode(
     """Run every modality's encoders on this rank's part of the batch.
 
     Args:
-        model: the MimoModel.
         shares: inputs in batch order; tensors and arrays are concatenated along the first dim.
         recompute: keep no activations; in the backward run the encoders again, this many shares at
             a time. ``None`` keeps them.
@@ -76,7 +74,6 @@ def communicate(
     Collective over all ranks of the model, including those without a row.
 
     Args:
-        model: the MimoModel.
         rows: the result of :func:`encode` for this rank's whole share.
         input_ids: as :func:`bridge_rows` takes them.
 
@@ -102,7 +99,6 @@ def bridge_rows(
     """Return the rows of modality ``name`` by which its bridge routes.
 
     Args:
-        model: the MimoModel.
         rows: ``[n, H]``, the modality's rows that this rank has encoded.
         plans: those of all microbatches whose rows cross the bridge at once. Without them every
             sample must have as many rows as any other, which the ranks tell each other; the
@@ -160,11 +156,7 @@ def _encode_part(submodule, inputs: dict[str, dict[str, object]], recompute: boo
     if not (recompute and torch.is_grad_enabled()):
         return submodule(encoder_inputs=inputs)
     anchor = torch.empty(0, requires_grad=True)  # without a differentiable input: no backward
-    return tensor_parallel.checkpoint(partial(_run, submodule, inputs), False, anchor)
-
-
-def _run(submodule, inputs: dict[str, dict[str, object]], _: Tensor) -> Tensor:
-    return submodule(encoder_inputs=inputs)
+    return tensor_parallel.checkpoint(lambda _: submodule(encoder_inputs=inputs), False, anchor)
 
 
 def _merged(shares: Sequence[ModalityInputs | None]) -> ModalityInputs:

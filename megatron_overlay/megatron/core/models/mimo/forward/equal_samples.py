@@ -22,8 +22,6 @@ def shared_out(
     Args:
         microbatches: MimoModel's keyword arguments, with the samples of a DP index of the module
             with fewer DP ranks; they end with the encoders' inputs in the first microbatch.
-        topology: topology of the bridge.
-        encoder_name: the encoder's modality.
 
     Raises:
         ValueError: the rank encodes samples of another DP index than it consumes, or packed samples

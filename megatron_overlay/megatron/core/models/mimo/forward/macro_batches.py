@@ -30,7 +30,6 @@ class MacroBatch:
     are collective over all ranks of the model, in this order.
 
     Args:
-        model: the MimoModel that holds the encoders.
         microbatches: its microbatches, which are changed.
         recompute: as :func:`encode` takes it.
     """

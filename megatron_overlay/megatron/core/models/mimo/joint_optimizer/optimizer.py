@@ -49,7 +49,6 @@ class MimoOptimizer(upstream.MimoOptimizer):
     Args:
         module_infos: optimizer and groups by module name, the same names in the same order on
             every rank.
-        config: settings of all modules.
         expert_biases: expert biases of the routers on this rank. The schedule updates them from
             the experts' loads; a skipped step restores their values at the last ``zero_grad``.
 
@@ -223,8 +222,6 @@ def get_mimo_optimizer(
     instances needs a collection with the groups of as many.
 
     Args:
-        mimo_model: the model, or its list of virtual pipeline stages.
-        config: settings of every module.
         config_overrides: settings of single parameters, as in ``get_megatron_optimizer``; the
             model's ``optimizer_overrides``, by module, take precedence. Parameter names are those
             within a module.

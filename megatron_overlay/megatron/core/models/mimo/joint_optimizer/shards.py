@@ -75,9 +75,6 @@ def use_own_shards(optimizer: DistributedOptimizer) -> None:
     """Make the optimizer save its state as boxes under the format name `MODEL_SPACE`.
 
     They replace the states that Megatron makes under that name, in a format that it has dropped.
-
-    Args:
-        optimizer: the optimizer, changed in place.
     """
     _number_parameters(optimizer)
     optimizer.sharded_param_state_fs_model_space = partial(_param_state, optimizer)
@@ -142,10 +139,6 @@ def _factory(
     """Make the factory of a range: boxes in the checkpoint, and one tensor in the optimizer.
 
     Args:
-        placed: the boxes of the range.
-        prefix: prefix of the checkpoint's keys.
-        flat: the range, a 1-dim tensor.
-        replica: replica id of the range.
         is_loading: whether boxes have no data yet.
     """
 

@@ -46,12 +46,7 @@ def sharded_optimizer_state(
     is_loading: bool,
     **kwargs,
 ) -> dict:
-    """Return the optimizer state of module ``name``, with its common part as sharded objects.
-
-    Args:
-        optimizer, groups: optimizer and groups of the module, which this rank trains.
-        model_sharded_state_dict, is_loading, kwargs: as for Megatron's optimizers.
-    """
+    """Return the optimizer state of module ``name``, with its common part as sharded objects."""
     if not is_loading:
         _allocate(optimizer)
     metadata = kwargs.get("metadata") or {}

@@ -40,9 +40,6 @@ class PartitionAdapter(utils.PartitionAdapter):
 
     A sequence whose length does not divide is padded, never truncated or refused: see ``lengths``.
     Packed samples need no Transformer Engine.
-
-    Args:
-        cfg: this module's ``PartitionConfig``.
     """
 
     def lengths(

@@ -100,7 +100,6 @@ def token_arguments(
     of an image or sound, so predictions from such a token get no loss.
 
     Args:
-        model: the MimoModel.
         input_ids, position_ids, loss_mask: ``[B, S]``.
         packed_seq_params: parameters of a packed batch, with global ``cu_seqlens``; B is 1.
 

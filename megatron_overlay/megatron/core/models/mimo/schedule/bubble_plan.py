@@ -65,7 +65,6 @@ class Costs(NamedTuple):
 
         Args:
             share: the encoders' share of the time of a step in which no rank waits.
-            vpp: virtual stages of each stage.
         """
         encode = share / (1 - share)
         return cls(1 / vpp, 2 / vpp, encode, 2 * encode)
@@ -112,11 +111,7 @@ def bubble_plan(
 
     Args:
         stages: pipeline stages, two or more.
-        microbatches: microbatches of the step.
-        macro_batch: microbatches that are encoded at once.
-        vpp: virtual stages of each stage.
         trained: whether any encoder takes gradients; if none does, ``encode`` is the only piece.
-        costs: costs of operations and pieces.
         group: as in :func:`order_of_stage`.
     """
     orders = [order_of_stage(stage, stages, microbatches, vpp, group) for stage in range(stages)]
@@ -133,7 +128,7 @@ def pieces_around_the_pipeline(operations: int, macro_batches: int, trained: boo
 
     Args:
         operations: number of pipeline operations of the stage.
-        macro_batches, trained: as in :func:`bubble_plan`.
+        trained: as in :func:`bubble_plan`.
     """
 
     def all_of(*kinds: str) -> tuple[Piece, ...]:
@@ -147,9 +142,6 @@ def pieces_in_turn(microbatches: int, macro_batch: int, trained: bool) -> StageP
     """Return the only stage's pieces without a pipeline.
 
     A macro-batch is encoded before its first forward, and goes back after its last backward.
-
-    Args:
-        microbatches, macro_batch, trained: as in :func:`bubble_plan`.
     """
     before = [[] for _ in range(2 * microbatches + 1)]
     for k, first in enumerate(range(0, microbatches, macro_batch)):

@@ -29,9 +29,6 @@ def prepare_bubbles(stages: list[MimoModel]) -> None:
 
     Collective over the world, as it makes process groups.
 
-    Args:
-        stages: one MimoModel for each virtual stage, ready for training.
-
     Raises:
         ValueError: the model or its layout does not allow encoding in bubbles.
     """
@@ -85,9 +82,7 @@ class EncoderWork:
         stages: one MimoModel for each virtual stage; the first holds the encoders.
         microbatches: the step's microbatches, dicts of MimoModel's keyword arguments; drawn
             macro-batch by macro-batch.
-        count: number of microbatches of the step.
         size: microbatches of a macro-batch; the last one of a step may have fewer.
-        groups: the language model's groups.
         in_bubbles: fill the pipeline's bubbles, which takes microbatches with a ``batch_plan``.
     """
 

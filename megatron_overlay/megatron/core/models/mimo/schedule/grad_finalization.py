@@ -68,7 +68,6 @@ def global_token_count(num_tokens: torch.Tensor, groups: ProcessGroupCollection)
 
     Args:
         num_tokens: scalar, this rank's count; only the last pipeline stage's is read.
-        groups: the language model's groups.
 
     Returns:
         A scalar, the same on every rank of the language model.
@@ -88,7 +87,6 @@ def language_total(
 
     Args:
         values: any shape; read on all DP and CP ranks of the last stage.
-        model: tells which ranks hold the language model.
         groups: the language model's groups; None on ranks without it.
     """
     total = torch.zeros_like(values) if groups is None else global_token_count(values, groups)
@@ -111,10 +109,8 @@ def finalize_mimo_grads(
     all ranks of the model.
 
     Args:
-        model: the MimoModel, one for each virtual pipeline stage.
         num_tokens: scalar, tokens with a loss on this rank; None skips the division.
         pg_collection: groups of the language model, or of all this rank's modules.
-        force_all_reduce: as in DDP's ``finish_grad_sync``.
     """
     reduce_module_grads(model, force_all_reduce)
     if num_tokens is not None:

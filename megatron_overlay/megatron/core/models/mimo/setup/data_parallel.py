@@ -29,8 +29,6 @@ def prepare_for_training(
 
     Args:
         stages: the bare model, one for each virtual stage; the first holds the modalities.
-        modules: groups of the model's modules.
-        ddp_config: configuration of DDP for all modules.
     """
     encoders = [name for name in modules if name != MIMO_LANGUAGE_MODULE_KEY]
     for number, stage in enumerate(stages):

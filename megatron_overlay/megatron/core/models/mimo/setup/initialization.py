@@ -35,12 +35,14 @@ BLOCK = 2**16
 rank draws few rows beyond its shard's."""
 
 
-def _ones(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    return out.fill_(1)
+def filled(value: float) -> Draw:
+    """Return the draw of a constant."""
+    return lambda out, _rng, _inputs: out.fill_(value)
 
 
-def _zeros(out: torch.Tensor, _rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    return out.zero_()
+def normal(std: float) -> Draw:
+    """Return the draw of N(0, std²)."""
+    return lambda out, rng, _inputs: out.normal_(0, std, generator=rng)
 
 
 def fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
@@ -49,8 +51,7 @@ def fan_in_normal(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch
 
 
 def _convolution(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
-    bound = 0.5
-    return out.uniform_(-bound, bound, generator=rng)
+    return out.uniform_(-0.5, 0.5, generator=rng)
 
 
 def _decay_rate(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
@@ -62,13 +63,6 @@ def _time_step_bias(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> to
     return step + torch.log(-torch.expm1(-step))
 
 
-def _normal(std: float) -> Draw:
-    def draw(out: torch.Tensor, rng: torch.Generator, _inputs: int) -> torch.Tensor:
-        return out.normal_(0, std, generator=rng)
-
-    return draw
-
-
 def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
     """Return the name patterns and their draws; the first match decides.
 
@@ -76,7 +70,7 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         layers: depth of the module's own stack.
         std: standard deviation of matrices; None for 1/sqrt(fan in).
     """
-    matrix = fan_in_normal if std is None else _normal(std)
+    matrix = fan_in_normal if std is None else normal(std)
 
     def residual(out: torch.Tensor, rng: torch.Generator, inputs: int) -> torch.Tensor:
         return matrix(out, rng, inputs).div_(math.sqrt(2 * layers))
@@ -85,11 +79,11 @@ def _rules(layers: int, std: float | None) -> list[tuple[str, Draw]]:
         ("*conv1d.*", _convolution),
         ("*A_log", _decay_rate),
         ("*dt_bias", _time_step_bias),
-        ("*.D", _ones),
-        ("*norm.weight", _ones),
-        ("*norm?.weight", _ones),
-        ("*norm_weight", _ones),
-        ("*bias", _zeros),
+        ("*.D", filled(1)),
+        ("*norm.weight", filled(1)),
+        ("*norm?.weight", filled(1)),
+        ("*norm_weight", filled(1)),
+        ("*bias", filled(0)),
         ("*layers*.linear_proj.weight", residual),
         ("*layers*.out_proj.weight", residual),
         ("*layers*.linear_fc2.weight", residual),
@@ -123,8 +117,6 @@ def initialize_weights(
     Call it before the model is wrapped in DDP: the rules match names of the bare modules.
 
     Args:
-        model: a model on the CPU or a GPU.
-        seed: seed of all weights.
         std: standard deviation of the language model's matrices; None for 1/sqrt(fan in).
         own: draws by patterns of names, which take precedence over the rules here.
 

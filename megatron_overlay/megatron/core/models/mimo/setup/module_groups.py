@@ -73,8 +73,6 @@ def make_modules(
 
     Args:
         layouts: sizes and first rank of each module, in the same order on every rank.
-        backend: backend of the groups.
-        optimizer_instances: number of distributed-optimizer instances.
     """
     modules = {}
     for name, (layout, first) in layouts.items():
@@ -149,7 +147,6 @@ def prepare_process(modules: Modules, args: Namespace) -> None:
     That state is a scratch buffer, MoE metrics and the RNG tracker.
 
     Args:
-        modules: groups of the model that is built next.
         args: Megatron's arguments: ``seed``, from which every pipeline stage derives its own (so
             the numbers drawn depend on the layout, as Megatron's do), and the choice of tracker.
     """

@@ -15,7 +15,6 @@ def role_with_pipeline(role: RankRole, config: MimoModelConfig) -> RankRole:
 
     Args:
         role: result of ``RankRole.build``; changed in place if the modules are colocated.
-        config: the model's configuration.
     """
     if role.mode is ModuleLayout.COLOCATED and config.module_to_grid_map:
         grid = config.module_to_grid_map[MIMO_LANGUAGE_MODULE_KEY]

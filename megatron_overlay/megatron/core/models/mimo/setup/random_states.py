@@ -36,7 +36,6 @@ class RandomStates:
     combines that of the device's generator on the group's first rank with the module's name.
 
     Args:
-        name: name of the module.
         groups: the module's process groups; the expert groups may be None.
     """
 
