@@ -20,14 +20,22 @@ from tests.agent import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = REPOSITORY / "build" / ("next" if os.environ.get("NEXT") else "Megatron-LM")
-ENVIRONMENT = {
-    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{REPOSITORY}",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 LIMIT_S = 150
 """Time limit of all ranks."""
+
+
+def environment(checkout: Path = CHECKOUT) -> dict[str, str]:
+    """Variables of a process that runs this repository's tests on a checkout.
+
+    Upstream's main has tests of its own in its checkout, which may be the working directory.
+    """
+    return {
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{checkout}",
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,14 @@ def _rank(arguments: list[str], directory: str) -> None:
     (own / "code").write_text(str(code))
 
 
-def start(module: str, *arguments: object, **streams) -> subprocess.Popen:
+def start(
+    module: str, *arguments: object, checkout: Path = CHECKOUT, **streams
+) -> subprocess.Popen:
     """Start a module of the tests in a process group of its own, and return at once."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=CHECKOUT,
-        env=os.environ | ENVIRONMENT,
+        cwd=checkout,
+        env=os.environ | environment(checkout),
         start_new_session=True,
         **streams,
     )

@@ -32,10 +32,13 @@ class Nodes:
 
     Args:
         count: number of hosts. directory: for their files.
+
+    Attributes:
+        least: number of hosts that go on without the others; all by default.
     """
 
     def __init__(self, count: int, directory: Path) -> None:
-        self.directory, self._started = directory, {}
+        self.directory, self.least, self._started = directory, count, {}
         self._names = [f"mimo-{os.getpid()}-{number}" for number in range(count)]
         self._switch = f"mimo-{os.getpid()}-switch"
 
@@ -77,7 +80,7 @@ class Nodes:
         context.set_forkserver_preload(["examples.mimo.nemotron_vlm.loop.run", "sklearn.datasets"])
         log = self.directory / f"node{number}.txt"
         line = [fault, *map(str, arguments)]
-        own = (self._names, number, restarts, log, line)
+        own = (self._names, number, self.least, restarts, log, line)
         self._started[number] = context.Process(target=_node, args=own)
         self._started[number].start()
 
@@ -107,7 +110,9 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-def _node(names: list[str], number: int, restarts: int, log: Path, line: list[str]) -> None:
+def _node(
+    names: list[str], number: int, least: int, restarts: int, log: Path, line: list[str]
+) -> None:
     """Enter the node's namespaces, and be its agent."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{names[number]}") as namespace:
@@ -125,7 +130,7 @@ def _node(names: list[str], number: int, restarts: int, log: Path, line: list[st
     os.environ |= {"TMPDIR": str(own), "GLOO_SOCKET_IFNAME": "eth0"}
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     agent = {
-        "min_nodes": len(names),
+        "min_nodes": least,
         "max_nodes": len(names),
         "rdzv_endpoint": f"{address(0)}:{PORT}",
         "rdzv_configs": AGENT | {"is_host": number == 0},

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.e2e.launch import ENVIRONMENT
+from tests.e2e.launch import environment
 
 LATE = """
 import time
@@ -28,7 +28,7 @@ def test_the_others_end_the_run_with_its_stack(tmp_path):
     done = subprocess.run(
         [*ranks, "test_late.py", "--rootdir=."],
         cwd=tmp_path,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | environment(),
         capture_output=True,
         text=True,
         timeout=100,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of GPUs: the program with production layers over NCCL has one GPU's losses.
 
-Adam resumes bit for bit.
+Adam resumes bit for bit, and runs go on in another precision.
 """
 
 import pytest
@@ -11,7 +11,12 @@ import torch
 from tests.unit_tests.examples.nemotron_vlm.energon.digits_data import shared_digits
 from tests.unit_tests.examples.nemotron_vlm.loop.models import ENGINE, MODELS, ON_GPUS
 from tests.unit_tests.examples.nemotron_vlm.loop.rows_on_gpus import AHEAD, ON_ONE_GPU, ON_TWO_GPUS
-from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import check, reference_of, tolerance
+from tests.unit_tests.examples.nemotron_vlm.loop.trajectories import (
+    MOST,
+    check,
+    reference_of,
+    tolerance,
+)
 from tests.unit_tests.examples.nemotron_vlm.runs import trainer
 from tests.unit_tests.test_utilities import requires_world_size
 
@@ -96,3 +101,27 @@ def test_adam_resumes_bit_for_bit(encoder, language, shared_path):
         assert len(loaded) == len(saved) > 10
         assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
         assert run.train_step()["loss"] == after["loss"]
+
+
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-parts", "encoder")
+TYPES = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+
+
+@requires_world_size(1)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), FP8), (FP8, ()), ((), TYPES), (TYPES, ())],
+    ids=["to-fp8", "from-fp8", "to-16-bit-moments", "from-16-bit-moments"],
+)
+def test_goes_on_in_another_precision(before, after, shared_path, capsys):
+    options = (*ENGINE, "--bf16", "--micro-batch-size", "8")
+    with trainer(*options, *before) as run:
+        for _ in range(2):
+            run.train_step()
+        run.save(shared_path)
+        expected = [run.train_step()["loss"] for _ in range(2)]
+    with trainer(*options, *after, "--load", str(shared_path)) as run:
+        assert run.step == 2
+        found = [run.train_step()["loss"] for _ in range(2)]
+    assert "another precision: " in capsys.readouterr().err
+    assert found == pytest.approx(expected, rel=MOST)

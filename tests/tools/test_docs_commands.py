@@ -26,6 +26,8 @@ from torch.distributed.run import get_args_parser
 
 import show_layout
 from examples.mimo.common.errors import UserError
+from examples.mimo.common.layout import PLANNED
+from examples.mimo.nemotron_vlm.loop.dry_run import planned
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
 from examples.mimo.nemotron_vlm.options.own_options import own_options
@@ -243,8 +245,12 @@ class Session:
         arguments = [str(self.place / w) if "/recipes/" in w else w for w in arguments]
         absent = [w for w in arguments if w.endswith("/model.json") and not Path(w).exists()]
         arguments = [str(model) if w in absent else w for w in arguments]
+        own = own_options(arguments)
+        self.monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # as torchrun does
         try:
-            parse(arguments, own_options(arguments).dry_run or ranks)
+            if own.language == PLANNED:
+                arguments = planned(arguments, own, ranks)
+            parse(arguments, own.dry_run or ranks)
         except UserError as error:
             pytest.fail(str(error))
 

@@ -13,6 +13,7 @@ from examples.mimo.common.errors import UserError
 from examples.mimo.common.layout import NON_COLOCATED, PLACEMENTS, Batch, Layout
 from examples.mimo.common.layout_rules import CHUNKWISE
 from examples.mimo.nemotron_vlm.loop.dry_run import plan as plan_text
+from examples.mimo.nemotron_vlm.loop.dry_run import planned
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import schedule_of
 from examples.mimo.nemotron_vlm.model.presets import find_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -122,6 +123,18 @@ class TestProgram:
         assert {plan["placement"] for plan in apart} == {NON_COLOCATED}
         for plan in plans("--encoder-schedule bubbles"):
             assert plan["schedule"]["in_bubbles"] == (plan["language"]["pp"] > 1)
+
+    @pytest.mark.parametrize("more", ["", f"--pack --placement {NON_COLOCATED}"])
+    def test_is_run_by_ranks_whose_layouts_are_planned(self, more, monkeypatch):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        line = f"--language planned --global-batch-size 12 --seq-length 64 {more}".split()
+        task = task_of(world=6, batch=12, machine=replace(H200, gpus_per_node=2))
+        for ranks in (6, 4):
+            found = parse(planned(line, own_options(line), ranks), ranks).layouts
+            assert found.batch.micro_size == 1 or "--pack" not in more
+            assert found.non_colocated or "--placement" not in more
+            allowed = candidates(replace(task, world=ranks, seq_length=64))
+            assert found in list(allowed)
 
     @pytest.mark.parametrize(
         "line, reason",

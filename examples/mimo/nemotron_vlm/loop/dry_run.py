@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import COLOCATED, PLACEMENTS, table
+from examples.mimo.common.layout import COLOCATED, PLACEMENTS, PLANNED, table
 from examples.mimo.nemotron_vlm.loop.encoder_schedule import BUBBLES, THREE_PHASES
 from examples.mimo.nemotron_vlm.model.part_settings import NAMES
 from examples.mimo.nemotron_vlm.options.arguments import Options, parse
@@ -27,9 +27,15 @@ from examples.mimo.nemotron_vlm.planner.parameters import (
     stages_on_meta,
 )
 from examples.mimo.nemotron_vlm.planner.plan import plan_of
-from examples.mimo.nemotron_vlm.planner.report import as_data, describe, gib, memory_table
+from examples.mimo.nemotron_vlm.planner.report import (
+    as_data,
+    choices_of,
+    describe,
+    gib,
+    memory_table,
+)
 from examples.mimo.nemotron_vlm.planner.schedule import stages_of_pipeline
-from examples.mimo.nemotron_vlm.planner.search import Task, search
+from examples.mimo.nemotron_vlm.planner.search import MICRO_SIZES, Found, Task, search
 from megatron.training.training import num_floating_point_operations
 
 KINDS = {
@@ -70,29 +76,7 @@ def plan(argv: list[str], own: Namespace) -> str:
         UserError: the input is bad, several processes were started, or no plan fits.
     """
     _check_alone()
-    if own.language or own.encoder:
-        raise UserError("--plan finds the layouts: leave out --language and --encoder")
-    machine = machine_of(own)
-    # The plans decide these; read as one rank, the command line must not ask for more.
-    alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
-    alone += ["--micro-batch-size", "1"]
-    options = parse([*argv, *alone], 1)
-    args, preset = options.args, options.preset
-    is_chosen = "--placement" in own.given
-    inputs = inputs_of(args, preset)
-    args.modality_flops_per_sample = operations_of_row(preset, inputs)
-    task = Task(
-        preset=preset,
-        world=own.plan,
-        machine=machine,
-        seq_length=args.seq_length,
-        global_batch=args.global_batch_size,
-        inputs=inputs,
-        operations=num_floating_point_operations(args, 1),
-        placements=(own.placement,) if is_chosen else PLACEMENTS,
-        in_bubbles=own.encoder_schedule == BUBBLES,
-    )
-    found = search(task)
+    task, found = _fastest(argv, own, own.plan)
     if own.plan_json:
         data = as_data(task, found, own.model)
         try:
@@ -100,6 +84,47 @@ def plan(argv: list[str], own: Namespace) -> str:
         except OSError as error:
             raise UserError(f"--plan-json {own.plan_json}: {error.strerror}") from error
     return describe(task, found, own.model)
+
+
+def planned(argv: list[str], own: Namespace, ranks: int) -> list[str]:
+    """Return the command line with the fastest plan in place of ``--language planned``.
+
+    All ranks find the same one. The nodes have as many GPUs as ranks, if nothing else is said.
+
+    Raises:
+        UserError: the input is bad, or no plan fits.
+    """
+    if not own.dry_run and "--plan-gpus-per-node" not in own.given:
+        own.plan_gpus_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    _, found = _fastest(argv, own, ranks)
+    return [*argv, *" ".join(choices_of(found.best[0].plan)).split()]
+
+
+def _fastest(argv: list[str], own: Namespace, ranks: int) -> tuple[Task, Found]:
+    if own.language not in ("", PLANNED) or own.encoder:
+        raise UserError("the planner finds the layouts: leave out --language and --encoder")
+    machine = machine_of(own)
+    # The plans decide these; read as one rank, the command line must not ask for more.
+    alone = ["--placement", COLOCATED, "--encoder-schedule", THREE_PHASES]
+    alone += ["--micro-batch-size", "1", "--language="]
+    options = parse([*argv, *alone], 1)
+    args, preset = options.args, options.preset
+    is_chosen = "--placement" in own.given
+    inputs = inputs_of(args, preset)
+    args.modality_flops_per_sample = operations_of_row(preset, inputs)
+    task = Task(
+        preset=preset,
+        world=ranks,
+        machine=machine,
+        seq_length=args.seq_length,
+        global_batch=args.global_batch_size,
+        inputs=inputs,
+        operations=num_floating_point_operations(args, 1),
+        placements=(own.placement,) if is_chosen else PLACEMENTS,
+        in_bubbles=own.encoder_schedule == BUBBLES,
+        micro_sizes=(1,) if args.pack else MICRO_SIZES,
+    )
+    return task, search(task)
 
 
 def machine_of(own: Namespace) -> Machine:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import megatron.core.datasets.utils
 from examples.mimo.common.errors import UserError
-from examples.mimo.common.layout import layout_table
+from examples.mimo.common.layout import PLANNED, layout_table
 from examples.mimo.common.steps import data_provider
 from examples.mimo.nemotron_vlm.data import SampleSource, fingerprint, make_source
 from examples.mimo.nemotron_vlm.data.provider import Loading
@@ -104,13 +104,16 @@ def run(argv: list[str]) -> None:
         raise UserError("--device cuda: PyTorch finds no GPU here; --device cpu trains without one")
     # Megatron prints all arguments: not before the checks, whose refusal that would hide.
     with _output_to(sys.stdout if "--help" in argv else io.StringIO()) as early:
-        if asks_only:
+        if asks_only or own.language == PLANNED:
             # PyTorch's fake process groups come with its test tools, which are slow to import.
-            from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan
+            from examples.mimo.nemotron_vlm.loop.dry_run import dry_run, plan, planned
 
-            text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
-            print(text, file=sys.__stdout__)
-            return
+            if own.language == PLANNED and not own.plan:
+                argv = planned(argv, own, own.dry_run or int(os.environ["WORLD_SIZE"]))
+            if asks_only:
+                text = dry_run(argv, own.dry_run) if own.dry_run else plan(argv, own)
+                print(text, file=sys.__stdout__)
+                return
         options = parse(argv)
         args = options.args
         if args.transformer_impl != "local" and find_spec("transformer_engine") is None:

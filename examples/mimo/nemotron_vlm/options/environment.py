@@ -9,7 +9,7 @@ import argparse
 import os
 from pathlib import Path
 
-from examples.mimo.common.layout import BUBBLES, SIZES, asked_layout
+from examples.mimo.common.layout import BUBBLES, PLANNED, SIZES, asked_layout
 from examples.mimo.nemotron_vlm.options.config_file import with_config
 
 
@@ -30,11 +30,12 @@ def at_start(argv: list[str]) -> dict[str, str]:
         UserError: the language model's layout cannot be read.
     """
     asked = _seen(argv)
-    language = asked_layout(asked, "language")
+    is_planned = asked.language == PLANNED  # and its axes not known yet
+    language = asked_layout(asked, "language", "" if is_planned else None)
     ahead = asked.encoder_schedule == BUBBLES or asked.cuda_graph_impl == "local"
     # Megatron asks for one connection with tensor or context parallelism; on a single one, a
     # kernel that waits for another rank holds back those behind it.
-    single = language.tp > 1 or language.cp > 1 or not ahead
+    single = is_planned or language.tp > 1 or language.cp > 1 or not ahead
     # Compiled kernels are kept for the next run, for each host apart: on a network file system,
     # replacing a file that another host reads leaves that host a stale handle, which ends the run.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))

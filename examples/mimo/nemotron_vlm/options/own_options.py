@@ -42,7 +42,8 @@ class OwnOptions:
     the others"""
     language: str = ""
     """the language model's layout, AXIS=SIZE[,AXIS=SIZE…] with axes tp cp pp dp ep etp vpp; dp is
-    derived when left out; short for --tensor-model-parallel-size and so on"""
+    derived when left out; short for --tensor-model-parallel-size and so on; or planned: all that
+    --plan chooses for the ranks there are"""
     encoder: str | None = _repeated()
     """layout of encoder and projector, in the same form, with axes tp dp pp; NAME:AXIS=SIZE… is of
     one of a model's several encoders, once for each"""
@@ -167,7 +168,7 @@ HELP = """Train a Nemotron VLM with Megatron's own loop, each module in its own 
 
 model       --model NAME  --freeze PARTS  --fp8-parts PARTS  --dynamic-resolution
             --dynamic-resolution-min-patches N  --dynamic-resolution-max-patches N
-layout      --encoder LAYOUT  --language LAYOUT  --placement colocated|non-colocated
+layout      --encoder LAYOUT  --language LAYOUT|planned  --placement colocated|non-colocated
             --encoder-tp N  --encoder-dp N  --encoder-pp N
 speed       --device cpu|cuda  --encoder-schedule three-phases|bubbles
             --encoder-macro-batch N  --recompute-encoder N

@@ -40,13 +40,21 @@ def command(task: Task, plan: Plan, model: str) -> list[str]:
 
 def options_of(plan: Plan, model: str) -> list[str]:
     """Return the program's options for a plan on GPUs."""
-    lay, batch, schedule = plan.layouts, plan.layouts.batch, plan.schedule
+    batch = plan.layouts.batch
+    return [
+        f"--model {model} --device cuda --bf16",
+        f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size}",
+        *choices_of(plan),
+    ]
+
+
+def choices_of(plan: Plan) -> list[str]:
+    """Return the options that a plan decides."""
+    lay, schedule = plan.layouts, plan.schedule
     encoders = [f"--encoder {text}" for text in lay.named_encoders(plan.preset.names)]
     options = [
-        f"--model {model} --device cuda --bf16 --placement {lay.placement}",
+        f"--placement {lay.placement} --micro-batch-size {lay.batch.micro_size}",
         " ".join([*encoders, f"--language {lay.language}"]),
-        f"--seq-length {batch.seq_length} --global-batch-size {batch.global_size} "
-        f"--micro-batch-size {batch.micro_size}",
         *RECOMPUTE[plan.recompute],
     ]
     if schedule.in_bubbles:

@@ -54,6 +54,7 @@ class Task:
     operations: float  # of a sample's forward and backward, for reported throughput
     placements: tuple[str, ...] = PLACEMENTS  # that may be chosen
     in_bubbles: bool = False  # whether colocated encoders work in the pipeline's bubbles
+    micro_sizes: tuple[int, ...] = MICRO_SIZES  # microbatches that may be chosen
 
 
 class Priced(NamedTuple):
@@ -128,7 +129,7 @@ def candidates(task: Task) -> Iterator[Layouts]:
     for placement, encoder_ranks, language_ranks in _splits(task):
         is_apart = placement == NON_COLOCATED
         encoders = _encoder_layouts(task, encoder_ranks, is_apart)
-        for micro_size in MICRO_SIZES:
+        for micro_size in task.micro_sizes:
             batch = Batch(task.global_batch, micro_size, task.seq_length)
             for language in _language_layouts(task, language_ranks, not is_apart):
                 rest = task.preset.language, batch, CHUNKWISE

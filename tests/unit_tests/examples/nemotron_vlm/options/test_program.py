@@ -56,6 +56,7 @@ STARTS = [
         {CONNECTIONS: "1", LOADING: "EAGER"},
     ),
     ("--cuda-graph-impl local", {CONNECTIONS: "8", LOADING: "EAGER"}),
+    ("--cuda-graph-impl local --language planned", {CONNECTIONS: "1", LOADING: "EAGER"}),
 ]
 """Command lines, and the variables that CUDA has to find when it starts."""
 

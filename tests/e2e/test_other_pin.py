@@ -1,0 +1,43 @@
+# Copyright (c) 2026, Megatron MIMO overlay contributors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run goes on with the other version of Megatron-LM: the lock's release, and its next one."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import REPOSITORY, kill, start
+from tests.e2e.test_faults import losses
+
+RELEASE, NEXT = (REPOSITORY / "build" / name for name in ("Megatron-LM", "next"))
+
+ARGUMENTS = ("--train-iters", "4", "--save-interval", "2", "--seed", "1", "--encoder", "dp=2")
+ARGUMENTS += ("--language", "tp=2", "--global-batch-size", "8", "--micro-batch-size", "4")
+
+LIMIT_S = 120
+
+
+@pytest.mark.skipif(not (NEXT / "megatron").is_dir(), reason="build/next is not there")
+@pytest.mark.parametrize("saved", [RELEASE, NEXT], ids=["to-next", "to-release"])
+def test_goes_on_with_the_other_version(saved, tmp_path):
+    whole, again, checkpoints = (tmp_path / name for name in ("whole", "again", "checkpoints"))
+    train(saved, whole, "--save", checkpoints)
+    other = NEXT if saved == RELEASE else RELEASE
+    train(other, again, "--load", checkpoints, "--ckpt-step", "2")
+    expected = losses(whole / "metrics.jsonl")
+    found = losses(again / "metrics.jsonl")
+    assert list(found) == [3, 4]
+    assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-6)
+
+
+def train(checkout: Path, directory: Path, *arguments: str | Path) -> None:
+    """Train on two ranks of a checkout of Megatron-LM to the end."""
+    line = (*ARGUMENTS, "--metrics-out", directory / "metrics.jsonl", *arguments)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = start("tests.e2e.faulty_rank", 0, "null", *line, checkout=checkout, **streams)
+    try:
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+    finally:
+        kill(process)
