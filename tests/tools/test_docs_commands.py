@@ -24,7 +24,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import show_layout
 from examples.mimo.common.errors import UserError
 from examples.mimo.nemotron_vlm.model.presets import find_preset, write_preset
 from examples.mimo.nemotron_vlm.options.arguments import parse
@@ -150,7 +149,6 @@ class Session:
             "torchrun": self._torchrun,
             "sbatch": self._sbatch,
             **dict.fromkeys(("python", "python3", "tools/python.sh"), self._python),
-            "tools/show_layout.py": self._python,
         }
 
     def run(self, command: Command) -> None:
@@ -230,8 +228,6 @@ class Session:
         self._exists(path)
         if path.endswith(PROGRAM):
             self._train(arguments, ranks)
-        elif path.endswith("show_layout.py"):
-            assert show_layout.main(arguments) == 0
         else:
             self._script(path, arguments)
 
