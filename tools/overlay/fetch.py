@@ -27,11 +27,12 @@ _BUILD_REQUIREMENTS = ["setuptools>=80", "pybind11", "packaging>=24.2"]
 
 def upstream(lock: Lock, version: str, root: Path) -> dict[str, bytes]:
     """Return the files of a locked version from its sdist, by path."""
-    return _files(sdist_file(lock.versions[version], root))
+    return packed_files(sdist_file(lock.versions[version], root))
 
 
 @functools.cache
-def _files(sdist: Path) -> dict[str, bytes]:
+def packed_files(sdist: Path) -> dict[str, bytes]:
+    """Return an sdist's files by path."""
     with tarfile.open(sdist) as packed:
         members = {m.name.partition("/")[2]: m for m in packed if m.isfile()}
         return {path: packed.extractfile(member).read() for path, member in members.items()}
