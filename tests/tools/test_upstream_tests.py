@@ -59,7 +59,7 @@ def test_refusals_have_their_exit_code(world, tmp_path, capsys):
 
 def test_a_failure_and_a_hang_end_one_test_each(world, tmp_path, monkeypatch):
     with_tool(world)
-    monkeypatch.setattr(worlds, "TEST_LIMIT_S", 20)
+    monkeypatch.setattr(worlds, "TEST_LIMIT_S", 10)
     text = """
 import time
 import pytest
@@ -145,8 +145,22 @@ def test_wavers():
         f"{FILE}::test_lost",
     ]
     assert lines[-1].startswith("LOST: ") and "a_3" in lines[-1]
-    git(tree, "branch", "staged")
-    assert cli.run(tree, [1], "*", "staged", **places) == 0
+
+
+def test_a_branch_takes_the_place_of_the_applied_tree(world, tmp_path, monkeypatch):
+    tree, seen = checkout(tmp_path / "tree", ""), {}
+    git(tree, "checkout", "-q", "-b", "staged")
+    write_tree(tree, {"README.md": "staged\n"})
+    git(tree, "commit", "-qam", "staged")
+    git(tree, "checkout", "-q", "main")
+
+    def run(world, files, excluded):
+        seen[world._tree.name] = (world._tree / "README.md").read_text()
+        return {}
+
+    monkeypatch.setattr(World, "run", run)
+    assert cli.run(tree, [1], "*", "staged", root=world.root) == 0
+    assert seen == {"pristine": "upstream\n", "applied": "staged\n"}
     assert cli.main([str(tree), "--branch", "none"]) == 3
 
 
