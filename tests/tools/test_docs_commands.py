@@ -197,7 +197,7 @@ class Session:
             assert result.code == 0, result.errors
 
     def _python(self, command: Command) -> None:
-        words = command.words if command.words[0].endswith("_layout.py") else command.words[1:]
+        words = command.words[1:]
         if words[0] == "-":
             exec(compile(command.stdin, "here-document", "exec"), {})
         elif words[0] == "-c":
