@@ -16,7 +16,7 @@ from pathlib import Path
 from overlay.cli import REPOSITORY
 from overlay.cli import main as overlay
 from overlay.errors import FAILED, LOCAL_EDITS, NOT_THE_PIN, OverlayError
-from overlay.git import user_git, write_files
+from overlay.git import reason, user_git, write_files
 from staging.features import TESTS, Feature, Features
 
 FORMATTERS = {"isort": r"ERROR: (.+?) Imports are", "black": r"would reformat (.+)"}
@@ -62,12 +62,11 @@ class Staging:
             raise OverlayError(FAILED, what)
 
     def _git(self, *args: str, folder: Path | None = None) -> str:
-        # Nobody signs off whom git would have to guess; hooks are meant for the user's own tree.
+        # git must not guess who signs off, and the user's hooks are for the user's own tree.
         settings = ("-c", "user.useConfigOnly=true", "-c", f"core.hooksPath={os.devnull}")
         done = user_git(folder or self.root, *settings, *args)
         if done.returncode:
-            reason = done.stderr.strip().splitlines() or ["no reason given"]
-            raise OverlayError(FAILED, f"git: {reason[-1]}")
+            raise OverlayError(FAILED, f"git: {reason(done)}")
         return done.stdout.rstrip()
 
     @contextlib.contextmanager
@@ -181,8 +180,7 @@ def _format(tree: Path, tool: str, paths: list[str], *options: str) -> str:
     command = [sys.executable, "-m", tool, *options, *python]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode and not options:
-        reason = done.stderr.strip().splitlines() or ["no reason given"]
-        raise OverlayError(FAILED, f"{tool} failed: {reason[-1]}")
+        raise OverlayError(FAILED, f"{tool} failed: {reason(done)}")
     return done.stdout + done.stderr
 
 
@@ -199,7 +197,7 @@ def try_each(staging: Staging, wanted: list[Feature]) -> bool:
         OverlayError: a feature cannot be staged.
     """
     LOGS.mkdir(parents=True, exist_ok=True)
-    # Nothing of this repository is on the path.
+    # The tests must not find this repository's own modules.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     overlay_files, all_work = staging.features.patchset.overlay.items(), True
