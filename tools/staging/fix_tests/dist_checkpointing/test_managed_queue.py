@@ -65,7 +65,7 @@ def living() -> dict[str, tuple[bool, bool]]:
         for (rank, child), number in zip(ids, STARTS.values(), strict=True):
             if child:
                 os.kill(rank if number == signal.SIGKILL else child, number)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 10
         while any(lives(child) for _, child in ids[:-1]) and time.monotonic() < end:
             time.sleep(0.2)
         time.sleep(1)  # for the signal that the last shall not hear
